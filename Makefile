@@ -1,0 +1,26 @@
+# Each target sets up what it needs; the second time that costs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: sweep test check clean
+
+sweep: $(READY)  ## a first simulated study: tables and plots in results/
+	$(BIN)/python -m experiments.sweep --quick
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)  ## lint, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""hcsim: train models on a home cluster of Macs, simulation first."""

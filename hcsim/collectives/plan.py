@@ -1,0 +1,77 @@
+"""What a collective is made of.
+
+A plan is what one rank does, as rounds of actions over ranges of its buffer. An algorithm is
+a pure function that returns it; nothing in it moves a byte or knows a clock.
+
+Meaning: a rank behaves as if it performed its actions one after the other, round by round and
+in the order within a round; a `Send` carries the values that its range has at that point.
+The executor may overlap whatever this order does not forbid. A message from i to j is a `Send`
+in i's round s and a `Recv` or `Reduce` of the same size in j's round s; there is at most one
+per (s, i, j). All ranks therefore number their rounds alike, and an idle round is empty.
+
+Ranges are in elements, half open. The addresses are the operation's:
+  all_reduce, reduce, broadcast   [0, length)
+  all_gather, gather              [0, sum(counts)): rank r's part lies at its offset
+  reduce_scatter, scatter         [0, sum(counts)): rank r is to end with the part at its offset
+  all_to_all                      [0, sum(sent)) is the input, the output follows it
+
+An empty range is a message without payload: it signals. A planner leaves out messages that
+neither carry nor signal anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+
+class Send(NamedTuple):
+    """Send the range's values to a peer."""
+
+    peer: int
+    lo: int
+    hi: int
+
+
+class Recv(NamedTuple):
+    """Replace the range's values by what the peer sends."""
+
+    peer: int
+    lo: int
+    hi: int
+
+
+class Reduce(NamedTuple):
+    """Combine the range's values with what the peer sends, the lower rank's on the left.
+
+    The fixed side makes partners who exchange values compute the same bits."""
+
+    peer: int
+    lo: int
+    hi: int
+
+
+class Finish(NamedTuple):
+    """The range now holds the whole reduction: apply what comes last (the mean's division)."""
+
+    lo: int
+    hi: int
+
+
+Action: TypeAlias = Send | Recv | Reduce | Finish
+Round: TypeAlias = tuple[Action, ...]
+Plan: TypeAlias = tuple[Round, ...]
+
+
+def offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each part starts, and at the end where the last one stops."""
+    return (0, *accumulate(counts))
+
+
+def split(length: int, parts: int) -> tuple[int, ...]:
+    """Boundaries of `parts` nearly equal parts of [0, length): `parts + 1` numbers.
+
+    The first `length % parts` parts are one longer; any of them may be empty."""
+    small, extra = divmod(length, parts)
+    return tuple(i * small + min(i, extra) for i in range(parts + 1))

@@ -1,0 +1,71 @@
+"""What can go wrong, and whose fault it is.
+
+The class says who has to act: the person at the keyboard (`ConfigError`), the
+programmer who called us (`UsageError`), we ourselves (`ChannelClosed`), the
+other side (`RemoteProtocolError`, `PeerRefused`), or the world between us
+(`ChannelBroken`, `DeadlineExceeded`). Foreign exceptions are translated into
+these once, at the boundary where they enter.
+"""
+
+from __future__ import annotations
+
+
+class HcsimError(Exception):
+    """Everything that hcsim raises on purpose."""
+
+
+class ConfigError(HcsimError):
+    """A file or a flag that a person wrote cannot be used; the text says where and what would be valid."""
+
+
+class UsageError(HcsimError, ValueError):
+    """The calling code asked for something that has no meaning."""
+
+
+class ChannelError(HcsimError):
+    """A channel cannot carry this message. `peer` names the other end."""
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class ChannelClosed(ChannelError):
+    """We closed this channel ourselves, and then used it."""
+
+
+class ChannelBroken(ChannelError):
+    """The world ended this channel: reset, crash, cable, end of stream."""
+
+
+class RemoteProtocolError(ChannelError):
+    """The peer sent bytes that no correct peer sends. The channel is closed."""
+
+
+class PeerRefused(ChannelError):
+    """Nobody listens there, or the peer answered and said no."""
+
+
+class DeadlineExceeded(HcsimError, TimeoutError):
+    """Something took longer than it was allowed to."""
+
+
+class CollectiveError(HcsimError):
+    """A collective ended without a result, on this rank, for the named reason.
+
+    `peer` is the rank that was waited for or that failed (None when it is not known),
+    `phase` what was being done with it.
+    """
+
+    def __init__(self, message: str, *, peer: int | None = None, phase: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.phase = phase
+
+
+class CollectiveTimeout(CollectiveError, DeadlineExceeded):
+    """A collective's deadline passed."""
+
+
+class Deadlock(HcsimError):
+    """The virtual world has nothing left to do and tasks still wait; the text names each."""

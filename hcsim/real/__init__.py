@@ -1,0 +1,1 @@
+"""The seam on TCP: physical machines."""

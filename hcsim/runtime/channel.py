@@ -1,0 +1,87 @@
+"""Channels: authenticated, ordered, reliable, message-framed connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from hcsim.errors import UsageError
+from hcsim.runtime.frame import Header
+
+
+class Phantom:
+    """A payload that has a size and no data: a sweep over a large model moves no bytes."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise UsageError(f"a payload cannot have {nbytes} bytes")
+        self.nbytes = nbytes
+
+    def __repr__(self) -> str:
+        return f"Phantom({self.nbytes})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Phantom) and other.nbytes == self.nbytes
+
+    def __hash__(self) -> int:
+        return self.nbytes
+
+
+Payload: TypeAlias = memoryview | Phantom
+"""Bytes (a contiguous view of format "B"), or their phantom."""
+
+Place: TypeAlias = Callable[[Header], memoryview | None]
+"""Says where a frame's payload goes: a writable view of `header.length` bytes, or None
+to have it allocated. It is called for a phantom too, and its answer is then not used."""
+
+EMPTY = memoryview(b"")
+
+
+class Channel(Protocol):
+    """One connection to one peer.
+
+    Frames arrive whole and in the order in which they were sent. One task may send while
+    another receives; several senders take turns, frame by frame; there is one receiver.
+    """
+
+    @property
+    def peer(self) -> str:
+        """The other end, for people."""
+
+    async def send(self, header: Header, payload: Payload = EMPTY) -> None:
+        """Send one frame; `header.length` is the payload's size.
+
+        Returns when the caller may reuse the buffer, which says nothing about delivery. Waits
+        while the peer does not read (back-pressure). Cancelled before its first byte left,
+        nothing was sent; cancelled in the middle of a frame, the channel is broken.
+        """
+
+    async def recv(self, place: Place) -> tuple[Header, Payload]:
+        """Receive the next frame into the buffer that `place(header)` names.
+
+        Cancelled between frames, nothing is lost and the channel is as before. Cancelled in the
+        middle of one, the stream would be out of step, so the channel is broken.
+        """
+
+    def limit(self, max_frame_bytes: int) -> None:
+        """Refuse larger payloads from now on; an unknown peer starts with a small limit."""
+
+    async def close(self) -> None:
+        """End it. What was sent before still arrives. Later use raises `ChannelClosed`; the peer
+        receives what is under way, then `ChannelBroken`. Closing twice is harmless."""
+
+
+class Listener(Protocol):
+    """Accepts channels at an address."""
+
+    @property
+    def address(self) -> str:
+        """`host:port`, with the port that was really taken."""
+
+    async def accept(self) -> Channel:
+        """The next channel that a peer opened."""
+
+    async def close(self) -> None:
+        """Accept no more. Channels that were accepted live on."""

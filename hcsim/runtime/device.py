@@ -1,0 +1,32 @@
+"""Compute, as a host offers it: done for real, or charged to a machine's profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Work(msgspec.Struct, frozen=True):
+    """How much there is to do, for a machine whose time is modelled."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    """Bytes read from and written to memory."""
+
+
+class Device(Protocol):
+    """One machine's processor. Work on it is done one piece after the other."""
+
+    @property
+    def name(self) -> str:
+        """For people: "M2 Ultra", "cuda:0", "cpu"."""
+
+    async def run(self, work: Work, function: Callable[[], T]) -> T:
+        """Call the function without holding up the network, and take the time the work takes."""
+
+    async def touch(self, moved_bytes: int) -> None:
+        """Account for memory traffic that the caller causes itself, such as adding a segment."""

@@ -1,0 +1,104 @@
+"""The header that stands before every payload, in both worlds.
+
+    offset  0  2  magic "hc"           24  4  signature  what the sender thinks it is doing
+            2  1  version              28  4  length     bytes of payload behind this header
+            3  1  kind                 32  4  step       round of the plan
+            4  2  sender (rank)        36  8  offset     of this segment within its message
+            6  2  bucket (or tag)      44  8  total      bytes of the whole message
+            8  4  epoch                52  4  crc32 of the 52 bytes before it
+           12  4  group
+           16  8  operation
+
+All numbers are big-endian. (epoch, group, operation, bucket, step, sender) say which message a
+frame belongs to, so two operations in flight can never take each other's bytes. Large
+messages travel as several frames with rising `offset`. `signature` is a digest of the
+operation, its dtype, length and algorithm: ranks that disagree find out at the first frame.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntEnum
+
+import msgspec
+
+from hcsim.errors import RemoteProtocolError, UsageError
+
+MAGIC = b"hc"
+VERSION = 1
+_FIELDS = struct.Struct("!2sBBHHIIQIIIQQ")
+_CRC = struct.Struct("!I")
+HEADER_BYTES = _FIELDS.size + _CRC.size
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    DATA = 0
+    """A segment of a tensor."""
+    HELLO = 1
+    """Who is calling, and for which group; the first frame in each direction."""
+    ABORT = 2
+    """The sender gave an operation up; the payload says why."""
+    BYE = 3
+    """The sender leaves in an orderly way and will send nothing more."""
+    CONTROL = 4
+    """A typed message of a component above the collectives."""
+
+
+_KINDS = tuple(Kind)
+
+
+class Header(msgspec.Struct, frozen=True, gc=False):
+    """One frame's header; see the top of this file for its encoding."""
+
+    length: int
+    kind: Kind = Kind.DATA
+    sender: int = 0
+    bucket: int = 0
+    epoch: int = 0
+    group: int = 0
+    operation: int = 0
+    signature: int = 0
+    step: int = 0
+    offset: int = 0
+    total: int = 0
+
+
+def encode_header(header: Header) -> bytes:
+    """The header's bytes on the wire."""
+    h = header
+    try:
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, h.kind, h.sender, h.bucket, h.epoch, h.group, h.operation,
+            h.signature, h.length, h.step, h.offset, h.total,
+        )  # fmt: skip
+    except struct.error as error:
+        raise UsageError(f"{header} cannot be encoded: {error}") from None
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def decode_header(data: bytes | bytearray | memoryview, *, max_length: int, peer: str) -> Header:
+    """Check and decode `HEADER_BYTES` bytes from `peer`, who may send at most `max_length` behind them."""
+    view = memoryview(data)
+    fields = view[: _FIELDS.size]
+    (magic, version, kind, sender, bucket, epoch, group, operation,
+     signature, length, step, offset, total) = _FIELDS.unpack(fields)  # fmt: skip
+    if magic != MAGIC:
+        raise RemoteProtocolError(f"{peer} does not speak hcsim: its frame starts with {magic!r}", peer)
+    if version != VERSION:
+        raise RemoteProtocolError(f"{peer} speaks version {version} of the protocol, we speak {VERSION}", peer)
+    if _CRC.unpack(view[_FIELDS.size :])[0] != zlib.crc32(fields):
+        raise RemoteProtocolError(f"a header from {peer} arrived damaged (its checksum does not match)", peer)
+    if kind >= len(_KINDS):
+        raise RemoteProtocolError(f"{peer} sent a frame of unknown kind {kind}", peer)
+    if length > max_length:
+        raise RemoteProtocolError(
+            f"{peer} announced a frame of {length} bytes where at most {max_length} are allowed", peer
+        )
+    if total and offset + length > total:
+        raise RemoteProtocolError(
+            f"{peer} sent a segment that ends at byte {offset + length} of a message of {total}", peer
+        )
+    return Header(length, _KINDS[kind], sender, bucket, epoch, group, operation, signature, step, offset, total)

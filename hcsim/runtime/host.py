@@ -1,0 +1,77 @@
+"""A host: one machine, and everything a component may take from it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from enum import Enum
+from typing import Any, Protocol
+
+import msgspec
+
+from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.clock import Clock
+from hcsim.runtime.device import Device
+from hcsim.runtime.lan import Lan
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Medium(Enum):
+    """What an interface is made of; the order is from fast to slow."""
+
+    LOOPBACK = "loopback"
+    THUNDERBOLT = "thunderbolt"
+    ETHERNET = "ethernet"
+    WIFI = "wifi"
+    WAN = "wan"
+    UNKNOWN = "unknown"
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One of a host's network interfaces."""
+
+    name: str
+    medium: Medium
+    rate_bps: float | None = None
+    """Nominal line rate, where the system tells."""
+    addresses: tuple[str, ...] = ()
+
+
+class Host(Protocol):
+    """One machine."""
+
+    @property
+    def name(self) -> str:
+        """Unique within its cluster."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def lan(self) -> Lan: ...
+
+    def interfaces(self) -> tuple[Interface, ...]:
+        """What this host is attached to, in a fixed order."""
+
+    async def listen(self, address: str) -> Listener:
+        """Accept channels at `host:port` (port 0: any free one)."""
+
+    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
+        """Open a channel, trying again with backoff until the deadline.
+
+        Raises `PeerRefused` when somebody says no until the end, `DeadlineExceeded` when nobody answers.
+        """
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Run a task that lives and dies with this host. The name appears in reports."""
+
+    def rng(self, *name: str | int) -> random.Random:
+        """This host's random stream of that name."""
+
+    def trace(self, kind: str, *fields: str | int | float) -> None:
+        """Put an event into the run's trace."""

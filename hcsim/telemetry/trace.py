@@ -1,0 +1,54 @@
+"""The trace: every send, delivery, timer and fault of a run, with a SHA-256 over all of it.
+
+Two runs are the same run when their digests are equal. An event is a flat tuple
+`(time_ns, kind, where, *fields)` of strings and numbers; the digest is the SHA-256 of the
+events' msgpack encodings in the order in which they happened, so it also depends on order
+within one instant. Events are encoded in batches: the hot path is one list append.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+Event: TypeAlias = tuple[str | int | float, ...]
+Sink: TypeAlias = Callable[[Sequence[Event]], None]
+
+_BATCH = 4096
+
+
+class Trace:
+    """Collects events, digests them, and hands them to a sink (a file, a test) if there is one."""
+
+    def __init__(self, sink: Sink | None = None) -> None:
+        self.count = 0
+        self._sink = sink
+        self._sha = hashlib.sha256()
+        self._batch: list[Event] = []
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def record(self, *event: str | int | float) -> None:
+        """Add one event: time in ns, kind, where, then whatever describes it."""
+        batch = self._batch
+        batch.append(event)
+        if len(batch) >= _BATCH:
+            self._flush()
+
+    def digest(self) -> str:
+        """The SHA-256 of everything recorded so far, in hex."""
+        self._flush()
+        return self._sha.hexdigest()
+
+    def _flush(self) -> None:
+        batch = self._batch
+        if not batch:
+            return
+        encode = self._encode
+        self._sha.update(b"".join([encode(event) for event in batch]))
+        if self._sink is not None:
+            self._sink(batch)
+        self.count += len(batch)
+        self._batch = []

@@ -1,0 +1,1 @@
+"""The seam on SimPy: a deterministic world in which time costs nothing."""

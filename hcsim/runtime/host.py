@@ -47,13 +47,16 @@ class Host(Protocol):
         """Unique within its cluster."""
 
     @property
-    def clock(self) -> Clock: ...
+    def clock(self) -> Clock:
+        """This host's own time."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """What it computes with."""
 
     @property
-    def lan(self) -> Lan: ...
+    def lan(self) -> Lan:
+        """The neighbourhood it announces itself in."""
 
     def interfaces(self) -> tuple[Interface, ...]:
         """What this host is attached to, in a fixed order."""

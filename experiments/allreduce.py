@@ -1,0 +1,276 @@
+"""All-reduce over loopback TCP: hcsim beside gloo, MLX's ring and Open MPI, in one run.
+
+    python -m experiments.allreduce --ranks 2,4 --sizes 64KB,16MB --json allreduce.json
+
+Times of one machine mean something only beside each other, and machines are noisy. So the ranks
+of every library are started once and kept, asleep, and each cell (ranks × size) is measured in
+rounds: every library takes a turn in every round, in rotating order, and noise hits all alike. A
+first round, not counted, checks every element of each library's sum and finds out how many
+iterations fit into a turn. An iteration is an all-reduce right after a barrier and takes as long
+as its slowest rank. A cell is the median over the iterations of all rounds.
+
+All have one thread for arithmetic and no binding to cores. `ratio_X` is hcsim's time over X's:
+below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied beyond
+`X_idle_bytes`, which is what it occupied before its first large tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from experiments.peers.peer import Peer
+from experiments.peers.rank import Turn
+from experiments.peers.roster import PEERS
+from experiments.peers.team import Team, TeamFailed, running
+from hcsim.collectives.algorithms import algorithms
+
+Row = dict[str, int | float | None]
+
+TURN_S = 0.4
+"""How long a turn should last; a large tensor's one iteration may take longer."""
+MAX_ITERATIONS = 40
+MAX_RANKS = 64
+BUSY_LOAD = 0.5
+FLOAT_BYTES = 4
+MAX_BYTES = 4 << 30
+_UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+
+class Measured(msgspec.Struct):
+    """What one library did in one cell."""
+
+    idle_bytes: int | None
+    durations_s: list[float] = []
+    peak_bytes: int | None = None
+
+
+class Study:
+    """One run: its teams, its progress, and what went wrong on the way."""
+
+    def __init__(self, peers: list[Peer], rounds: int, algorithm: str, progress: Progress) -> None:
+        self.failures: list[str] = []
+        self._peers = peers
+        self._rounds = rounds
+        self._algorithm = algorithm
+        self._progress = progress
+        self._task = TaskID(0)
+
+    def measure(self, rank_counts: list[int], sizes: list[int]) -> Iterator[Row]:
+        """One row per cell, as soon as it is there."""
+        turns = len(rank_counts) * len(sizes) * len(self._peers) * (self._rounds + 1)
+        self._task = self._progress.add_task("", total=turns)
+        for ranks in rank_counts:
+            with ExitStack() as stack:
+                teams = self._start(stack, ranks)
+                for size_bytes in sizes:
+                    yield row(ranks, size_bytes, self._measure_cell(teams, ranks, size_bytes))
+
+    def _start(self, stack: ExitStack, ranks: int) -> list[Team]:
+        teams = []
+        for peer in self._peers:
+            self._progress.update(self._task, description=f"{ranks} ranks: starting {peer.name}")
+            try:
+                teams.append(stack.enter_context(running(peer, ranks, self._algorithm)))
+            except TeamFailed as failure:
+                self.failures.append(f"{peer.name} on {ranks} ranks: {failure}")
+        return teams
+
+    def _measure_cell(self, teams: list[Team], ranks: int, size_bytes: int) -> dict[str, Measured]:
+        """Takes a team that fails out of `teams`: its ranks are of no more use."""
+        measured = {team.peer.name: Measured(team.idle_bytes) for team in teams}
+        turns: dict[str, Turn] = {}
+        for number in range(self._rounds + 1):
+            shift = number % max(1, len(teams))
+            for team in teams[shift:] + teams[:shift]:
+                name = team.peer.name
+                self._progress.update(
+                    self._task, advance=1, description=f"{ranks} ranks, {size_label(size_bytes)}: {name}"
+                )
+                try:
+                    if number == 0:
+                        turns[name] = _first_turn(team, size_bytes // FLOAT_BYTES)
+                    else:
+                        _take_turn(team, turns[name], measured[name])
+                except TeamFailed as failure:
+                    self.failures.append(f"{name} on {ranks} ranks, {size_label(size_bytes)}: {failure}")
+                    teams.remove(team)
+                    del measured[name]
+        return measured
+
+
+def _first_turn(team: Team, elements: int) -> Turn:
+    """Check the sum; say how the turns that count shall be."""
+    reports = team.take(Turn(elements, iterations=1, verify=True))
+    wrong = sum(report.wrong_elements for report in reports)
+    if wrong:
+        raise TeamFailed(f"{wrong} elements of the sum are wrong")
+    iteration_s = max(report.durations_s[0] for report in reports)
+    return Turn(elements, iterations=max(1, min(MAX_ITERATIONS, int(TURN_S / iteration_s))))
+
+
+def _take_turn(team: Team, turn: Turn, measured: Measured) -> None:
+    reports = team.take(turn)
+    measured.durations_s += [max(of_ranks) for of_ranks in zip(*(r.durations_s for r in reports), strict=True)]
+    peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+    if peaks and measured.idle_bytes is not None:
+        measured.peak_bytes = max(measured.peak_bytes or 0, max(peaks) - measured.idle_bytes)
+
+
+def row(ranks: int, size_bytes: int, measured: dict[str, Measured]) -> Row:
+    """One cell's results; null for a library that was not measured."""
+    result: Row = {"ranks": ranks, "size_bytes": size_bytes}
+    medians = {name: statistics.median(m.durations_s) for name, m in measured.items()}
+    result |= {f"{name}_s": medians.get(name) for name in PEERS}
+    for name in PEERS:
+        if name != "hcsim":
+            both = "hcsim" in medians and name in medians
+            result[f"ratio_{name}"] = medians["hcsim"] / medians[name] if both else None
+    for name in PEERS:
+        of_peer = measured.get(name)
+        result[f"{name}_peak_bytes"] = of_peer.peak_bytes if of_peer else None
+        result[f"{name}_idle_bytes"] = of_peer.idle_bytes if of_peer else None
+        result[f"{name}_iterations"] = len(of_peer.durations_s) if of_peer else None
+    return result
+
+
+def time_table(rows: list[Row]) -> Table:
+    """Milliseconds, and hcsim's time over each of the others'."""
+    others = [name for name in PEERS if name != "hcsim"]
+    result = _table("all-reduce of float32 over loopback TCP, ms", [*PEERS, *(f"÷ {name}" for name in others)])
+    for cell in rows:
+        times = [_number(cell[f"{name}_s"], 1e-3) for name in PEERS]
+        result.add_row(*_place(cell), *times, *(_number(cell[f"ratio_{name}"]) for name in others))
+    return result
+
+
+def memory_table(rows: list[Row]) -> Table:
+    """Megabytes that a rank occupied beyond an idle one."""
+    result = _table("peak memory of a rank beyond an idle one, MB", [*PEERS])
+    for cell in rows:
+        result.add_row(*_place(cell), *(_number(cell[f"{name}_peak_bytes"], _UNITS["MB"]) for name in PEERS))
+    return result
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    result = Table(title=title, box=box.SIMPLE_HEAD)
+    for heading in ["ranks", "size", *columns]:
+        result.add_column(heading, justify="right")
+    return result
+
+
+def _place(cell: Row) -> tuple[str, str]:
+    return str(cell["ranks"]), size_label(int(cell["size_bytes"] or 0))
+
+
+def _number(value: float | None, unit: float = 1.0) -> str:
+    return "–" if value is None else f"{value / unit:.3g}" if value < 100 * unit else f"{value / unit:.0f}"
+
+
+def size_label(size_bytes: int) -> str:
+    """16777216 → "16 MB"."""
+    unit = next(name for name in reversed(_UNITS) if size_bytes % _UNITS[name] == 0)
+    return f"{size_bytes // _UNITS[unit]} {unit}"
+
+
+def parse_sizes(text: str) -> list[int]:
+    """ "4KB,16MB" → bytes, in rising order. 1 KB is 1024 bytes."""
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+) *([KMG]?B)?", part.strip().upper())
+        size_bytes = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
+        if not 1 <= size_bytes <= MAX_BYTES or size_bytes % FLOAT_BYTES:
+            raise typer.BadParameter(
+                f"{part!r} is not a size of whole float32s up to 4GB, such as 4096, 64KB or 16MB", param_hint="--sizes"
+            )
+        sizes.append(size_bytes)
+    return sorted(set(sizes))
+
+
+def parse_ranks(text: str) -> list[int]:
+    """ "2,4,8" → numbers of ranks, in rising order."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not (part.isdecimal() and 2 <= int(part) <= MAX_RANKS):
+            raise typer.BadParameter(f"{part!r} is not a number of ranks from 2 to {MAX_RANKS}", param_hint="--ranks")
+    return sorted({int(part) for part in parts})
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """ "hcsim,gloo" → the peers of that name, in the order of the columns."""
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in PEERS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(PEERS)}", param_hint="--peers")
+    return [peer for name, peer in PEERS.items() if name in names]
+
+
+def parse_algorithm(text: str) -> str:
+    """One of hcsim's algorithms for all-reduce, or "auto"."""
+    known = ["auto", *algorithms("all_reduce")]
+    if text not in known:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}", param_hint="--algorithm")
+    return text
+
+
+def parse_output(text: str) -> Path:
+    """A file that can be written, found out before anything is measured."""
+    path = Path(text)
+    try:
+        path.touch()
+    except OSError as error:
+        raise typer.BadParameter(f"{text} cannot be written: {error.strerror}", param_hint="--json") from None
+    return path
+
+
+def main(
+    ranks: Annotated[str, typer.Option(help="Numbers of processes.")] = "2,4,8",
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of the tensor; 1 KB is 1024 bytes.")
+    ] = "4KB,64KB,1MB,16MB,64MB,256MB",
+    peers: Annotated[str, typer.Option(help="Whom to measure.")] = ",".join(PEERS),
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Rounds in which every peer takes a turn.")] = 5,
+    algorithm: Annotated[str, typer.Option(help="hcsim's algorithm.")] = "auto",
+    json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
+) -> None:
+    """All-reduce over loopback TCP: hcsim beside gloo, MLX and Open MPI, interleaved in one run."""
+    rank_counts, size_list, chosen = parse_ranks(ranks), parse_sizes(sizes), parse_peers(peers)
+    hcsim_algorithm = parse_algorithm(algorithm)
+    output = parse_output(json_file) if json_file else None
+    notes = Console(stderr=True)
+    reasons = {peer.name: peer.missing() for peer in chosen}
+    for name, reason in reasons.items():
+        if reason:
+            notes.print(f"{name} is left out: {reason}")
+    if os.getloadavg()[0] > BUSY_LOAD:
+        notes.print("this machine is busy with something else: MLX and Open MPI, which spin, suffer most from that")
+    present = [peer for peer in chosen if not reasons[peer.name]]
+    rows: list[Row] = []
+    with Progress(console=notes, transient=True) as progress:
+        study = Study(present, repeat, hcsim_algorithm, progress)
+        for cell in study.measure(rank_counts, size_list):
+            rows.append(cell)
+            if output:
+                output.write_text(json.dumps(rows, indent=1) + "\n")
+    Console().print(time_table(rows), memory_table(rows))
+    for failure in study.failures:
+        notes.print(f"failed: {failure}", markup=False)
+    if study.failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,296 @@
+"""How fast the simulator is on one core, beside bare SimPy doing the same, in one run.
+
+    python -m experiments.speed --only messages --json speed.json
+
+The bare programs are written as one would write them for SimPy: a process for each message that
+waits for the link, lets the bytes and the latency pass, and puts the message into the `Store`
+that the receiver gets from. They have none of what hcsim adds: tasks that can be cancelled,
+framing, back-pressure, fair sharing, a trace with its hash. hcsim and SimPy take turns, and each
+figure is a median over the turns, so that noise hits both alike. `ratio` is hcsim's rate over
+SimPy's: above one, hcsim is faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from itertools import repeat
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import msgspec
+import simpy
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from hcsim.collectives.group import Group
+from hcsim.config import Attachment, Ethernet, Node, Scenario, idealised
+from hcsim.runtime.channel import Payload, Phantom
+from hcsim.runtime.frame import Header
+from hcsim.transport.mesh import Membership
+from hcsim.units import BitRate, Seconds
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.loop import VirtualLoop
+from hcsim.virtual.world import World
+
+Row = dict[str, str | int | float | None]
+Process = Generator[simpy.Event, object, None]
+Program = Callable[[VirtualHost, int, Sequence[str]], Coroutine[Any, Any, None]]
+
+SLEEPERS = 100
+RING = 8
+LATENCY_S = 100e-6
+FAST_BPS = 1e12
+"""So fast that latency is all there is."""
+UNLIKE_BPS = [1e9 * (1.0 + 0.37 * node) for node in range(RING)]
+FLOW_BYTES = 1 << 20
+TENSOR_BYTES = 8 << 20
+"""Small enough that no rank's part is cut into segments: messages are the same number in both."""
+LINK_BPS = 1e9
+PORT = 52416
+CASE_S = 60.0
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One piece of work, written for both."""
+
+    name: str
+    count: int
+    """How many things of that name one turn does."""
+    bare: Callable[[], None]
+    ours: Callable[[], None]
+    ranks: int | None = None
+    messages: int | None = None
+    """How many messages one turn sends, where that is another number."""
+
+
+def bare_timers(count: int) -> None:
+    env = simpy.Environment()
+
+    def sleeper(number: int) -> Process:
+        for _ in range(count // SLEEPERS):
+            yield env.timeout(0.001 * (number + 1))
+
+    for number in range(SLEEPERS):
+        env.process(sleeper(number))
+    env.run()
+
+
+def our_timers(count: int) -> None:
+    async def sleeper(number: int) -> None:
+        for _ in range(count // SLEEPERS):
+            await asyncio.sleep(0.001 * (number + 1))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(SLEEPERS):
+                group.create_task(sleeper(number))
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
+def bare_ring(rounds: int, rates_bps: Sequence[float], size_bytes: int) -> None:
+    """In each round every node sends to the next one, over its own link, and receives from the one before."""
+    env = simpy.Environment()
+    inboxes = [simpy.Store(env) for _ in rates_bps]
+    links = [simpy.Resource(env) for _ in rates_bps]
+
+    def message(sender: int) -> Process:
+        with links[sender].request() as turn:
+            yield turn
+            yield env.timeout(size_bytes * 8 / rates_bps[sender])
+        yield env.timeout(LATENCY_S)
+        yield inboxes[(sender + 1) % len(inboxes)].put(size_bytes)
+
+    def node(rank: int) -> Process:
+        for _ in range(rounds):
+            env.process(message(rank))
+            yield inboxes[rank].get()
+
+    for rank in range(len(rates_bps)):
+        env.process(node(rank))
+    env.run()
+
+
+def bare_free_ring(rounds: int, nodes: int, delay_s: float) -> None:
+    """The same where no message ever waits for another, so that a link is nothing but its delay."""
+    env = simpy.Environment()
+    inboxes = [simpy.Store(env) for _ in range(nodes)]
+
+    def message(receiver: int) -> Process:
+        yield env.timeout(delay_s)
+        yield inboxes[receiver].put("message")
+
+    def node(rank: int) -> Process:
+        for _ in range(rounds):
+            env.process(message((rank + 1) % nodes))
+            yield inboxes[rank].get()
+
+    for rank in range(nodes):
+        env.process(node(rank))
+    env.run()
+
+
+def our_ring(rounds: int, rates_bps: Sequence[float], payload: Payload) -> None:
+    """As the bare rings, through channels."""
+    header = Header(payload.nbytes)
+
+    async def node(host: VirtualHost, rank: int, addresses: Sequence[str]) -> None:
+        listener = await host.listen(addresses[rank])
+        there = await host.connect(addresses[(rank + 1) % len(addresses)])
+        back = await listener.accept()
+        back.limit(payload.nbytes)
+        for _ in range(rounds):
+            await there.send(header, payload)
+            await back.recv(_anywhere)
+
+    run_world(rates_bps, node)
+
+
+def _anywhere(_header: Header) -> None:
+    return None
+
+
+def our_all_reduces(count: int, ranks: int) -> None:
+    tensor = Phantom(TENSOR_BYTES)
+
+    async def node(host: VirtualHost, rank: int, addresses: Sequence[str]) -> None:
+        async with await Group.open(host, Membership(rank, tuple(addresses))) as group:
+            for _ in range(count):
+                await group.all_reduce(tensor, algorithm="ring")
+
+    run_world(list(repeat(LINK_BPS, ranks)), node)
+
+
+def run_world(rates_bps: Sequence[float], node: Program) -> None:
+    """Run a program on nodes with these rates; it gets its host, its rank, and where each rank listens."""
+    world = World(ring_scenario(rates_bps))
+    ranks = {host.name: rank for rank, host in enumerate(world.hosts)}
+    addresses = [f"{host.name}:{PORT}" for host in world.hosts]
+    for outcome in world.run_on_all(lambda host: node(host, ranks[host.name], addresses)):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def ring_scenario(rates_bps: Sequence[float]) -> Scenario:
+    """Nodes on one switch, each with its own rate; latency and bandwidth are the only effects."""
+    switch = Ethernet("switch", BitRate(FAST_BPS), latency_s=Seconds(LATENCY_S))
+    links = [Attachment("switch", BitRate(rate_bps)) for rate_bps in rates_bps]
+    nodes = tuple(Node(f"node-{rank}", "ideal", switch.home, (link,)) for rank, link in enumerate(links))
+    return idealised(Scenario("ring", nodes, media=(switch,)))
+
+
+def all_reduce_case(ranks: int, count: int) -> Case:
+    """`count` ring all-reduces of a phantom; each takes 2(n − 1) rounds of n messages."""
+    rounds = count * 2 * (ranks - 1)
+    delay_s = LATENCY_S + TENSOR_BYTES / ranks * 8 / LINK_BPS
+    return Case(
+        "all-reduces",
+        count,
+        lambda: bare_free_ring(rounds, ranks, delay_s),
+        lambda: our_all_reduces(count, ranks),
+        ranks,
+        rounds * ranks,
+    )
+
+
+def cases() -> list[Case]:
+    timers, messages, flows = 200_000, 40_000, 20_000
+    fast_bps = list(repeat(FAST_BPS, RING))
+    return [
+        Case("timers", timers, lambda: bare_timers(timers), lambda: our_timers(timers)),
+        Case(
+            "messages",
+            messages,
+            lambda: bare_free_ring(messages // RING, RING, LATENCY_S),
+            lambda: our_ring(messages // RING, fast_bps, Phantom(0)),
+            RING,
+        ),
+        Case(
+            "flows",
+            flows,
+            lambda: bare_ring(flows // RING, UNLIKE_BPS, FLOW_BYTES),
+            lambda: our_ring(flows // RING, UNLIKE_BPS, Phantom(FLOW_BYTES)),
+            RING,
+        ),
+        all_reduce_case(8, 200),
+        all_reduce_case(64, 3),
+        all_reduce_case(512, 1),
+    ]
+
+
+def measure(case: Case, turns: int) -> Row:
+    """Both in turn, several times, but no new turn after a minute."""
+    bare_s: list[float] = []
+    ours_s: list[float] = []
+    while len(bare_s) < turns and sum(bare_s) + sum(ours_s) < CASE_S:
+        bare_s.append(_duration_s(case.bare))
+        ours_s.append(_duration_s(case.ours))
+    bare = statistics.median(bare_s)
+    ours = statistics.median(ours_s)
+    messages = case.messages or case.count
+    return {
+        "case": case.name,
+        "ranks": case.ranks,
+        "hcsim_per_s": case.count / ours,
+        "simpy_per_s": case.count / bare,
+        "ratio": bare / ours,
+        "hcsim_us_per_message": 1e6 * ours / messages,
+        "simpy_us_per_message": 1e6 * bare / messages,
+    }
+
+
+def _duration_s(work: Callable[[], Any]) -> float:
+    start_s = perf_counter()
+    work()
+    return perf_counter() - start_s
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(title="the simulator on one core", box=box.SIMPLE_HEAD)
+    for heading in ("", "ranks", "hcsim /s", "SimPy /s", "ratio", "hcsim µs each", "SimPy µs each"):
+        result.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        result.add_row(*(_cell(value) for value in row.values()))
+    return result
+
+
+def _cell(value: str | int | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if value is None else str(value)
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Cases to measure.")] = "timers,messages,flows,all-reduces",
+    turns: Annotated[int, typer.Option(min=1, max=100, help="Turns of each, of which the median counts.")] = 5,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write one row per case to this file.")] = None,
+) -> None:
+    """The simulator's speed on one core, beside bare SimPy in the same run."""
+    known = list(dict.fromkeys(case.name for case in cases()))
+    wanted = [name.strip() for name in only.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--only")
+    if json_file and not Path(json_file).absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {json_file} does not exist", param_hint="--json")
+    chosen = [case for case in cases() if case.name in wanted]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = [measure(case, turns) for case in progress.track(chosen, description="measuring")]
+    Console().print(table(rows))
+    if json_file:
+        Path(json_file).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,85 @@
+"""Which algorithms there are for which operation, and the one way to ask for a plan."""
+
+from __future__ import annotations
+
+from hcsim.collectives import (
+    centralized,
+    dissemination,
+    halving_doubling,
+    hierarchical,
+    pairwise,
+    recursive_doubling,
+    ring,
+    tree,
+)
+from hcsim.collectives.plan import Plan
+from hcsim.collectives.shape import Planner, Shape
+from hcsim.errors import UsageError
+
+PLANNERS: dict[str, dict[str, Planner]] = {
+    "all_reduce": {**hierarchical.CROSS, "hierarchical": hierarchical.all_reduce},
+    "reduce": {"ring": ring.reduce, "tree": tree.reduce, "centralized": centralized.reduce},
+    "broadcast": {"ring": ring.broadcast, "tree": tree.broadcast, "centralized": centralized.broadcast},
+    "all_gather": {
+        "ring": ring.all_gather,
+        "recursive_doubling": recursive_doubling.all_gather,
+        "centralized": centralized.all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring.reduce_scatter,
+        "halving": halving_doubling.reduce_scatter,
+        "centralized": centralized.reduce_scatter,
+    },
+    "all_to_all": {"pairwise": pairwise.all_to_all},
+    "gather": {"tree": tree.gather, "centralized": centralized.gather},
+    "scatter": {"tree": tree.scatter, "centralized": centralized.scatter},
+    "barrier": {"dissemination": dissemination.barrier},
+}
+"""Algorithm by operation and name."""
+
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("counts",),
+    "gather": ("counts",),
+    "reduce_scatter": ("counts",),
+    "scatter": ("counts",),
+    "all_to_all": ("sent", "received"),
+}
+"""The fields that say how large an operation is, where it is not `length`."""
+
+
+def algorithms(operation: str) -> tuple[str, ...]:
+    """The names of an operation's algorithms."""
+    if operation not in PLANNERS:
+        raise UsageError(f"there is no operation {operation!r}; there are {', '.join(PLANNERS)}")
+    return tuple(PLANNERS[operation])
+
+
+def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
+    """What this rank does."""
+    if algorithm not in algorithms(operation):
+        valid = ", ".join(algorithms(operation))
+        raise UsageError(f"{operation} has no algorithm {algorithm!r}; it has {valid}")
+    if not 0 <= rank < shape.world:
+        raise UsageError(f"rank {rank} is not one of the ranks 0 to {shape.world - 1}")
+    for field in _NEEDS.get(operation, ()):
+        if not getattr(shape, field):
+            raise UsageError(f"{operation} needs {field}, one size per rank, in its shape")
+    rounds = PLANNERS[operation][algorithm](rank, shape)
+    return rounds if operation == "barrier" else _without_empty(rounds)
+
+
+def plans(operation: str, algorithm: str, shape: Shape) -> list[Plan]:
+    """What every rank does, where all have the same shape."""
+    return [plan(operation, algorithm, rank, shape) for rank in range(shape.world)]
+
+
+def buffer_elements(operation: str, shape: Shape) -> int:
+    """How many elements the buffer has that the operation's plans address."""
+    fields = _NEEDS.get(operation, ())
+    if fields:
+        return sum(sum(getattr(shape, field)) for field in fields)
+    return 0 if operation == "barrier" else shape.length
+
+
+def _without_empty(rounds: Plan) -> Plan:
+    return tuple(tuple(action for action in actions if action.lo < action.hi) for actions in rounds)

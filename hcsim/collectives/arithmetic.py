@@ -1,0 +1,88 @@
+"""What a reduction computes: sum, mean, min, max, product, for every dtype that we carry.
+
+Half-width floats are combined block by block in float32 and rounded once: the result is the
+same as of a native half-width operation (float32 has more than twice their digits, plus two, so
+the second rounding cannot differ), and it is faster than numpy's element-wise conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from hcsim.errors import UsageError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Combine: TypeAlias = Callable[[Array, Array, Array], object]
+"""left, right, where the result goes."""
+Finisher: TypeAlias = Callable[[Array], object]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALF_WIDTH = (np.dtype(np.float16), BFLOAT16)
+DTYPES = (
+    *HALF_WIDTH,
+    np.dtype(np.float32),
+    np.dtype(np.float64),
+    *(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
+)
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+OPERATIONS = tuple(_UFUNCS)
+
+_BLOCK = 16384
+"""Elements per block: both float32 operands stay in the first-level cache's neighbourhood."""
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of that name, bfloat16 included."""
+    for dtype in DTYPES:
+        if dtype.name == name:
+            return dtype
+    raise UsageError(f"{name!r} is no dtype that we carry: there are {', '.join(d.name for d in DTYPES)}")
+
+
+def check(operation: str, dtype: np.dtype[Any]) -> None:
+    """Refuse what has no meaning."""
+    if operation not in _UFUNCS:
+        raise UsageError(f"{operation!r} is no reduction: there are {', '.join(OPERATIONS)}")
+    if dtype not in DTYPES:
+        raise UsageError(f"{dtype} cannot be reduced: there are {', '.join(d.name for d in DTYPES)}")
+    if operation == "mean" and dtype.kind in "iu":
+        raise UsageError(f"the mean of {dtype} has no exact meaning: use sum, and divide as you see fit")
+
+
+def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
+    """The function that combines two arrays into a third, which may be one of them."""
+    check(operation, dtype)
+    ufunc = _UFUNCS[operation]
+    if dtype not in HALF_WIDTH or operation in ("min", "max"):
+        return ufunc
+
+    def in_blocks(left: Array, right: Array, out: Array) -> None:
+        for lo in range(0, out.size, _BLOCK):
+            block = slice(lo, lo + _BLOCK)
+            wide = left[block].astype(np.float32)
+            ufunc(wide, right[block].astype(np.float32), out=wide)
+            out[block] = wide
+
+    return in_blocks
+
+
+def finisher(operation: str, world: int) -> Finisher | None:
+    """What is done to the finished reduction: a mean divides by the number of ranks."""
+    if operation != "mean" or world == 1:
+        return None
+
+    def divide(array: Array) -> None:
+        np.divide(array, world, out=array, casting="same_kind")
+
+    return divide

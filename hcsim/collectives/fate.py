@@ -1,0 +1,80 @@
+"""What all groups over one mesh share: its links, and the failure that ends them together.
+
+A collective that fails on one rank has failed: the ranks no longer agree on what was done. So a
+group breaks as a whole. The first rank to notice tells the others, and each waiting operation
+ends with an error that names the cause, on every rank, whatever it was waiting for. Afterwards the
+group only repeats that error; `Group.reopen` makes a new one, under the next epoch.
+
+An error is raised only once the links are closed, so that nothing writes into the caller's
+arrays any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.errors import CollectiveError, HcsimError
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.link import Link
+from hcsim.transport.mesh import Mesh
+
+
+class Fate:
+    """The shared state of a group and its subgroups."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.error: HcsimError | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._busy: dict[asyncio.Task[object], None] = {}
+        mesh.on_link = self._adopt
+
+    def keep(self, task: asyncio.Task[object]) -> None:
+        """Hold on to an operation until it is done."""
+        self._busy[task] = None
+        task.add_done_callback(self._forget)
+
+    def fail(self, error: CollectiveError) -> None:
+        """Break the group, for this reason; only the first one counts."""
+        if self.error is None:
+            self.error = error
+            self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
+            self._end((Kind.ABORT, str(error)), error)
+
+    async def leave(self) -> None:
+        """Leave in an orderly way, when nothing is under way any more."""
+        if self.error is None:
+            self.error = CollectiveError("the group is closed")
+            self._end((Kind.BYE, ""), self.error)
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Return when the links are closed."""
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    def _end(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+        for link in self.mesh.links.values():
+            link.fail(error)
+        self._ending = self.mesh.host.spawn(self.mesh.close(parting, error), name="end the group")
+
+    def _adopt(self, link: Link) -> None:
+        link.on_abort = lambda header, text: self._aborted(link, header, text)
+        link.on_failure = self._link_failed
+        if self.error is not None:
+            link.fail(self.error)
+
+    def _aborted(self, link: Link, header: Header, text: str) -> None:
+        reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
+        self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase="told by a peer"))
+
+    def _link_failed(self, link: Link, error: HcsimError) -> None:
+        # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.
+        if not link.leaving:
+            self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
+
+    def _forget(self, task: asyncio.Task[object]) -> None:
+        self._busy.pop(task, None)
+
+
+_GAVE_UP = "rank {} gave up: "

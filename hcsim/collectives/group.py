@@ -1,0 +1,397 @@
+"""A group of ranks that compute together: every collective, in both worlds.
+
+An operation starts when it is called and is a task: `await` it for its result, or keep it and go
+on; several may be in flight. Ranks call operations in the same order within a `bucket`; buckets
+are independent of each other. Arrays are contiguous numpy arrays; a `Phantom` stands for any of
+them, with a size and no data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from hcsim.collectives.algorithms import plan
+from hcsim.collectives.arithmetic import check, combiner, finisher
+from hcsim.collectives.cost import Links
+from hcsim.collectives.execute import Execution, Ticket
+from hcsim.collectives.fate import Fate
+from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory
+from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
+from hcsim.collectives.schedule import Schedule, schedule
+from hcsim.collectives.select import choose
+from hcsim.collectives.shape import Shape
+from hcsim.errors import CollectiveError, CollectiveTimeout, UsageError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.host import Host
+from hcsim.transport.mesh import Membership, Mesh
+
+T = TypeVar("T")
+Data: TypeAlias = Array | Phantom
+DataT = TypeVar("DataT", bound=Data)
+Pending: TypeAlias = asyncio.Task[T]
+"""An operation on its way."""
+
+_POINT_TO_POINT = 1 << 31
+"""Set in the group number of point-to-point messages, which are counted apart."""
+_SCHEDULES_KEPT = 64
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a group works where a call does not say."""
+
+    timeout_s: float = 60.0
+    """How long an operation may take before it fails on every rank."""
+    arity: int = 2
+    """Branches of a tree: higher is flatter, with busier inner ranks."""
+    order: tuple[int, ...] = ()
+    """The ring's order; empty for 0, 1, 2, …"""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Hierarchical: who is close to whom."""
+    local: str = "tree"
+    cross: str = "ring"
+    links: Links | None = None
+    """Measured links, the same on all ranks: `auto` then chooses by price."""
+
+
+class Group:
+    """This rank's view of the group."""
+
+    def __init__(self, fate: Fate, members: tuple[int, ...], number: int, options: Options) -> None:
+        self._fate = fate
+        self._members = members
+        self._number = number
+        self.options = options
+        self.rank = members.index(fate.mesh.us.rank)
+        self.size = len(members)
+        self._counts: dict[tuple[str, int, int], int] = {}
+        self._children: dict[tuple[int, ...], int] = {}
+        self._schedules: dict[object, Schedule] = {}
+
+    @classmethod
+    async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
+        """Listen at our address; links to the others open when they are first needed."""
+        mesh = Mesh(host, us)
+        await mesh.open()
+        return cls(Fate(mesh), tuple(range(us.world)), 0, options or Options())
+
+    async def reopen(self) -> Group:
+        """After a failure: the same group anew, under the next epoch. Every member has to call it."""
+        await self.close()
+        us = msgspec.structs.replace(self._fate.mesh.us, epoch=self._fate.mesh.us.epoch + 1)
+        return await Group.open(self._fate.mesh.host, us, self.options)
+
+    async def close(self) -> None:
+        """Leave. Operations that are still under way fail, here and at the others."""
+        await self._fate.leave()
+
+    async def __aenter__(self) -> Group:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<group {self._number:x}, rank {self.rank} of {self.size}>"
+
+    @property
+    def epoch(self) -> int:
+        """Counts the lives of this group."""
+        return self._fate.mesh.us.epoch
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that left this rank, in all groups over the same links."""
+        return sum(link.sent_bytes for link in self._fate.mesh.links.values())
+
+    def subgroup(self, ranks: Sequence[int], options: Options | None = None) -> Group:
+        """The group of some of our ranks, in that order. Its members call this, the others need not."""
+        members = tuple(self._members[self._rank(rank)] for rank in ranks)
+        if len({*members}) != len(members) or self._members[self.rank] not in members:
+            raise UsageError(f"a subgroup names each of its ranks once, and ours ({self.rank}) too: {list(ranks)}")
+        nth = self._children[members] = self._children.get(members, 0) + 1
+        number = zlib.crc32(repr((self._number, members, nth)).encode()) & (_POINT_TO_POINT - 1)
+        return Group(self._fate, members, number, options or msgspec.structs.replace(self.options, order=(), groups=()))
+
+    # Collectives.
+
+    def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
+        """Combine everybody's data; everybody gets the result, in place."""
+        shape = self._shape(length=_length(data))
+        return self._start("all_reduce", shape, _reducing(data, op, self.size), lambda: data, algorithm, bucket, op)
+
+    def reduce(
+        self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
+    ) -> Pending[DataT]:
+        """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
+        shape = self._shape(length=_length(data), root=self._rank(root))
+        work = data if self.rank == root or isinstance(data, Phantom) else data.copy()
+        return self._start("reduce", shape, _reducing(work, op, self.size), lambda: data, algorithm, bucket, op)
+
+    def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
+        """Everybody gets the root's data, in place."""
+        shape = self._shape(length=_length(data), root=self._rank(root))
+        return self._start("broadcast", shape, _moving([data]), lambda: data, algorithm, bucket)
+
+    def all_gather(
+        self, data: Data, counts: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
+    ) -> Pending[list[Data]]:
+        """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements."""
+        whole, shape, parts = self._parts_of(data, counts)
+        return self._start("all_gather", shape, _moving([whole]), lambda: parts, algorithm, bucket)
+
+    def gather(
+        self,
+        data: Data,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        bucket: int = 0,
+    ) -> Pending[list[Data] | None]:
+        """The root gets everybody's data, by rank; the others get None."""
+        whole, shape, parts = self._parts_of(data, counts, root=self._rank(root))
+        result = parts if self.rank == root else None
+        return self._start("gather", shape, _moving([whole]), lambda: result, algorithm, bucket)
+
+    def scatter(
+        self, data: Sequence[Data] | None, into: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0
+    ) -> Pending[DataT]:
+        """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length."""
+        counts = (_length(into),) * self.size
+        shape = self._shape(counts=counts, root=self._rank(root))
+        whole = _empty_like(into, sum(counts))
+        cuts = offsets(counts)
+        if self.rank == root:
+            if data is None or len(data) != self.size:
+                raise UsageError(f"the root of a scatter has one part for each of the {self.size} ranks")
+            for part, lo, hi in zip(data, cuts, cuts[1:], strict=False):
+                _copy(_slice(whole, lo, hi), part)
+
+        def result() -> DataT:
+            _copy(into, _slice(whole, cuts[self.rank], cuts[self.rank + 1]))
+            return into
+
+        return self._start("scatter", shape, _moving([whole]), result, algorithm, bucket)
+
+    def reduce_scatter(
+        self,
+        data: Data,
+        op: str = "sum",
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        bucket: int = 0,
+    ) -> Pending[Data]:
+        """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`)."""
+        length = _length(data)
+        cuts = offsets(counts) if counts is not None else split(length, self.size)
+        shape = self._shape(counts=tuple(hi - lo for lo, hi in zip(cuts, cuts[1:], strict=False)))
+        if len(cuts) != self.size + 1 or cuts[-1] != length:
+            raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
+        work = data if isinstance(data, Phantom) else data.reshape(-1).copy()
+        part = _slice(work, cuts[self.rank], cuts[self.rank + 1])
+        return self._start("reduce_scatter", shape, _reducing(work, op, self.size), lambda: part, algorithm, bucket, op)
+
+    def all_to_all(
+        self, data: Sequence[Data], received: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
+    ) -> Pending[list[Data]]:
+        """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths."""
+        if len(data) != self.size:
+            raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
+        sent = tuple(_length(part) for part in data)
+        coming = tuple(received) if received is not None else sent
+        shape = self._shape(sent=sent, received=coming)
+        cuts = offsets(coming)
+        if cuts[-1] and len(coming) == self.size and sent[self.rank] != coming[self.rank]:
+            raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
+        whole = _empty_like(data[0], cuts[-1])
+        parts = [_slice(whole, lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        _copy(parts[self.rank], data[self.rank])
+        return self._start("all_to_all", shape, _moving([*data, whole]), lambda: parts, algorithm, bucket)
+
+    def barrier(self, *, bucket: int = 0) -> Pending[None]:
+        """Return when everybody has called it."""
+        return self._start("barrier", self._shape(), PhantomMemory(), lambda: None, "auto", bucket)
+
+    # Point to point.
+
+    def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
+        """Send data to one rank, which receives it with the same tag, in the order of sending."""
+        rounds: Plan = ((Send(self._peer(to), 0, _length(data)),),)
+        return self._point_to_point("send", rounds, data, to, tag)
+
+    def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
+        """Receive into the data, which has the length of what comes."""
+        rounds: Plan = ((Recv(self._peer(source), 0, _length(data)),),)
+        return self._point_to_point("recv", rounds, data, source, tag)
+
+    async def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> DataT:
+        """Send and receive at the same time."""
+        sending, receiving = self.send(data, to, tag=tag), self.recv(into, source, tag=tag)
+        await sending
+        return await receiving
+
+    # How an operation is carried out.
+
+    def _start(
+        self,
+        operation: str,
+        shape: Shape,
+        memory: Memory,
+        result: Callable[[], T],
+        algorithm: str,
+        bucket: int,
+        op: str = "",
+    ) -> Pending[T]:
+        if algorithm == "auto":
+            algorithm = choose(operation, shape, memory.element_bytes, self.options.links)
+        key = (operation, algorithm, shape, memory.element_bytes, op == "mean")
+        lanes = self._schedules.get(key)
+        if lanes is None:
+            rounds = plan(operation, algorithm, self.rank, shape)
+            lanes = self._keep(key, self._lanes(rounds if op == "mean" else _unfinished(rounds), memory))
+        agreed = (operation, algorithm, op, shape.length, shape.counts, shape.root, _kind(memory))
+        ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), zlib.crc32(repr(agreed).encode()))
+        return self._spawn(Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, result)
+
+    def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
+        memory = _moving([data])
+        ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(_kind(memory).encode()))
+        ticket = msgspec.structs.replace(ticket, group=ticket.group | _POINT_TO_POINT)
+        lanes = self._lanes(rounds, memory)
+        return self._spawn(
+            Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, lambda: data
+        )
+
+    def _spawn(self, execution: Execution, ticket: Ticket, result: Callable[[], T]) -> Pending[T]:
+        task = self._fate.mesh.host.spawn(self._carry_out(execution, ticket, result), name=str(ticket))
+        self._fate.keep(task)
+        return task
+
+    async def _carry_out(self, execution: Execution, ticket: Ticket, result: Callable[[], T]) -> T:
+        fate, timeout_s = self._fate, self.options.timeout_s
+        if fate.error is not None:
+            raise CollectiveError(f"{ticket} was not started: {fate.error}") from fate.error
+        try:
+            async with fate.mesh.host.clock.timeout(timeout_s):
+                await execution.run()
+        except TimeoutError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            peer, phase = execution.blame()
+            late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
+            fate.fail(late)
+            await fate.ended()
+            raise late from None
+        except CollectiveError as error:
+            fate.fail(error)
+            await fate.ended()
+            raise
+        except asyncio.CancelledError:
+            fate.fail(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
+            raise
+        return result()
+
+    def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
+        return schedule(rounds, max(1, self._fate.mesh.us.segment_bytes // memory.element_bytes))
+
+    def _keep(self, key: object, lanes: Schedule) -> Schedule:
+        if len(self._schedules) >= _SCHEDULES_KEPT:
+            self._schedules.pop(next(iter(self._schedules)))
+        self._schedules[key] = lanes
+        return lanes
+
+    def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
+        us = self._fate.mesh.us
+        if not 0 <= bucket < 1 << 16:
+            raise UsageError(f"a bucket or tag is a number from 0 to 65535, not {bucket}")
+        return Ticket(name, self.rank, us.epoch, self._number, operation, bucket, signature)
+
+    def _count(self, kind: str, peer: int, bucket: int) -> int:
+        number = self._counts.get((kind, peer, bucket), 0)
+        self._counts[kind, peer, bucket] = number + 1
+        return number
+
+    async def _link(self, rank: int) -> Any:
+        return await self._fate.mesh.link(self._members[rank])
+
+    def _shape(self, **sizes: Any) -> Shape:
+        o = self.options
+        return Shape(
+            world=self.size, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes
+        )
+
+    def _parts_of(
+        self, data: Data, counts: Sequence[int] | None, root: int = 0
+    ) -> tuple[Data, Shape, list[Data]]:
+        """Room for everybody's data, with ours in its place."""
+        sizes = tuple(counts) if counts is not None else (_length(data),) * self.size
+        shape = self._shape(counts=sizes, root=root)
+        if sizes[self.rank] != _length(data):
+            raise UsageError(f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {_length(data)}")
+        cuts = offsets(sizes)
+        whole = _empty_like(data, cuts[-1])
+        parts = [_slice(whole, lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        _copy(parts[self.rank], data)
+        if counts is None and not isinstance(data, Phantom):
+            parts = [part.reshape(data.shape) for part in parts if not isinstance(part, Phantom)]
+        return whole, shape, parts
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank} in a group of {self.size}")
+        return rank
+
+    def _peer(self, rank: int) -> int:
+        if self._rank(rank) == self.rank:
+            raise UsageError(f"rank {rank} cannot send to itself or receive from itself")
+        return rank
+
+
+def _length(data: Data) -> int:
+    return data.nbytes if isinstance(data, Phantom) else int(data.size)
+
+
+def _kind(memory: Memory) -> str:
+    return memory.dtype.name if isinstance(memory, ArrayMemory) else "phantom"
+
+
+def _reducing(data: Data, op: str, world: int) -> Memory:
+    if isinstance(data, Phantom):
+        check(op, np.dtype(np.float32))
+        return PhantomMemory()
+    return ArrayMemory([data], combine=combiner(op, data.dtype), finisher=finisher(op, world))
+
+
+def _moving(parts: Sequence[Data]) -> Memory:
+    arrays = [part for part in parts if not isinstance(part, Phantom)]
+    if not arrays:
+        return PhantomMemory()
+    if len(arrays) < len(parts) or any(array.dtype != arrays[0].dtype for array in arrays):
+        raise UsageError("the parts must all be arrays of one dtype, or all phantoms")
+    return ArrayMemory(arrays)
+
+
+def _empty_like(data: Data, length: int) -> Data:
+    return Phantom(length) if isinstance(data, Phantom) else np.empty(length, data.dtype)
+
+
+def _slice(data: Data, lo: int, hi: int) -> Data:
+    return Phantom(hi - lo) if isinstance(data, Phantom) else data.reshape(-1)[lo:hi]
+
+
+def _copy(target: Data, source: Data) -> None:
+    if _length(target) != _length(source):
+        raise UsageError(f"a part has {_length(source)} elements where {_length(target)} are expected")
+    if not isinstance(target, Phantom) and not isinstance(source, Phantom):
+        np.copyto(target.reshape(-1), source.reshape(-1))
+
+
+def _unfinished(rounds: Plan) -> Plan:
+    return tuple(tuple(action for action in actions if not isinstance(action, Finish)) for actions in rounds)

@@ -1,0 +1,68 @@
+"""Two levels: few slow links between groups of ranks that reach each other quickly.
+
+Every group reduces to its leader, the leaders all_reduce among themselves, every leader broadcasts.
+A slow link between groups then carries what one rank has, not what its whole group has. The
+cost is that of the slowest group's reduce and broadcast, plus the leaders' all_reduce.
+
+Groups may differ in size: what travels between them are sums, and only the leaders finish, when
+the sum is over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hcsim.collectives import centralized, halving_doubling, recursive_doubling, ring, tree
+from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.shape import Planner, Shape
+from hcsim.errors import UsageError
+
+LOCAL: dict[str, tuple[Planner, Planner]] = {
+    "ring": (ring.reduce, ring.broadcast),
+    "tree": (tree.reduce, tree.broadcast),
+    "centralized": (centralized.reduce, centralized.broadcast),
+}
+"""Within a group: how it reduces to its leader, and how the leader broadcasts."""
+
+CROSS: dict[str, Planner] = {
+    "ring": ring.all_reduce,
+    "tree": tree.all_reduce,
+    "centralized": centralized.all_reduce,
+    "recursive_doubling": recursive_doubling.all_reduce,
+    "halving_doubling": halving_doubling.all_reduce,
+}
+"""Among the leaders."""
+
+
+def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) -> Plan:
+    """The planner's rounds for some of the ranks, in which member i plays rank i; the others idle."""
+    part = Shape(world=len(members), length=shape.length, arity=shape.arity)
+    if rank not in members:
+        return ((),) * len(planner(0, part))
+    rounds = planner(members.index(rank), part)
+    return tuple(
+        tuple(a if isinstance(a, Finish) else a._replace(peer=members[a.peer]) for a in actions) for actions in rounds
+    )
+
+
+def _within(rank: int, planner: Planner, shape: Shape) -> Plan:
+    """Every group at once; a small one idles until the largest is done."""
+    longest = max(shape.groups, key=len)
+    group = next(group for group in shape.groups if rank in group)
+    rounds = _among(group, rank, planner, shape)
+    return rounds + ((),) * (len(_among(longest, longest[0], planner, shape)) - len(rounds))
+
+
+def all_reduce(rank: int, shape: Shape) -> Plan:
+    """Reduce within each group, all_reduce among the leaders, broadcast within each group."""
+    if not shape.groups:
+        raise UsageError("a hierarchical all_reduce needs groups in its shape")
+    if shape.local not in LOCAL or shape.cross not in CROSS:
+        raise UsageError(
+            f"a hierarchical all_reduce cannot be made of {shape.local!r} within groups and {shape.cross!r} across; "
+            f"valid are {', '.join(LOCAL)} within and {', '.join(CROSS)} across"
+        )
+    reduce, broadcast = LOCAL[shape.local]
+    partial = tuple(tuple(a for a in actions if not isinstance(a, Finish)) for actions in _within(rank, reduce, shape))
+    leaders = [group[0] for group in shape.groups]
+    return partial + _among(leaders, rank, CROSS[shape.cross], shape) + _within(rank, broadcast, shape)

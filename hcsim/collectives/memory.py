@@ -1,0 +1,134 @@
+"""The memory that a collective works on: arrays, or phantoms that have a size and no data.
+
+The executor names ranges by the plan's addresses, in elements. It never learns what lies there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hcsim.collectives.arithmetic import Combine, Finisher
+from hcsim.errors import UsageError
+from hcsim.runtime.channel import Payload, Phantom
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Memory(Protocol):
+    """A range of elements that can be sent, received into, combined and finished."""
+
+    element_bytes: int
+
+    def payload(self, lo: int, hi: int) -> Payload:
+        """The range, to be sent."""
+
+    def place(self, lo: int, hi: int) -> memoryview | None:
+        """The range, to be received into; None when it has no bytes of its own."""
+
+    def scratch(self, size_bytes: int) -> memoryview | None:
+        """Room for what is received and then combined."""
+
+    def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
+        """Combine the range with what was received, which is the left or the right operand."""
+
+    def finish(self, lo: int, hi: int) -> None:
+        """Apply what comes last to the range."""
+
+
+class PhantomMemory:
+    """Sizes alone."""
+
+    def __init__(self, element_bytes: int = 1) -> None:
+        self.element_bytes = element_bytes
+        self._payloads: dict[int, Phantom] = {}
+
+    def payload(self, lo: int, hi: int) -> Payload:
+        """See `Memory.payload`."""
+        size_bytes = (hi - lo) * self.element_bytes
+        phantom = self._payloads.get(size_bytes)
+        if phantom is None:
+            phantom = self._payloads[size_bytes] = Phantom(size_bytes)
+        return phantom
+
+    def place(self, lo: int, hi: int) -> memoryview | None:
+        """See `Memory.place`."""
+        return None
+
+    def scratch(self, size_bytes: int) -> memoryview | None:
+        """See `Memory.scratch`."""
+        return None
+
+    def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
+        """See `Memory.combine`."""
+
+    def finish(self, lo: int, hi: int) -> None:
+        """See `Memory.finish`."""
+
+
+class ArrayMemory:
+    """Flat arrays of one dtype that follow each other in the address space, the first at `base`.
+
+    A range that is sent or received lies within one of them.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        *,
+        base: int = 0,
+        combine: Combine | None = None,
+        finisher: Finisher | None = None,
+    ) -> None:
+        self._arrays = [flat(array) for array in arrays]
+        self._bytes = [memoryview(array.view(np.uint8)) for array in self._arrays]
+        self.dtype = self._arrays[0].dtype
+        self.element_bytes = self.dtype.itemsize
+        self._starts = [base]
+        for array in self._arrays[:-1]:
+            self._starts.append(self._starts[-1] + array.size)
+        self._combine = combine
+        self._finisher = finisher
+
+    def payload(self, lo: int, hi: int) -> memoryview:
+        """See `Memory.payload`."""
+        which = 0 if len(self._starts) == 1 else bisect_right(self._starts, lo) - 1
+        start, size = self._starts[which], self.element_bytes
+        return self._bytes[which][(lo - start) * size : (hi - start) * size]
+
+    place = payload
+
+    def scratch(self, size_bytes: int) -> memoryview | None:
+        """See `Memory.scratch`."""
+        return memoryview(np.empty(size_bytes, np.uint8))
+
+    def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
+        """See `Memory.combine`."""
+        if isinstance(received, Phantom) or self._combine is None:
+            raise UsageError("a phantom cannot be combined with data: all ranks use phantoms, or none does")
+        mine = self._range(lo, hi)
+        theirs = np.frombuffer(received, mine.dtype)
+        if received_left:
+            self._combine(theirs, mine, mine)
+        else:
+            self._combine(mine, theirs, mine)
+
+    def finish(self, lo: int, hi: int) -> None:
+        """See `Memory.finish`."""
+        if self._finisher is not None:
+            self._finisher(self._range(lo, hi))
+
+    def _range(self, lo: int, hi: int) -> Array:
+        which = 0 if len(self._starts) == 1 else bisect_right(self._starts, lo) - 1
+        start = self._starts[which]
+        return self._arrays[which][lo - start : hi - start]
+
+
+def flat(array: Array) -> Array:
+    """The array as one row of elements, sharing its memory."""
+    if not array.flags.c_contiguous:
+        raise UsageError("the array's elements must lie in one piece: pass np.ascontiguousarray(array)")
+    return array.reshape(-1)

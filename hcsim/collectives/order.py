@@ -1,0 +1,130 @@
+"""In which order a ring goes through unlike links.
+
+A ring is as fast as its slowest link, so the order maximises that bandwidth; among the orders
+that reach it, it takes the one with the least sum of latencies (or of 1 / bandwidth). Links are
+directed: i → j may differ from j → i.
+
+Up to `EXACT_UP_TO` ranks the answer is exact. The slowest link is found by bisection over the bandwidths
+that occur, each time asking whether the links at least that fast hold a Hamiltonian cycle; the
+sum then by dynamic programming over those links. Both go over all sets of ranks, in O(2^n n^2)
+(M. Held, R. M. Karp: A dynamic programming approach to sequencing problems, J. SIAM 10, 1962).
+Beyond, ranks are inserted one by one where they harm least, and then moved as long as that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import TypeAlias
+
+from hcsim.errors import UsageError
+
+EXACT_UP_TO = 12
+_LONGEST_MOVE = 3
+"""Ranks that are moved together."""
+_PASSES = 4
+"""Moving settles after a few; this bounds it."""
+_DEAD = 1e30
+"""What a link without bandwidth costs: finite, so that two of them are worse than one."""
+
+Matrix: TypeAlias = Sequence[Sequence[float]]
+
+
+def ring_order(bandwidth: Matrix, latency: Matrix | None = None) -> tuple[int, ...]:
+    """The best order for a ring over these links (row: sender, column: receiver), starting with rank 0."""
+    n = len(bandwidth)
+    if n == 0 or any(len(row) != n for row in (*bandwidth, *(latency or bandwidth))) or len(latency or bandwidth) != n:
+        raise UsageError("the order of a ring needs square matrices of one size, with at least one rank")
+    if n <= 2:
+        return tuple(range(n))
+    cost = latency or [[1 / speed if speed > 0 else _DEAD for speed in row] for row in bandwidth]
+    return _exact(bandwidth, cost) if n <= EXACT_UP_TO else _inserted(bandwidth, cost)
+
+
+def _exact(bandwidth: Matrix, cost: Matrix) -> tuple[int, ...]:
+    n = len(bandwidth)
+    speeds = sorted({bandwidth[i][j] for i in range(n) for j in range(n) if i != j})
+    low, high = 0, len(speeds) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _has_cycle(bandwidth, speeds[middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return _cheapest_cycle(bandwidth, speeds[low], cost)
+
+
+def _has_cycle(bandwidth: Matrix, slowest: float) -> bool:
+    """Whether some ring uses only links of at least that speed. Sets of ranks are bit masks."""
+    n = len(bandwidth)
+    into = [sum(1 << i for i in range(n) if i != j and bandwidth[i][j] >= slowest) for j in range(n)]
+    ends = [0] * (1 << n)  # where a path from 0 through exactly these ranks can end
+    ends[1] = 1
+    for visited in range(1, 1 << n, 2):
+        if ends[visited]:
+            for j in range(1, n):
+                if not visited >> j & 1 and ends[visited] & into[j]:
+                    ends[visited | 1 << j] |= 1 << j
+    return bool(ends[-1] & into[0])
+
+
+def _cheapest_cycle(bandwidth: Matrix, slowest: float, cost: Matrix) -> tuple[int, ...]:
+    n = len(bandwidth)
+    best: list[dict[int, tuple[float, int]]] = [{} for _ in range(1 << n)]  # by set, then end: cost, rank before
+    best[1][0] = (0.0, 0)
+    for visited in range(1, 1 << n, 2):
+        for i, (spent, _) in best[visited].items():
+            for j in range(1, n):
+                if visited >> j & 1 or bandwidth[i][j] < slowest:
+                    continue
+                there = best[visited | 1 << j]
+                if j not in there or spent + cost[i][j] < there[j][0]:
+                    there[j] = (spent + cost[i][j], i)
+    closing = [(spent + cost[i][0], i) for i, (spent, _) in best[-1].items() if bandwidth[i][0] >= slowest]
+    visited, end = (1 << n) - 1, min(closing)[1]
+    backwards = []
+    while end:
+        backwards.append(end)
+        visited, end = visited ^ 1 << end, best[visited][end][1]
+    return (0, *reversed(backwards))
+
+
+def _inserted(bandwidth: Matrix, cost: Matrix) -> tuple[int, ...]:
+    n = len(bandwidth)
+    ring = [0]
+    for rank in range(1, n):
+        ring = _with(ring, [rank], bandwidth, cost)
+    best = _quality(ring, bandwidth, cost)
+    for _ in range(_PASSES):
+        before = best
+        for size in range(1, _LONGEST_MOVE + 1):
+            for start in range(1, n - size + 1):
+                moved = _with(ring[:start] + ring[start + size :], ring[start : start + size], bandwidth, cost)
+                quality = _quality(moved, bandwidth, cost)
+                if quality > best:
+                    ring, best = moved, quality
+        if best == before:
+            break
+    return tuple(ring)
+
+
+def _with(ring: list[int], path: list[int], bandwidth: Matrix, cost: Matrix) -> list[int]:
+    """The ring with some ranks more, at the best place; rank 0 stays first."""
+    speeds = [bandwidth[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
+    slowest, second = sorted([*speeds, inf])[:2]
+    first, last = path[0], path[-1]
+    best, place = (-inf, -inf), 0
+    for i, before in enumerate(ring):
+        after = ring[(i + 1) % len(ring)]
+        # The link that the newcomers replace no longer counts.
+        others = second if speeds[i] == slowest else slowest
+        speed = min(others, bandwidth[before][first], bandwidth[last][after])
+        gain = cost[before][after] - cost[before][first] - cost[last][after]
+        if (speed, gain) > best:
+            best, place = (speed, gain), i
+    return [*ring[: place + 1], *path, *ring[place + 1 :]]
+
+
+def _quality(ring: list[int], bandwidth: Matrix, cost: Matrix) -> tuple[float, float]:
+    links = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+    return min(bandwidth[a][b] for a, b in links), -sum(cost[a][b] for a, b in links)

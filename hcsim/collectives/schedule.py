@@ -1,0 +1,104 @@
+"""From a plan to lanes: what each neighbour's traffic is, segment by segment, and what waits for what.
+
+A plan reads as if its actions happened one after the other. A schedule keeps only the order that
+matters. Each direction of each link is a lane with its segments in plan order; lanes run side by
+side. The buffer is cut into cells, so that no segment covers part of one, and every segment
+says how many writes and sends of each of its cells must have happened before it:
+
+    a send     needs the writes that stand before it in the plan
+    a write    needs those, and the sends that stand before it
+
+Counting per cell is enough, because both happen in plan order. Messages without payload cover no
+cell; they share one of their own, so that a signal never overtakes what it waits for. So a segment is passed on as soon
+as it has been received and combined, while the next one is still under way.
+
+Both ends cut a message alike: at multiples of the segment size, counted from its start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import msgspec
+
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """One piece of one action."""
+
+    lo: int
+    hi: int
+    step: int
+    offset: int
+    """Where it lies in its message, in elements."""
+    total: int
+    """Elements of the whole message."""
+    needs: tuple[tuple[int, int, int], ...]
+    """Its cells, each with the number of writes and of sends that come before this."""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """What happens in one direction with one peer (or, for `Finish`, with ourselves), in order."""
+
+    kind: type[Send] | type[Recv] | type[Finish]
+    peer: int
+    segments: tuple[Segment, ...]
+    reduces: tuple[bool, ...]
+    """For each received segment, whether it is combined rather than stored."""
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """All lanes of one rank."""
+
+    lanes: tuple[Lane, ...]
+    cells: int
+
+
+def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into segments; an empty range is one empty segment."""
+    if lo == hi:
+        yield lo, hi
+    for start in range(lo, hi, segment):
+        yield start, min(start + segment, hi)
+
+
+def schedule(plan: Plan, segment: int) -> Schedule:
+    """Work out the lanes; `segment` is in elements."""
+    cuts = _cuts(plan, segment)
+    signal = len(cuts)
+    writes = [0] * (signal + 1)
+    sends = [0] * (signal + 1)
+    lanes: dict[tuple[str, int], tuple[list[Segment], list[bool]]] = {}
+    kinds: dict[tuple[str, int], type[Send] | type[Recv] | type[Finish]] = {}
+    for step, actions in enumerate(plan):
+        for action in actions:
+            kind = Recv if isinstance(action, Reduce) else type(action)
+            peer = -1 if isinstance(action, Finish) else action.peer
+            key = (kind.__name__, peer)
+            kinds[key] = kind
+            segments, reduces = lanes.setdefault(key, ([], []))
+            for lo, hi in pieces(action.lo, action.hi, segment):
+                cells = range(bisect_left(cuts, lo), bisect_left(cuts, hi)) if lo < hi else range(signal, signal + 1)
+                needs = tuple((cell, writes[cell], sends[cell]) for cell in cells)
+                segments.append(Segment(lo, hi, step, lo - action.lo, action.hi - action.lo, needs))
+                reduces.append(isinstance(action, Reduce))
+                counts = sends if kind is Send else writes
+                for cell in cells:
+                    counts[cell] += 1
+    made = tuple(
+        Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
+    )
+    return Schedule(made, signal + 1)
+
+
+def _cuts(plan: Plan, segment: int) -> list[int]:
+    """Every place where some segment starts or ends."""
+    found: dict[int, None] = {}
+    for actions in plan:
+        for action in actions:
+            for lo, hi in pieces(action.lo, action.hi, segment):
+                found[lo] = None
+                found[hi] = None
+    return sorted(found)

@@ -1,0 +1,45 @@
+"""Compute that is really done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from hcsim.runtime.device import Work
+
+T = TypeVar("T")
+
+
+def best_torch_device() -> str:
+    """The fastest device torch finds here: "mps", "cuda" or "cpu". Imports torch."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class RealDevice:
+    """Runs functions one after the other in a thread of its own, so that the network goes on meanwhile."""
+
+    def __init__(self, name: str = "cpu") -> None:
+        self._name = name
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"hcsim-{name}")
+
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        return self._name
+
+    async def run(self, work: Work, function: Callable[[], T]) -> T:
+        """Call the function; what the work would cost elsewhere does not matter here."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    async def touch(self, moved_bytes: int) -> None:
+        """Nothing to account for: the caller has really waited for its memory."""
+
+    def close(self) -> None:
+        """Let the thread end once the function it runs now has ended; what waits behind it is dropped."""
+        self._worker.shutdown(wait=False, cancel_futures=True)

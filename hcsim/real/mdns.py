@@ -1,0 +1,97 @@
+"""The local network through multicast DNS (RFC 6762) and DNS service discovery (RFC 6763)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from hcsim.errors import UsageError
+from hcsim.real.tcp import join_address, split_address
+from hcsim.runtime.lan import Service, Sighting
+
+SERVICE_TYPE = "_hcsim._tcp.local."
+_RESOLVE_TIMEOUT_MS = 3000
+
+
+class MdnsLan:
+    """Announces and browses services of type `_hcsim._tcp`; opens its sockets at the first use."""
+
+    def __init__(self, interfaces: tuple[str, ...] = ()) -> None:
+        self._interfaces = interfaces
+        self._responder: AsyncZeroconf | None = None
+        self._advertised: dict[str, AsyncServiceInfo] = {}
+
+    async def advertise(self, service: Service) -> None:
+        """Announce a service under its IP address and port."""
+        host, port = split_address(service.address)
+        info = AsyncServiceInfo(
+            SERVICE_TYPE,
+            f"{service.name}.{SERVICE_TYPE}",
+            port=port,
+            parsed_addresses=[host],
+            properties=dict(service.properties),
+            server=f"{service.name}.local.",
+        )
+        responder = self._opened()
+        announce = (
+            responder.async_update_service if service.name in self._advertised else responder.async_register_service
+        )
+        await (await announce(info))
+        self._advertised[service.name] = info
+
+    async def withdraw(self, name: str) -> None:
+        """Say goodbye."""
+        info = self._advertised.pop(name, None)
+        if info is None:
+            raise UsageError(f"{name} is not advertised here")
+        await (await self._opened().async_unregister_service(info))
+
+    async def browse(self) -> AsyncIterator[Sighting]:
+        """All services in view, then every change."""
+        responder = self._opened()
+        changes: asyncio.Queue[tuple[str, ServiceStateChange]] = asyncio.Queue()
+
+        def note(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+            changes.put_nowait((name, state_change))
+
+        browser = AsyncServiceBrowser(responder.zeroconf, SERVICE_TYPE, handlers=[note])
+        in_view: dict[str, Service] = {}
+        try:
+            while True:
+                name, change = await changes.get()
+                if change is ServiceStateChange.Removed:
+                    if name in in_view:
+                        yield Sighting(in_view.pop(name), gone=True)
+                    continue
+                service = await self._resolve(name)
+                if service is not None and in_view.get(name) != service:
+                    in_view[name] = service
+                    yield Sighting(service)
+        finally:
+            await browser.async_cancel()
+
+    async def close(self) -> None:
+        """Withdraw everything and close the sockets."""
+        if self._responder is not None:
+            await self._responder.async_unregister_all_services()
+            await self._responder.async_close()
+            self._responder = None
+
+    def _opened(self) -> AsyncZeroconf:
+        if self._responder is None:
+            self._responder = AsyncZeroconf(interfaces=list(self._interfaces) or InterfaceChoice.All)
+        return self._responder
+
+    async def _resolve(self, name: str) -> Service | None:
+        """Where a service is and what it says; None when it vanished meanwhile."""
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        if not await info.async_request(self._opened().zeroconf, _RESOLVE_TIMEOUT_MS):
+            return None
+        addresses = info.parsed_addresses()
+        if not addresses or info.port is None:
+            return None
+        properties = {key: value or "" for key, value in info.decoded_properties.items()}
+        return Service(name.removesuffix(f".{SERVICE_TYPE}"), join_address((addresses[0], info.port)), properties)

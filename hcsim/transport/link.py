@@ -1,0 +1,198 @@
+"""A link: all messages between us and one peer, told apart by their tags.
+
+Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
+payload straight into its posted place; a frame that nobody has posted for yet is kept, up to a
+limit, and then the pump stops reading: the peer feels it as back-pressure. The tag is
+(group, operation, bucket, step, offset), so messages of operations that are in flight together
+cannot take each other's places, in whatever order they come.
+
+A link fails as a whole. Whoever waits on it gets the error, and so does everyone who asks later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
+from hcsim.runtime.channel import Channel, Payload, Phantom
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import Host
+
+Tag: TypeAlias = tuple[int, int, int, int, int]
+"""(group, operation, bucket, step, offset)"""
+
+EARLY_LIMIT_BYTES = 64 * 2**20
+"""How much a peer may send that nobody has asked for yet."""
+
+
+class Receipt:
+    """Somebody waits for one segment."""
+
+    __slots__ = ("arrived", "into", "signature", "total")
+
+    def __init__(
+        self, arrived: asyncio.Future[Payload], into: memoryview | None, signature: int, total: int
+    ) -> None:
+        self.arrived = arrived
+        self.into = into
+        self.signature = signature
+        self.total = total
+
+
+class Link:
+    """A connection to one peer, over one channel or striped over several."""
+
+    def __init__(self, host: Host, peer_rank: int, our_epoch: int, channels: Sequence[Channel]) -> None:
+        self.peer_rank = peer_rank
+        self.channels = tuple(channels)
+        self.on_abort: Callable[[Header, str], None] | None = None
+        self.on_failure: Callable[[Link, HcsimError], None] | None = None
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._our_epoch = our_epoch
+        self._loop = asyncio.get_running_loop()
+        self._posted: dict[Tag, Receipt] = {}
+        self._early: dict[Tag, tuple[Header, Payload]] = {}
+        self._early_bytes = 0
+        self._drained: asyncio.Future[None] | None = None
+        self._error: HcsimError | None = None
+        self.leaving = False
+        """The peer said goodbye."""
+        self._pumps = [
+            host.spawn(self._pump(channel), name=f"link to rank {peer_rank}, stripe {stripe}")
+            for stripe, channel in enumerate(self.channels)
+        ]
+
+    def __repr__(self) -> str:
+        return f"<link to rank {self.peer_rank} at {self.channels[0].peer}>"
+
+    async def send(self, header: Header, payload: Payload, stripe: int = 0) -> None:
+        """Send one segment."""
+        if self._error is not None:
+            raise self._error
+        channels = self.channels
+        await channels[stripe % len(channels)].send(header, payload)
+        self.sent_bytes += header.length
+
+    def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:
+        """Say where the segment with that tag goes; the future has its payload once it is there."""
+        arrived: asyncio.Future[Payload] = self._loop.create_future()
+        early = self._early.pop(tag, None)
+        if early is not None:
+            self._deliver_early(early, arrived, into, signature, total)
+        elif self._error is not None:
+            arrived.set_exception(self._error)
+        else:
+            self._posted[tag] = Receipt(arrived, into, signature, total)
+        return arrived
+
+    def fail(self, error: HcsimError) -> None:
+        """Accept no more; everyone who waits on the link gets the error."""
+        if self._error is not None:
+            return
+        self._error = error
+        for receipt in self._posted.values():
+            if not receipt.arrived.done():
+                receipt.arrived.set_exception(error)
+                receipt.arrived.exception()  # whoever waits will see it; who gave up need not be told again
+        self._posted.clear()
+        if self.on_failure is not None:
+            self.on_failure(self, error)
+
+    async def close(self, error: HcsimError) -> None:
+        """End the link, and return when nothing can write into a posted place any more."""
+        self.fail(error)
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for channel in self.channels:
+            await channel.close()
+
+    async def _pump(self, channel: Channel) -> None:
+        try:
+            while True:
+                if self._early_bytes > EARLY_LIMIT_BYTES:
+                    self._drained = self._loop.create_future()
+                    await self._drained
+                header, payload = await channel.recv(self._place)
+                self._landed(header, payload)
+        except ChannelError as error:
+            self.fail(error if not self.leaving else _left(self.peer_rank))
+
+    def _place(self, header: Header) -> memoryview | None:
+        if header.kind is not Kind.DATA:
+            return None
+        if header.epoch != self._our_epoch:
+            raise RemoteProtocolError(
+                f"rank {self.peer_rank} sent a frame of epoch {header.epoch} in epoch {self._our_epoch}",
+                str(self.peer_rank),
+            )
+        receipt = self._posted.get((header.group, header.operation, header.bucket, header.step, header.offset))
+        if receipt is None or receipt.into is None or header.length != receipt.into.nbytes:
+            return None
+        return receipt.into
+
+    def _landed(self, header: Header, payload: Payload) -> None:
+        self.received_bytes += header.length
+        if header.kind is not Kind.DATA:
+            self._signalled(header, payload)
+            return
+        tag = (header.group, header.operation, header.bucket, header.step, header.offset)
+        receipt = self._posted.pop(tag, None)
+        if receipt is None:
+            if tag in self._early:
+                raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
+            self._early[tag] = (header, payload)
+            self._early_bytes += header.length
+        elif receipt.arrived.done():
+            pass  # it was cancelled meanwhile
+        elif _agrees(header, receipt.signature, receipt.total):
+            receipt.arrived.set_result(payload)
+        else:
+            receipt.arrived.set_exception(self._disagreement(header, receipt.total))
+
+    def _deliver_early(
+        self,
+        early: tuple[Header, Payload],
+        arrived: asyncio.Future[Payload],
+        into: memoryview | None,
+        signature: int,
+        total: int,
+    ) -> None:
+        header, payload = early
+        self._early_bytes -= header.length
+        if self._drained is not None and self._early_bytes <= EARLY_LIMIT_BYTES:
+            if not self._drained.done():
+                self._drained.set_result(None)
+            self._drained = None
+        if not _agrees(header, signature, total) or (into is not None and into.nbytes != header.length):
+            arrived.set_exception(self._disagreement(header, total))
+            return
+        if into is not None and not isinstance(payload, Phantom):
+            into[:] = payload
+        arrived.set_result(payload)
+
+    def _disagreement(self, header: Header, total: int) -> HcsimError:
+        detail = f"it sent a message of {header.total} bytes, we expect {total}" if header.total != total else ""
+        return RemoteProtocolError(
+            f"rank {self.peer_rank} is doing another operation than we are in operation {header.operation}"
+            f" (its kind, dtype, length, root or algorithm differs{'; ' if detail else ''}{detail})",
+            str(self.peer_rank),
+        )
+
+    def _signalled(self, header: Header, payload: Payload) -> None:
+        if header.kind is Kind.BYE:
+            self.leaving = True
+        elif header.kind is Kind.ABORT and self.on_abort is not None:
+            text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
+            self.on_abort(header, text)
+
+
+def _agrees(header: Header, signature: int, total: int) -> bool:
+    return header.signature == signature and header.total == total
+
+
+def _left(rank: int) -> ChannelBroken:
+    return ChannelBroken(f"rank {rank} has left the group", str(rank))

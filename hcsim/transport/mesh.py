@@ -1,0 +1,249 @@
+"""The mesh: links to the other ranks of a group, opened when they are first needed.
+
+Both ends of a link know that they need it (every message has a sender and a receiver), so the
+higher rank dials and the lower one waits to be called. The first frame in each direction is a
+hello; a caller that does not belong here is told why and let go. Before its hello a caller may
+send at most a few KiB, within a deadline, and only so many callers may be at that stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError, UsageError
+from hcsim.runtime.channel import Channel, Listener, Phantom
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import Host
+from hcsim.transport.link import Link
+
+HELLO_LIMIT_BYTES = 4096
+HELLO_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64
+PARTING_TIMEOUT_S = 0.25
+MAX_FRAME_BYTES = 16 * 2**20
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """Which group this is, and who we are in it. All members must agree on all but `rank`."""
+
+    rank: int
+    addresses: tuple[str, ...]
+    """Where each rank listens."""
+    name: str = "hcsim"
+    epoch: int = 0
+    stripes: int = 1
+    """Connections per peer; more can help on fast links with long round trips."""
+    segment_bytes: int = 2**20
+    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
+    connect_timeout_s: float = 30.0
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.addresses)
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first frame in each direction."""
+
+    name: str
+    epoch: int
+    world: int
+    segment_bytes: int
+    stripes: int
+    rank: int
+    stripe: int = 0
+
+
+class Mesh:
+    """Our links to the other members."""
+
+    def __init__(self, host: Host, us: Membership) -> None:
+        if not 0 <= us.rank < us.world:
+            raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
+        if us.stripes < 1 or not 0 < us.segment_bytes <= MAX_FRAME_BYTES:
+            raise UsageError(f"stripes must be at least 1 and segment_bytes in 1…{MAX_FRAME_BYTES}")
+        self.host = host
+        self.us = us
+        self.links: dict[int, Link] = {}
+        self.on_link: Callable[[Link], None] | None = None
+        self._opening: dict[int, asyncio.Future[Link]] = {}
+        self._called: dict[int, dict[int, Channel]] = {}
+        self._complete: dict[int, asyncio.Future[None]] = {}
+        self._listener: Listener | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._strangers = 0
+        self._closed = False
+
+    async def open(self) -> None:
+        """Listen for the others, if there are any."""
+        if self.us.world > 1:
+            self._listener = await self.host.listen(self.us.addresses[self.us.rank])
+            self._tasks.append(self.host.spawn(self._accept(self._listener), name="accept"))
+
+    async def link(self, rank: int) -> Link:
+        """The link to that rank, opened if need be."""
+        link = self.links.get(rank)
+        if link is not None:
+            return link
+        if self._closed:
+            raise UsageError("the group is closed")
+        if rank not in self._opening:
+            self._opening[rank] = asyncio.get_running_loop().create_future()
+            self._tasks.append(self.host.spawn(self._open(rank), name=f"open a link to rank {rank}"))
+        return await asyncio.shield(self._opening[rank])
+
+    async def close(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+        """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for opening in self._opening.values():
+            if not opening.done():
+                opening.set_exception(error)
+                opening.exception()  # who waits for it will see it; nobody has to
+        if self._listener is not None:
+            await self._listener.close()
+        await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
+        for channels in self._called.values():
+            for channel in channels.values():
+                await channel.close()
+
+    async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
+        kind, text = parting
+        try:
+            async with self.host.clock.timeout(PARTING_TIMEOUT_S):
+                for channel in link.channels:
+                    await _say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
+        except (ChannelError, TimeoutError):
+            pass  # it will notice by itself that we are gone
+        await link.close(error)
+
+    async def _open(self, rank: int) -> None:
+        opening = self._opening[rank]
+        try:
+            link = await self._opened(rank)
+        except HcsimError as error:
+            if not opening.done():
+                opening.set_exception(error)
+        else:
+            if not opening.done():
+                opening.set_result(link)
+
+    async def _opened(self, rank: int) -> Link:
+        us = self.us
+        try:
+            async with self.host.clock.timeout(us.connect_timeout_s):
+                if rank < us.rank:
+                    channels = [await self._dial(rank, stripe) for stripe in range(us.stripes)]
+                else:
+                    await self._when_complete(rank)
+                    channels = [self._called[rank][stripe] for stripe in range(us.stripes)]
+        except TimeoutError as error:
+            if isinstance(error, HcsimError):
+                raise
+            raise DeadlineExceeded(f"rank {rank} did not call within {us.connect_timeout_s:g} s") from None
+        self._called.pop(rank, None)
+        link = self.links[rank] = Link(self.host, rank, us.epoch, channels)
+        if self.on_link is not None:
+            self.on_link(link)
+        return link
+
+    async def _dial(self, rank: int, stripe: int) -> Channel:
+        us = self.us
+        channel = await self.host.connect(us.addresses[rank], timeout_s=us.connect_timeout_s)
+        try:
+            await _say(channel, Kind.HELLO, us, msgspec.msgpack.encode(_hello(us, us.rank, stripe)))
+            channel.limit(HELLO_LIMIT_BYTES)
+            kind, data = await _hear(channel)
+            if kind is Kind.ABORT:
+                raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {data.decode(errors='replace')}")
+            theirs = _decode_hello(data, channel.peer)
+            if theirs.rank != rank:
+                raise PeerRefused(f"{us.addresses[rank]} should be rank {rank}, but says it is rank {theirs.rank}")
+            channel.limit(MAX_FRAME_BYTES)
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+    async def _accept(self, listener: Listener) -> None:
+        number = 0
+        while True:
+            channel = await listener.accept()
+            if self._strangers >= MAX_STRANGERS:
+                await channel.close()
+                continue
+            self._strangers += 1
+            number += 1
+            self.host.spawn(self._greet(channel), name=f"greet caller {number}")
+
+    async def _greet(self, channel: Channel) -> None:
+        """Hear who calls; take it in, or say why not."""
+        try:
+            channel.limit(HELLO_LIMIT_BYTES)
+            async with self.host.clock.timeout(HELLO_TIMEOUT_S):
+                kind, data = await _hear(channel)
+                if kind is not Kind.HELLO:
+                    raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
+                theirs = _decode_hello(data, channel.peer)
+                reason = self._objection(theirs)
+                if reason:
+                    await _say(channel, Kind.ABORT, self.us, reason.encode())
+                    await channel.close()
+                    return
+                await _say(channel, Kind.HELLO, self.us, msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0)))
+            channel.limit(MAX_FRAME_BYTES)
+            self._take_in(theirs, channel)
+        except (ChannelError, TimeoutError):
+            await channel.close()
+        finally:
+            self._strangers -= 1
+
+    def _objection(self, theirs: Hello) -> str:
+        us = self.us
+        ours = _hello(us, theirs.rank, theirs.stripe)
+        for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
+            if getattr(ours, what) != getattr(theirs, what):
+                return f"your {what} is {getattr(theirs, what)}, ours is {getattr(ours, what)}"
+        if not us.rank < theirs.rank < us.world or not 0 <= theirs.stripe < us.stripes:
+            return f"rank {theirs.rank} (connection {theirs.stripe}) has no business calling rank {us.rank}"
+        if theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {}):
+            return f"rank {theirs.rank} is connected already"
+        return ""
+
+    def _take_in(self, theirs: Hello, channel: Channel) -> None:
+        stripes = self._called.setdefault(theirs.rank, {})
+        stripes[theirs.stripe] = channel
+        if len(stripes) == self.us.stripes and theirs.rank in self._complete:
+            self._complete.pop(theirs.rank).set_result(None)
+
+    async def _when_complete(self, rank: int) -> None:
+        if len(self._called.get(rank, {})) < self.us.stripes:
+            self._complete[rank] = asyncio.get_running_loop().create_future()
+            await self._complete[rank]
+
+
+def _hello(us: Membership, rank: int, stripe: int) -> Hello:
+    return Hello(us.name, us.epoch, us.world, us.segment_bytes, us.stripes, rank, stripe)
+
+
+def _decode_hello(data: bytes, peer: str) -> Hello:
+    try:
+        return msgspec.msgpack.decode(data, type=Hello)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
+
+
+async def _say(channel: Channel, kind: Kind, us: Membership, data: bytes) -> None:
+    await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch), memoryview(data))
+
+
+async def _hear(channel: Channel) -> tuple[Kind, bytes]:
+    header, payload = await channel.recv(lambda header: None)
+    if isinstance(payload, Phantom):
+        raise RemoteProtocolError(f"{channel.peer} sent a greeting without content", channel.peer)
+    return header.kind, bytes(payload)

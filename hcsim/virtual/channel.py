@@ -1,0 +1,214 @@
+"""Channels in the virtual world: two streams, and an inbox at each end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
+from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.virtual.network import Message, Stream
+
+if TYPE_CHECKING:
+    from hcsim.virtual.host import VirtualHost
+
+MAX_FRAME_BYTES = 64 * 2**20
+
+
+class VirtualChannel:
+    """One end of a connection."""
+
+    def __init__(self, host: VirtualHost, peer: str, outgoing: Stream) -> None:
+        self._host = host
+        self._peer = peer
+        self._out = outgoing
+        self._in: Stream
+        self._far: VirtualChannel
+        self._inbox: deque[tuple[Header, Payload]] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._writers: deque[asyncio.Future[None]] = deque()
+        self._max_frame_bytes = MAX_FRAME_BYTES
+        self._end: ChannelClosed | ChannelBroken | RemoteProtocolError | None = None
+        outgoing.on_room = self._room
+
+    def __repr__(self) -> str:
+        return f"<channel {self._out.name}>"
+
+    @staticmethod
+    def join(near: VirtualChannel, far: VirtualChannel) -> None:
+        """Make two ends one connection."""
+        near._far, far._far = far, near
+        near._in, far._in = far._out, near._out
+
+    @property
+    def peer(self) -> str:
+        """The other host."""
+        return self._peer
+
+    @property
+    def streams(self) -> tuple[Stream, Stream]:
+        """What we send, and what we receive."""
+        return self._out, self._in
+
+    async def send(self, header: Header, payload: Payload = EMPTY) -> None:
+        """See `runtime.channel.Channel.send`."""
+        if payload.nbytes != header.length:
+            raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
+        out = self._out
+        buffer_bytes = self._host.net.tcp.send_buffer_bytes
+        if out.queued_bytes >= buffer_bytes or self._writers:
+            await self._wait_for_room(buffer_bytes)
+        if self._end is not None:
+            raise self._again(self._end)
+        # The sender may overwrite its buffer while the frame is still under way.
+        kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
+        label = (int(header.kind), header.operation, header.bucket, header.step, header.offset, header.length)
+        self._host.net.trace.record(self._host.loop.now_ns, "send", out.name, *label)
+        far = self._far
+        out.push(Message(HEADER_BYTES + header.length, label, lambda: far._arrived(header, kept)))
+
+    async def recv(self, place: Place) -> tuple[Header, Payload]:
+        """See `runtime.channel.Channel.recv`."""
+        while not self._inbox:
+            if self._end is not None:
+                raise self._again(self._end)
+            if self._reader is not None:
+                raise UsageError(f"two tasks receive from {self!r} at once")
+            self._reader = self._host.loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        header, payload = self._inbox.popleft()
+        self._in.consumed(HEADER_BYTES + header.length)
+        if header.length > self._max_frame_bytes:
+            limit = self._max_frame_bytes
+            text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
+            error = RemoteProtocolError(text, self._peer)
+            self._finish(error)
+            raise error
+        where = place(header)
+        if isinstance(payload, Phantom):
+            return header, payload
+        if where is None:
+            where = memoryview(bytearray(header.length))
+        elif where.nbytes != header.length:
+            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
+            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
+        where[:] = payload
+        return header, where
+
+    def limit(self, max_frame_bytes: int) -> None:
+        """See `runtime.channel.Channel.limit`."""
+        self._max_frame_bytes = max_frame_bytes
+
+    async def close(self) -> None:
+        """See `runtime.channel.Channel.close`."""
+        if self._end is None:
+            self._finish(ChannelClosed(f"the channel to {self._peer} was closed by us", self._peer))
+
+    def broken(self, why: str) -> None:
+        """The world ends this end of the connection; what has not been read is lost."""
+        if self._end is None:
+            self._inbox.clear()
+            self._ended(ChannelBroken(f"the connection to {self._peer} broke: {why}", self._peer))
+            self._out.kill()
+
+    def tell_peer(self, why: str) -> None:
+        """Send a reset: the peer's end breaks when it arrives."""
+        self._host.signal(self._far._host, self._far.broken, why)
+
+    def reset(self, why: str) -> None:
+        """Break both ends at once: nothing under way arrives."""
+        self._in.kill()
+        self._out.kill()
+        self.broken(why)
+        self._far.broken(why)
+
+    def _arrived(self, header: Header, payload: Payload) -> None:
+        if self._end is None:
+            self._inbox.append((header, payload))
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_result(None)
+
+    def _finish(self, error: ChannelClosed | RemoteProtocolError) -> None:
+        """Close our end; the peer reads what was sent before, then the end of the stream."""
+        self._inbox.clear()
+        self._ended(error)
+        if not self._out.dead:
+            self._out.push(Message(HEADER_BYTES, ("fin",), self._far._peer_closed))
+
+    def _peer_closed(self) -> None:
+        if self._end is None:
+            self._ended(ChannelBroken(f"{self._peer} closed the connection", self._peer))
+            self._out.kill()
+
+    def _ended(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
+        self._end = error
+        self._host.forget(self)
+        waiting = [*self._writers, *([self._reader] if self._reader is not None else [])]
+        self._writers.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _again(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> Exception:
+        """A fresh copy: raising one exception object twice would chain unrelated tracebacks."""
+        return type(error)(str(error), self._peer)
+
+    async def _wait_for_room(self, buffer_bytes: int) -> None:
+        mine = self._host.loop.create_future()
+        self._writers.append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine in self._writers:
+                self._writers.remove(mine)
+            else:
+                self._room()
+            raise
+
+    def _room(self) -> None:
+        """The send buffer has drained a little: let the first waiting sender go on."""
+        if self._writers and self._out.queued_bytes < self._host.net.tcp.send_buffer_bytes:
+            future = self._writers.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+class VirtualListener:
+    """Accepts channels at a port of a virtual host."""
+
+    def __init__(self, host: VirtualHost, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._waiting: asyncio.Queue[VirtualChannel | None] = asyncio.Queue()
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"<listener {self.address}>"
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"{self._host.name}:{self._port}"
+
+    async def accept(self) -> VirtualChannel:
+        """See `runtime.channel.Listener.accept`."""
+        channel = await self._waiting.get() if self._open else None
+        if channel is None:
+            raise ChannelClosed(f"the listener at {self.address} was closed by us")
+        return channel
+
+    async def close(self) -> None:
+        """See `runtime.channel.Listener.close`."""
+        if self._open:
+            self._open = False
+            self._host.release(self._port)
+            self._waiting.put_nowait(None)
+
+    def offer(self, channel: VirtualChannel) -> None:
+        """A connection has come in."""
+        self._waiting.put_nowait(channel)

@@ -1,0 +1,51 @@
+"""A modelled processor: the function is called at once, and its time is charged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from hcsim.runtime.device import Work
+from hcsim.config import Machine
+from hcsim.virtual.machines import seconds
+
+if TYPE_CHECKING:
+    from hcsim.virtual.host import VirtualHost
+
+T = TypeVar("T")
+
+
+class VirtualDevice:
+    """One machine. Work queues up on it; so does memory traffic, on a lane of its own."""
+
+    def __init__(self, host: VirtualHost, machine: Machine) -> None:
+        self._host = host
+        self._machine = machine
+        self.throttle = 1.0
+        """How much of its speed is left: 1 is all of it."""
+        self._busy_until_s = 0.0
+        self._memory_until_s = 0.0
+        self._memory_bytes_ps = machine.memory_Bps * machine.efficiency_memory
+
+    @property
+    def name(self) -> str:
+        """The chip; "ideal" is one that takes no time."""
+        return self._machine.name
+
+    async def run(self, work: Work, function: Callable[[], T]) -> T:
+        """See `runtime.device.Device.run`."""
+        result = function()
+        lasts_s = seconds(self._machine, work.flops, work.moved_bytes, self.throttle)
+        if lasts_s > 0.0:
+            now_s = self._host.loop.time()
+            self._busy_until_s = max(self._busy_until_s, now_s) + lasts_s
+            await self._host.clock.sleep(self._busy_until_s - now_s)
+        return result
+
+    async def touch(self, moved_bytes: int) -> None:
+        """See `runtime.device.Device.touch`."""
+        lasts_s = moved_bytes / (self._memory_bytes_ps * self.throttle)
+        if lasts_s > 0.0:
+            now_s = self._host.loop.time()
+            self._memory_until_s = max(self._memory_until_s, now_s) + lasts_s
+            await self._host.clock.sleep(self._memory_until_s - now_s)

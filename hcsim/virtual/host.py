@@ -1,0 +1,191 @@
+"""A host of the virtual world."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
+from hcsim.rng import stream as random_stream
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
+from hcsim.virtual.channel import VirtualChannel, VirtualListener
+from hcsim.virtual.device import VirtualDevice
+from hcsim.virtual.lan import VirtualLan
+from hcsim.virtual.loop import OWNER
+from hcsim.virtual.network import NS
+
+if TYPE_CHECKING:
+    from hcsim.config import Machine
+    from hcsim.virtual.world import World
+
+SYN_RETRY_S = 1.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 1.0
+FIRST_FREE_PORT = 49152
+
+
+class VirtualClock:
+    """The world's time, seen through a clock that may drift and jump."""
+
+    def __init__(self, host: VirtualHost) -> None:
+        self._loop = host.loop
+        self.rate = 1.0
+        self.offset_s = 0.0
+
+    def now(self) -> float:
+        """See `runtime.clock.Clock.now`."""
+        return self._loop.time() * self.rate + self.offset_s
+
+    async def sleep(self, seconds: float) -> None:
+        """See `runtime.clock.Clock.sleep`."""
+        await asyncio.sleep(seconds / self.rate)
+
+    def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
+        """See `runtime.clock.Clock.timeout`."""
+        return asyncio.timeout(None if seconds is None else seconds / self.rate)
+
+
+class VirtualHost:
+    """One machine: its clock, processor, interfaces, ports and tasks."""
+
+    def __init__(self, world: World, name: str, machine: Machine) -> None:
+        self._world = world
+        self.loop = world.loop
+        self.net = world.net
+        self._name = name
+        self.clock = VirtualClock(self)
+        self.device = VirtualDevice(self, machine)
+        self.lan = VirtualLan(self)
+        self.alive = True
+        self.channels: dict[VirtualChannel, None] = {}
+        self._listeners: dict[int, VirtualListener] = {}
+        self._context = contextvars.copy_context()
+        self._context.run(OWNER.set, self)
+        self._signals = random_stream(world.scenario.seed, "signal", name)
+
+    def __repr__(self) -> str:
+        return f"<host {self._name}>"
+
+    @property
+    def name(self) -> str:
+        """The name in the scenario."""
+        return self._name
+
+    def interfaces(self) -> tuple[Interface, ...]:
+        """See `runtime.host.Host.interfaces`."""
+        return self._world.topology.interfaces(self._name)
+
+    async def listen(self, address: str) -> VirtualListener:
+        """See `runtime.host.Host.listen`."""
+        host, port = split_address(address)
+        if host not in (self._name, "", "0.0.0.0"):
+            raise UsageError(f"{self._name} cannot listen at {address}: that is not its name")
+        if port == 0:
+            port = next(free for free in range(FIRST_FREE_PORT, 65536) if free not in self._listeners)
+        if port in self._listeners:
+            raise UsageError(f"{self._name} listens at port {port} already")
+        listener = self._listeners[port] = VirtualListener(self, port)
+        return listener
+
+    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
+        """See `runtime.host.Host.connect`."""
+        name, port = split_address(address)
+        target = self._world.host(name)
+        backoff_s = FIRST_BACKOFF_S
+        refused = False
+        try:
+            async with self.clock.timeout(timeout_s):
+                while True:
+                    channel = await self._dial(target, port)
+                    if channel is not None:
+                        return channel
+                    refused = True
+                    await self.clock.sleep(backoff_s * (0.5 + self._signals.random()))
+                    backoff_s = min(2.0 * backoff_s, LAST_BACKOFF_S)
+        except TimeoutError:
+            if refused:
+                raise PeerRefused(f"nobody listens at {address} (tried for {timeout_s:g} s)", name) from None
+            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s") from None
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """See `runtime.host.Host.spawn`."""
+        if not self.alive:
+            work.close()
+            raise ChannelClosed(f"{self._name} has crashed and runs nothing any more")
+        return self.loop.create_task(work, name=f"{self._name}: {name}", context=self._context.copy())
+
+    def rng(self, *name: str | int) -> random.Random:
+        """See `runtime.host.Host.rng`."""
+        return random_stream(self._world.scenario.seed, self._name, *name)
+
+    def trace(self, kind: str, *fields: str | int | float) -> None:
+        """See `runtime.host.Host.trace`."""
+        self.net.trace.record(self.loop.now_ns, kind, self._name, *fields)
+
+    # The world's side of a host.
+
+    def neighbours(self) -> tuple[VirtualHost, ...]:
+        """The other hosts that hear our broadcasts."""
+        return self._world.neighbours(self)
+
+    def signal(self, target: VirtualHost, arrive: Callable[..., None], *args: object) -> None:
+        """Send a packet of no size; a partition or a crash swallows it."""
+        if not self.alive or self._world.is_cut(self, target):
+            return
+        path = self._world.topology.path(self._name, target.name)
+        delay_s = path.latency_s
+        if path.jitter_s > 0.0:
+            delay_s += self._signals.expovariate(1.0 / path.jitter_s)
+        self.loop.call_at_ns(self.loop.now_ns + round(delay_s * NS), self._signalled, target, arrive, args)
+
+    def _signalled(self, target: VirtualHost, arrive: Callable[..., None], args: tuple[object, ...]) -> None:
+        if target.alive and not self._world.is_cut(self, target):
+            arrive(*args)
+
+    def forget(self, channel: VirtualChannel) -> None:
+        """The channel has ended."""
+        self.channels.pop(channel, None)
+
+    def release(self, port: int) -> None:
+        """Nobody listens there any more."""
+        self._listeners.pop(port, None)
+
+    async def _dial(self, target: VirtualHost, port: int) -> VirtualChannel | None:
+        """One attempt: a channel, or None when the target says no. Repeats the call while nobody answers."""
+        answer: asyncio.Future[VirtualChannel | None] = self.loop.create_future()
+        while not answer.done():
+            self.signal(target, target.called, self, port, answer)
+            try:
+                async with asyncio.timeout(SYN_RETRY_S):
+                    await asyncio.shield(answer)
+            except TimeoutError:
+                continue
+        return answer.result()
+
+    def called(self, caller: VirtualHost, port: int, answer: asyncio.Future[VirtualChannel | None]) -> None:
+        """A connection request arrives here."""
+        listener = self._listeners.get(port)
+        if listener is None:
+            self.signal(caller, answered, answer, None)
+            return
+        near, far = self._world.connection(caller, self)
+        self.signal(caller, answered, answer, near)
+        listener.offer(far)
+
+
+def answered(answer: asyncio.Future[VirtualChannel | None], channel: VirtualChannel | None) -> None:
+    """The answer to a connection request is back."""
+    if not answer.done():
+        answer.set_result(channel)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` as its two parts."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise UsageError(f"{address!r} is not an address: write host:port")
+    return host, int(port)

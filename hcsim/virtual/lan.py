@@ -1,0 +1,82 @@
+"""The modelled broadcast domain: announcements reach every host of the same home."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from hcsim.runtime.lan import Service, Sighting
+
+if TYPE_CHECKING:
+    from hcsim.virtual.host import VirtualHost
+
+
+class VirtualLan:
+    """One host's ear and voice on its local network.
+
+    As with multicast DNS, an announcement is a datagram: it can be lost to a partition, it is
+    repeated once after a second, and who starts to browse asks everybody first.
+    """
+
+    def __init__(self, host: VirtualHost) -> None:
+        self._host = host
+        self._ours: dict[str, Service] = {}
+        self._seen: dict[str, Service] = {}
+        self._browsers: list[asyncio.Queue[Sighting]] = []
+
+    async def advertise(self, service: Service) -> None:
+        """See `runtime.lan.Lan.advertise`."""
+        self._ours[service.name] = service
+        self._announce(service)
+        loop = self._host.loop
+        loop.call_at_ns(loop.now_ns + 1_000_000_000, self._repeat, service)
+
+    async def withdraw(self, name: str) -> None:
+        """See `runtime.lan.Lan.withdraw`."""
+        service = self._ours.pop(name, None)
+        if service is not None:
+            self._multicast(Sighting(service, gone=True))
+
+    async def browse(self) -> AsyncIterator[Sighting]:
+        """See `runtime.lan.Lan.browse`."""
+        queue: asyncio.Queue[Sighting] = asyncio.Queue()
+        for service in self._seen.values():
+            queue.put_nowait(Sighting(service))
+        self._browsers.append(queue)
+        for neighbour in self._host.neighbours():
+            self._host.signal(neighbour, neighbour.lan.answer, self._host)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._browsers.remove(queue)
+
+    def answer(self, asker: VirtualHost) -> None:
+        """Somebody asks who is there."""
+        for service in self._ours.values():
+            self._host.signal(asker, asker.lan.hear, Sighting(service))
+
+    def hear(self, sighting: Sighting) -> None:
+        """An announcement arrives."""
+        name = sighting.service.name
+        if sighting.gone:
+            if self._seen.pop(name, None) is None:
+                return
+        elif self._seen.get(name) == sighting.service:
+            return
+        else:
+            self._seen[name] = sighting.service
+        for queue in self._browsers:
+            queue.put_nowait(sighting)
+
+    def _repeat(self, service: Service) -> None:
+        if self._ours.get(service.name) == service:
+            self._announce(service)
+
+    def _announce(self, service: Service) -> None:
+        self._multicast(Sighting(service))
+
+    def _multicast(self, sighting: Sighting) -> None:
+        for neighbour in (self._host, *self._host.neighbours()):
+            self._host.signal(neighbour, neighbour.lan.hear, sighting)

@@ -1,0 +1,291 @@
+"""What lies between two hosts: media become resources, routes become paths.
+
+A resource is something that flows share: one direction of a network card, an access point's
+air time, one direction of a cable, a home's uplink. A path lists what one byte per second
+takes of each, so the sharing model needs to know nothing about media.
+
+- Switched Ethernet: one egress and one ingress resource per card; the switch is not a limit.
+- Wi-Fi: air time, capacity 1 per access point. A byte costs 1/R of a station with goodput R;
+  from station to station it crosses the air twice.
+- Thunderbolt: two directional resources per cable; a host that forwards for others has a
+  forwarding resource. A bridge with a cycle follows its spanning tree.
+- WAN: an uplink and a downlink per home; homes meet in the core.
+
+Goodput of a wire is line rate × (MTU − headers)/(MTU + framing). Media of one home are bridged
+by its router, Thunderbolt is not. Among several routes the one with the highest rate wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+
+import networkx as nx
+from msgspec.structs import replace
+
+from hcsim.config import Attachment, Ethernet, LinkChange, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
+from hcsim.errors import ConfigError
+from hcsim.runtime.host import Interface, Medium
+from hcsim.virtual.sharing import Resource
+
+LOOPBACK_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One medium crossed in one direction: what a byte takes of which resource, and how long."""
+
+    uses: tuple[tuple[Resource, float], ...]
+    latency_s: float
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    mtu: int = 1500
+    rate_bytes_ps: float = inf
+    weight: float = 1.0
+    queue: tuple[Resource, float] | None = None
+    """A resource whose full buffer delays everything behind it, and the buffer's size in bytes."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A route in one direction."""
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def latency_s(self) -> float:
+        """One way, without queueing."""
+        return sum(hop.latency_s for hop in self.hops)
+
+    @property
+    def jitter_s(self) -> float:
+        """Mean of the extra delay."""
+        return sum(hop.jitter_s for hop in self.hops)
+
+    @property
+    def loss(self) -> float:
+        """Probability that a packet is lost somewhere on the way."""
+        kept = 1.0
+        for hop in self.hops:
+            kept *= 1.0 - hop.loss
+        return 1.0 - kept
+
+    @property
+    def mtu(self) -> int:
+        """The smallest on the way."""
+        return min((hop.mtu for hop in self.hops), default=65535)
+
+    @property
+    def rate_bytes_ps(self) -> float:
+        """What it could carry alone."""
+        return min((hop.rate_bytes_ps for hop in self.hops), default=inf)
+
+    @property
+    def weight(self) -> float:
+        """Its share where it competes."""
+        return min((hop.weight for hop in self.hops), default=1.0)
+
+    @property
+    def uses(self) -> tuple[tuple[Resource, float], ...]:
+        """What a byte takes, all hops together."""
+        return tuple(use for hop in self.hops for use in hop.uses)
+
+
+def merged(*parts: tuple[tuple[tuple[Resource, float], ...], float]) -> tuple[tuple[Resource, float], ...]:
+    """Add up uses, each part scaled by its factor; a resource appears once, in order of first use."""
+    total: dict[str, tuple[Resource, float]] = {}
+    for uses, factor in parts:
+        for resource, share in uses:
+            before = total.get(resource.name, (resource, 0.0))[1]
+            total[resource.name] = (resource, before + share * factor)
+    return tuple((resource, share) for resource, share in total.values() if share > 0.0)
+
+
+@dataclass
+class _Port:
+    """One host's attachment to a shared medium: the hop onto it and the hop off it."""
+
+    medium: Ethernet | Wifi
+    out: Hop
+    into: Hop
+
+
+@dataclass
+class Topology:
+    """All resources of a scenario, and the paths over them."""
+
+    scenario: Scenario
+    resources: dict[str, Resource] = field(default_factory=dict)
+    """By name; those of an earlier topology are used again."""
+
+    def __post_init__(self) -> None:
+        self.capacities: dict[str, float] = {}
+        self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
+        self._cables = nx.Graph()
+        self._paths: dict[tuple[str, str], Path] = {}
+        media = {medium.name: medium for medium in self.scenario.media}
+        for node in self.scenario.nodes:
+            for link in node.links:
+                medium = media[link.medium]
+                if isinstance(medium, Ethernet):
+                    self._ports[node.name].append(self._ethernet(node, medium, link))
+                elif isinstance(medium, Wifi):
+                    self._ports[node.name].append(self._wifi(node, medium, link))
+        self._uplinks = {wan.home: self._wan(wan) for wan in self.scenario.wan}
+        for medium in self.scenario.media:
+            if isinstance(medium, Thunderbolt):
+                self._thunderbolt(medium)
+
+    def path(self, source: str, target: str) -> Path:
+        """The best route; `ConfigError` where there is none."""
+        key = (source, target)
+        if key not in self._paths:
+            self._paths[key] = self._find(source, target)
+        return self._paths[key]
+
+    def interfaces(self, name: str) -> tuple[Interface, ...]:
+        """What a host is attached to."""
+        found = [
+            Interface(port.medium.name, _medium(port.medium), port.out.rate_bytes_ps * 8, (name,))
+            for port in self._ports[name]
+        ]
+        if name in self._cables:
+            rate = max(data["rate_bps"] for _, _, data in self._cables.edges(name, data=True))
+            found.append(Interface("bridge0", Medium.THUNDERBOLT, rate, (name,)))
+        return tuple(found)
+
+    def resource(self, name: str, capacity: float) -> Resource:
+        """The resource of that name, and the capacity that it is to have."""
+        self.capacities[name] = capacity
+        if name not in self.resources:
+            self.resources[name] = Resource(name, capacity)
+        return self.resources[name]
+
+    def _ethernet(self, node: Node, medium: Ethernet, link: Attachment) -> _Port:
+        rate = goodput_bytes_ps(link.rate_bps or medium.rate_bps, medium.mtu, self.scenario.tcp)
+        latency = link.latency_s if link.latency_s is not None else medium.latency_s
+        out, into = (self.resource(f"{node.name}.{medium.name}.{way}", rate) for way in ("out", "in"))
+
+        def hop(resource: Resource) -> Hop:
+            # The wire's latency belongs to the medium; each end carries half of it.
+            return Hop(((resource, 1.0),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate)
+
+        return _Port(medium, hop(out), hop(into))
+
+    def _wifi(self, node: Node, medium: Wifi, link: Attachment) -> _Port:
+        rate = (link.rate_bps or medium.phy_rate_bps) * medium.efficiency / 8
+        latency = link.latency_s if link.latency_s is not None else medium.latency_s
+        air = self.resource(f"{medium.name}.air", 1.0)
+        nominal = medium.phy_rate_bps * medium.efficiency / 8
+        weight = rate / nominal if medium.fairness == "airtime" else 1.0
+        hop = Hop(
+            ((air, 1.0 / rate),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate, weight
+        )
+        return _Port(medium, hop, hop)
+
+    def _wan(self, wan: Wan) -> tuple[Hop, Hop]:
+        mtu = wan.tunnel.mtu if wan.tunnel else wan.mtu
+        cap = wan.tunnel.cap_bps / 8 if wan.tunnel and wan.tunnel.cap_bps else inf
+        latency = wan.latency_s + (wan.tunnel.delay_s if wan.tunnel else 0.0)
+
+        def hop(way: str, rate_bps: float) -> Hop:
+            rate = min(goodput_bytes_ps(rate_bps, mtu, self.scenario.tcp), cap)
+            pipe = self.resource(f"{wan.home}.wan.{way}", rate)
+            queue = (pipe, float(wan.buffer_bytes)) if wan.buffer_bytes else None
+            return Hop(((pipe, 1.0),), latency, wan.jitter_s, wan.loss, mtu, rate, queue=queue)
+
+        return hop("up", wan.up_bps), hop("down", wan.down_bps)
+
+    def _thunderbolt(self, medium: Thunderbolt) -> None:
+        graph = nx.Graph()
+        for cable in medium.cables:
+            a, b = cable.between
+            hops = {}
+            for source, target, rate_bps in ((a, b, cable.forward_bps), (b, a, cable.backward_bps)):
+                rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
+                wire = self.resource(f"{medium.name}.{source}→{target}", rate)
+                hops[source] = Hop(((wire, 1.0),), cable.latency_s, mtu=medium.mtu, rate_bytes_ps=rate)
+            graph.add_edge(a, b, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
+        tree = nx.minimum_spanning_tree(graph, weight="weight")
+        for node in sorted(tree.nodes):
+            if medium.forwarding_bps and tree.degree(node) > 1:
+                rate = goodput_bytes_ps(medium.forwarding_bps, medium.mtu, self.scenario.tcp)
+                forwards = Hop(((self.resource(f"{medium.name}.{node}.forwards", rate), 1.0),), 0.0, rate_bytes_ps=rate)
+                tree.nodes[node]["forwards"] = forwards
+        self._cables = nx.compose(self._cables, tree)
+
+    def _find(self, source: str, target: str) -> Path:
+        if source == target:
+            return Path((Hop((), LOOPBACK_LATENCY_S, mtu=65535),))
+        candidates = [*self._bridged(source, target), *self._over_thunderbolt(source, target)]
+        if not candidates:
+            raise ConfigError(f"there is no route from {source} to {target}: they share no medium, home or WAN")
+        return max(candidates, key=lambda path: (path.rate_bytes_ps, -path.latency_s))
+
+    def _bridged(self, source: str, target: str) -> list[Path]:
+        paths = []
+        for out in self._ports[source]:
+            for into in self._ports[target]:
+                if out.medium.home == into.medium.home:
+                    paths.append(Path((out.out, into.into)))
+                elif out.medium.home in self._uplinks and into.medium.home in self._uplinks:
+                    up, down = self._uplinks[out.medium.home][0], self._uplinks[into.medium.home][1]
+                    paths.append(Path((out.out, up, down, into.into)))
+        return paths
+
+    def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
+        graph = self._cables
+        if source not in graph or target not in graph or not nx.has_path(graph, source, target):
+            return []
+        nodes = nx.shortest_path(graph, source, target)
+        hops: list[Hop] = []
+        for here, there in pairwise(nodes):
+            if here != source and "forwards" in graph.nodes[here]:
+                hops.append(graph.nodes[here]["forwards"])
+            hops.append(graph.edges[here, there]["hops"][here])
+        return [Path(tuple(hops))]
+
+
+def changed(scenario: Scenario, change: LinkChange) -> Scenario:
+    """The scenario with one medium, or one host's attachment to it, changed."""
+    if change.node is None:
+        media = tuple(_changed_medium(m, change) if m.name == change.medium else m for m in scenario.media)
+        return replace(scenario, media=media)
+    nodes = tuple(_changed_node(n, change) if n.name == change.node else n for n in scenario.nodes)
+    return replace(scenario, nodes=nodes)
+
+
+def _changed_medium(medium: Ethernet | Wifi | Thunderbolt, change: LinkChange) -> Ethernet | Wifi | Thunderbolt:
+    figures = _given(latency_s=change.latency_s)
+    if isinstance(medium, Thunderbolt):
+        figures |= _given(forward_bps=change.rate_bps, backward_bps=change.rate_bps)
+        return replace(medium, cables=tuple(replace(cable, **figures) for cable in medium.cables))
+    rate = "phy_rate_bps" if isinstance(medium, Wifi) else "rate_bps"
+    return replace(medium, **figures, **_given(**{rate: change.rate_bps, "loss": change.loss}))
+
+
+def _changed_node(node: Node, change: LinkChange) -> Node:
+    figures = _given(rate_bps=change.rate_bps, latency_s=change.latency_s)
+    links = tuple(replace(link, **figures) if link.medium == change.medium else link for link in node.links)
+    return replace(node, links=links)
+
+
+def _given(**figures: float | None) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def half(loss: float) -> float:
+    """The loss of one end of a link whose two ends together lose `loss`."""
+    return float(1.0 - (1.0 - loss) ** 0.5)
+
+
+def goodput_bytes_ps(rate_bps: float, mtu: int, tcp: Tcp) -> float:
+    """What a wire carries for us, in bytes per second: its line rate less the headers."""
+    if not tcp.headers:
+        return rate_bps / 8
+    return rate_bps / 8 * (mtu - tcp.header_bytes) / (mtu + tcp.framing_bytes)
+
+
+def _medium(medium: Ethernet | Wifi) -> Medium:
+    return Medium.WIFI if isinstance(medium, Wifi) else Medium.ETHERNET

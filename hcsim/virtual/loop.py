@@ -1,0 +1,471 @@
+"""An asyncio event loop whose clock is SimPy's.
+
+Tasks, futures, cancellation, `TaskGroup`, `timeout` and `Queue` are asyncio's own code; only
+what lies below them is replaced: time, the queue of ready callbacks and the timers. Time is
+SimPy's, in whole nanoseconds, and moves only when nothing is ready.
+
+Order. Ready callbacks run first in, first out. When none is left, the world takes one step,
+the earliest of SimPy's events and our timers, and what that made ready runs before the next
+step. Timers with equal deadlines run in the order in which they were set. Within one instant
+SimPy's own events come before timers. So a run depends on nothing but the program.
+
+Timers wait in a heap of ours and not in SimPy's, from which nothing can be taken out: a
+cancelled `timeout(60)` would stay there for a minute. When a timer is next, one reused SimPy
+event is scheduled for its deadline and processed at once, which moves SimPy's clock there.
+Cancelled timers are swept out when they are half of the heap: O(log n) a timer, amortised.
+
+Owners. A callback belongs to the host that `OWNER` names in its context. A frozen host's
+callbacks are held back; a discarded host's (it crashed) are held back for good, so that not
+even a `finally` of its coroutines runs before the world is torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack, cast
+
+import simpy
+from simpy.resources.base import Get, Put
+
+from hcsim.errors import Deadlock, UsageError
+from hcsim.virtual.deadlock import describe
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
+"""The host that the running code belongs to; None is the world itself."""
+
+_NEVER_NS = cast(int, math.inf)  # As SimPy says when it has no event: such a timer is no reason to go on.
+_FEWEST_WORTH_SWEEPING = 64
+_CLOSED = "the virtual loop is closed"
+
+_log = logging.getLogger(__name__)
+
+
+class Callback(asyncio.TimerHandle):
+    """A call that is ready or, with a deadline, a timer. Its callback is None when it was cancelled.
+
+    `loop` is set while it waits in the loop's heap of timers, `context` is None for the world's own.
+    It has no `__init__`, which would double the cost of making one.
+    """
+
+    __slots__ = ("args", "callback", "context", "deadline_ns", "loop")
+
+    loop: VirtualLoop | None
+    deadline_ns: int
+    callback: Any
+    args: tuple[Any, ...]
+    context: Any
+
+    def cancel(self) -> None:
+        """Do not run. Harmless when it has run."""
+        loop, self.loop = self.loop, None
+        self.callback = None
+        self.args = ()
+        if loop is not None:
+            loop._count_cancelled_timer()
+
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self.callback is None
+
+    def when(self) -> float:
+        """A timer's deadline in seconds."""
+        return self.deadline_ns / 1e9
+
+    def __repr__(self) -> str:
+        return f"<callback {self.callback!r}>"
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+_new_callback = partial(object.__new__, Callback)
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file.
+
+    `on_timer`, if set, is called with the number of each timer that fires.
+    """
+
+    def __init__(self, env: simpy.Environment | None = None) -> None:
+        self.env = simpy.Environment() if env is None else env
+        self.on_timer: Callable[[int], None] | None = None
+        self._now_ns = _whole_ns(self.env.now)
+        self._tick = self.env.timeout(0)  # Processed in the first step, before any timer, and then used again.
+        self._ready: deque[Callback] = deque()
+        self._timers: list[tuple[int, int, Callback]] = []
+        self._timers_set = 0
+        self._timers_cancelled = 0
+        self._held: dict[object, deque[Callback]] = {}
+        self._discarded: list[object] = []
+        # The loop keeps its unfinished tasks alive: one that were collected while it waits would run
+        # its `finally` blocks whenever the garbage collector pleases. The value is the task's owner.
+        self._tasks: dict[asyncio.Task[Any], object] = {}
+        self._tasks_made = 0
+        self._asyncgens: weakref.WeakKeyDictionary[AsyncGenerator[Any, Any], None] = weakref.WeakKeyDictionary()
+        self._exception_handler: ExceptionHandler | None = None
+        self._closed = False
+        self._debug = False
+
+    # Time and callbacks.
+
+    @property
+    def now_ns(self) -> int:
+        """The world's time."""
+        return self._now_ns
+
+    def time(self) -> float:
+        """The world's time in seconds."""
+        return self._now_ns / 1e9
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run the callback in this instant, after what is ready already."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        handle = _new_callback()
+        handle.loop = None
+        handle.callback = callback
+        handle.args = args
+        handle.context = copy_context() if context is None else context
+        self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> Callback:
+        """Run the callback after that many seconds; any delay above zero takes a nanosecond at least."""
+        deadline_ns = self._now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self._now_ns
+        return self._set_timer(deadline_ns, callback, args, copy_context() if context is None else context)
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> Callback:
+        """Run the callback at that time in seconds; a time that has passed is now."""
+        return self._set_timer(_nanoseconds(when), callback, args, copy_context() if context is None else context)
+
+    def call_at_ns(self, when_ns: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> Callback:
+        """Run the callback at that time, as the world: no owner's fate stops it, and what it raises ends the run."""
+        return self._set_timer(when_ns, callback, args, None)
+
+    def _set_timer(
+        self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> Callback:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        self._timers_set = number = self._timers_set + 1
+        timer = _new_callback()
+        timer.loop = self
+        timer.deadline_ns = deadline_ns
+        timer.callback = callback
+        timer.args = args
+        timer.context = context
+        heappush(self._timers, (deadline_ns, number, timer))
+        return timer
+
+    def _count_cancelled_timer(self) -> None:
+        self._timers_cancelled += 1
+        if self._timers_cancelled > _FEWEST_WORTH_SWEEPING and 2 * self._timers_cancelled > len(self._timers):
+            self._sweep_timers()
+
+    def _sweep_timers(self) -> None:
+        self._timers[:] = [entry for entry in self._timers if entry[2].loop is not None]
+        heapify(self._timers)
+        self._timers_cancelled = 0
+
+    # Futures, tasks and SimPy's events.
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+        **kwargs: Any,
+    ) -> asyncio.Task[T]:
+        """Run a coroutine as a task. Without a name it is numbered within this loop, the same in every run."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        self._tasks_made += 1
+        task = asyncio.Task(coro, loop=self, name=name or f"task-{self._tasks_made}", context=context, **kwargs)
+        self._tasks[task] = OWNER.get() if context is None else context.get(OWNER)
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def event(self, event: simpy.Event) -> asyncio.Future[Any]:
+        """A future with a SimPy event's value or failure. Cancelled, it leaves the event, or a resource's queue."""
+        future = self.create_future()
+
+        def deliver(event: simpy.Event) -> None:
+            if future.done():
+                return
+            if event.ok:
+                future.set_result(event.value)
+            else:
+                event.defused = True
+                future.set_exception(cast(BaseException, event.value))
+
+        def leave(future: asyncio.Future[Any]) -> None:
+            if future.cancelled() and event.callbacks is not None:
+                event.callbacks.remove(deliver)
+                if isinstance(event, Get | Put):
+                    event.cancel()
+
+        if event.callbacks is None:
+            deliver(event)
+        else:
+            event.callbacks.append(deliver)
+            future.add_done_callback(leave)
+        return future
+
+    # Owners.
+
+    def freeze(self, owner: object) -> None:
+        """Hold back every callback of this owner, ready or from timers, until it is thawed."""
+        if owner is None:
+            raise UsageError("the world itself cannot be frozen")
+        self._held.setdefault(owner, deque())
+
+    def thaw(self, owner: object) -> None:
+        """Let the owner go on: what was held back is ready now, in its order. A discarded owner stays dead."""
+        if owner not in self._discarded:
+            # In front, because callbacks of this owner that are ready already came later.
+            self._ready.extendleft(reversed(self._held.pop(owner, ())))
+
+    def discard(self, owner: object) -> None:
+        """End this owner as a crash does: its code runs no further line until the world is torn down."""
+        self.freeze(owner)
+        self._discarded.append(owner)
+        for _, _, timer in self._timers:
+            if timer.context is not None and timer.context.get(OWNER) is owner:
+                timer.loop = None
+        self._sweep_timers()
+
+    def _is_held(self, handle: Callback) -> bool:
+        held = None if handle.context is None else self._held.get(handle.context.get(OWNER))
+        if held is None:
+            return False
+        held.append(handle)
+        return True
+
+    # Running.
+
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
+        """Run the world until the future is done; raise `Deadlock` when that cannot happen any more."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError("a virtual loop cannot run inside a running event loop: await the coroutine instead")
+        is_ours = not asyncio.isfuture(future)
+        main: asyncio.Future[T] = asyncio.ensure_future(cast(Awaitable[T], future), loop=self)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._note_asyncgen, finalizer=self._close_asyncgen)
+        asyncio._set_running_loop(self)
+        try:
+            self._run(main)
+        except BaseException:
+            if is_ours and main.done() and not main.cancelled():
+                main.exception()  # It is on its way out: nobody is to be told that it was never retrieved.
+            raise
+        finally:
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+        return main.result()
+
+    def run_to_end(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine, then tear the world down: cancel what is left, discarded owners too, and close."""
+        try:
+            return self.run_until_complete(main)
+        finally:
+            try:
+                self._discarded.clear()
+                for owner in tuple(self._held):
+                    self.thaw(owner)
+                while self._tasks:
+                    self._cancel(tuple(self._tasks))
+                self.run_until_complete(self.shutdown_asyncgens())
+            finally:
+                self.close()
+
+    def _cancel(self, tasks: tuple[asyncio.Task[Any], ...]) -> None:
+        for task in tasks:
+            task.cancel()
+        self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                message = "a task failed while the world was torn down"
+                self.call_exception_handler({"message": message, "exception": error, "task": task})
+
+    def _run(self, main: asyncio.Future[Any]) -> None:
+        self._now_ns = _whole_ns(self.env.now)
+        while not main.done():
+            if self._ready:
+                self._run_round()
+            else:
+                self._step()
+
+    def _run_round(self) -> None:
+        """Run what is ready now. What that makes ready waits for the next round, so that the end is noticed."""
+        ready = self._ready
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.callback is not None and not (self._held and self._is_held(handle)):
+                self._call(handle)
+
+    def _call(self, handle: Callback) -> None:
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            message = f"a callback failed: {handle.callback!r}"
+            self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+
+    def _step(self) -> None:
+        """Take SimPy's next event or our next timer, whichever is earlier."""
+        timers = self._timers
+        while timers and timers[0][2].loop is None:
+            heappop(timers)
+            self._timers_cancelled -= 1
+        next_event_ns = self.env.peek()
+        if timers and timers[0][0] < next_event_ns:
+            self._fire(*heappop(timers))
+        elif next_event_ns != _NEVER_NS:
+            self._now_ns = _whole_ns(next_event_ns)
+            self.env.step()
+        else:
+            waiting = {task: owner for task, owner in self._tasks.items() if owner not in self._discarded}
+            raise Deadlock(describe(waiting, self._held.__contains__))
+
+    def _fire(self, deadline_ns: int, number: int, timer: Callback) -> None:
+        if deadline_ns > self._now_ns:
+            self._tick.callbacks = []
+            self.env.schedule(self._tick, delay=deadline_ns - self._now_ns)
+            self.env.step()
+            self._now_ns = deadline_ns
+        timer.loop = None
+        if self.on_timer is not None:
+            self.on_timer(number)
+        if timer.context is None:
+            timer.callback(*timer.args)
+        elif not (self._held and self._is_held(timer)):
+            self._call(timer)
+
+    def is_running(self) -> bool:
+        """Whether this loop is the one that runs."""
+        return asyncio._get_running_loop() is self
+
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Drop all callbacks and timers; the loop cannot be used again."""
+        if self.is_running():
+            raise RuntimeError("a running loop cannot be closed")
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+        self._held.clear()
+
+    def get_debug(self) -> bool:
+        """Whether asyncio's debug mode is on."""
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        """Turn asyncio's debug mode on or off: futures then remember where they were made."""
+        self._debug = enabled
+
+    # Async generators: as the standard loop, but closed in the order in which they were started.
+
+    def _note_asyncgen(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self._asyncgens[generator] = None
+
+    def _close_asyncgen(self, generator: AsyncGenerator[Any, Any]) -> None:
+        if not self._closed:
+            self.call_soon(self.create_task, generator.aclose())
+
+    async def shutdown_asyncgens(self) -> None:
+        """Close the asynchronous generators that were started and not finished."""
+        generators = tuple(self._asyncgens)
+        self._asyncgens.clear()
+        results = await asyncio.gather(*(generator.aclose() for generator in generators), return_exceptions=True)
+        for generator, result in zip(generators, results, strict=True):
+            if isinstance(result, Exception):
+                message = f"an asynchronous generator could not be closed: {generator!r}"
+                self.call_exception_handler({"message": message, "exception": result, "asyncgen": generator})
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Nothing to do: there are no threads here."""
+
+    # Errors that no task receives.
+
+    def get_exception_handler(self) -> ExceptionHandler | None:
+        """The handler that was set."""
+        return self._exception_handler
+
+    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
+        """Handle such errors in another way than by logging them."""
+        self._exception_handler = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log the error."""
+        _log.error("%s", context.get("message", "an error that no task receives"), exc_info=context.get("exception"))
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Hand an error that no task receives to the handler, as asyncio does."""
+        if self._exception_handler is None:
+            self.default_exception_handler(context)
+            return
+        try:
+            self._exception_handler(self, context)
+        except Exception as error:
+            self.default_exception_handler({"message": "the exception handler failed", "exception": error})
+            self.default_exception_handler(context)
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Rounded up, so that nothing runs early. A tenth is forgiven, because 0.1 + 0.2 is more than 0.3."""
+    try:
+        return int(seconds * 1e9 + 0.9)
+    except OverflowError:
+        return _NEVER_NS
+
+
+def _whole_ns(time_ns: float) -> int:
+    if not isinstance(time_ns, int):
+        raise UsageError(f"SimPy's time is whole nanoseconds here, and an event has the time {time_ns!r}")
+    return time_ns
+
+
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def method(self: VirtualLoop, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"no {name} here: the virtual world has no sockets, threads, processes or signals")
+
+    return method
+
+
+for _name in (
+    "create_connection", "create_server", "create_datagram_endpoint", "getaddrinfo", "add_reader", "add_writer",
+    "sock_accept", "sock_connect", "sock_recv", "sock_recv_into", "sock_sendall", "subprocess_exec",
+    "subprocess_shell", "add_signal_handler", "run_in_executor", "call_soon_threadsafe",
+):  # fmt: skip
+    setattr(VirtualLoop, _name, _absent(_name))

@@ -1,0 +1,71 @@
+"""What is chosen when nobody says which algorithm."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcsim.collectives.algorithms import PLANNERS, plan, plans
+from hcsim.collectives.cost import Links, price
+from hcsim.collectives.select import choose
+from hcsim.collectives.shape import Shape
+from hcsim.errors import UsageError
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("world", "size_bytes", "wanted"),
+    [(8, MIB - 4, "tree"), (8, MIB, "ring"), (4, MIB, "ring"), (3, 64 * MIB, "tree"), (1, 0, "tree")],
+)
+def test_with_nothing_measured_short_or_few_means_tree(world: int, size_bytes: int, wanted: str) -> None:
+    assert choose("all_reduce", Shape(world=world, length=size_bytes // 4), 4, None) == wanted
+
+
+@pytest.mark.parametrize("operation", list(PLANNERS))
+@pytest.mark.parametrize("world", [1, 2, 6])
+@pytest.mark.parametrize("part", [0, 3, MIB])
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_is_chosen_can_be_planned(operation: str, world: int, part: int, measured: bool) -> None:
+    parts = (part,) * world
+    shape = Shape(world=world, length=part * world, counts=parts, sent=parts, received=parts)
+    links = Links.uniform(world, 1e-4, 1e8) if measured else None
+    assert len(plan(operation, choose(operation, shape, 4, links), 0, shape)) >= 0
+
+
+def test_on_measured_links_the_cheapest_wins() -> None:
+    links = Links.uniform(8, 1e-3, 1e8)
+    for length in (1, 10_000, 1_000_000):
+        shape = Shape(world=8, length=length)
+        prices = {
+            name: price(plans("all_reduce", name, shape), links, 4, MIB)
+            for name in PLANNERS["all_reduce"]
+            if name != "hierarchical"
+        }
+        assert prices[choose("all_reduce", shape, 4, links)] == min(prices.values())
+
+
+def test_short_messages_take_few_steps_and_long_ones_move_few_bytes() -> None:
+    short, long = Shape(world=6, length=1), Shape(world=6, length=MIB)
+    assert choose("all_reduce", short, 4, Links.uniform(6, 1e-3, 1e9)) == "centralized"
+    assert choose("all_reduce", long, 4, Links.uniform(6, 1e-6, 1e6)) == "ring"
+
+
+def test_a_costly_frame_speaks_against_one_rank_that_sends_them_all() -> None:
+    quick = Links.uniform(8, 1e-3, 1e9)
+    costly = Links(quick.latency_s, quick.bandwidth_Bps, overhead_s=1e-3)
+    assert choose("all_reduce", Shape(world=8, length=1), 4, quick) == "centralized"
+    assert choose("all_reduce", Shape(world=8, length=1), 4, costly) == "recursive_doubling"
+
+
+def test_two_homes_are_spanned_by_their_leaders() -> None:
+    """The ranks of both homes are mixed, so whoever goes by rank alone crosses the slow link again and again."""
+    home = [0, 1, 0, 1, 0, 1]
+    latency = tuple(tuple(1e-4 if a == b else 5e-2 for b in home) for a in home)
+    bandwidth = tuple(tuple(1e9 if a == b else 1e6 for b in home) for a in home)
+    shape = Shape(world=6, length=250_000, groups=((0, 2, 4), (1, 3, 5)), cross="halving_doubling")
+    assert choose("all_reduce", shape, 4, Links(latency, bandwidth)) == "hierarchical"
+
+
+def test_links_of_another_group_are_refused() -> None:
+    with pytest.raises(UsageError, match="3 ranks"):
+        choose("all_reduce", Shape(world=4, length=1), 4, Links.uniform(3, 1.0, 1.0))

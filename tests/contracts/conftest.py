@@ -1,0 +1,95 @@
+"""One body, two worlds: the `arena` fixture runs a test body on a pair of hosts of either world.
+
+A body is `async def body(left, right)` and never learns where it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import pytest
+
+from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.host import Host
+
+Body = Callable[[Host, Host], Awaitable[Any]]
+GUARD_S = 30.0
+MAX_FRAME_BYTES = 64 * 2**20
+
+_TWO_ON_ETHERNET = """
+name = "arena"
+medium = [{ kind = "ethernet", name = "switch", rate = "10 Gb/s" }]
+node = [
+    { name = "left", machine = "M2", links = ["switch"] },
+    { name = "right", machine = "M2", links = ["switch"] },
+]
+"""
+
+
+class Arena(Protocol):
+    def run(self, body: Body) -> Any: ...
+
+    def address(self, host: Host) -> str:
+        """Where the host can listen."""
+
+    async def channels(self, left: Host, right: Host) -> tuple[Channel, Channel]:
+        """Both ends of a new connection: the one that dialled, the one that accepted."""
+
+
+class _Arena:
+    def __init__(self) -> None:
+        self._opened: list[Channel | Listener] = []
+
+    def address(self, host: Host) -> str:
+        raise NotImplementedError
+
+    async def channels(self, left: Host, right: Host) -> tuple[Channel, Channel]:
+        listener = await right.listen(self.address(right))
+        client = await left.connect(listener.address)
+        server = await listener.accept()
+        await listener.close()
+        self._opened += [client, server]
+        for channel in (client, server):
+            channel.limit(MAX_FRAME_BYTES)
+        return client, server
+
+    async def _bounded(self, body: Body, left: Host, right: Host) -> Any:
+        try:
+            async with asyncio.timeout(GUARD_S):
+                return await body(left, right)
+        finally:
+            for channel in self._opened:
+                await channel.close()
+
+
+class RealArena(_Arena):
+    def run(self, body: Body) -> Any:
+        from hcsim.real.host import RealHost, RealOptions
+
+        async def main() -> Any:
+            async with RealHost(RealOptions("left")) as left, RealHost(RealOptions("right")) as right:
+                return await self._bounded(body, left, right)
+
+        return asyncio.run(main())
+
+    def address(self, host: Host) -> str:
+        return "127.0.0.1:0"
+
+
+class VirtualArena(_Arena):
+    def run(self, body: Body) -> Any:
+        from hcsim.config import parse_scenario
+        from hcsim.virtual.world import World
+
+        world = World(parse_scenario(_TWO_ON_ETHERNET, "arena"))
+        return world.run(self._bounded(body, world.host("left"), world.host("right")))
+
+    def address(self, host: Host) -> str:
+        return f"{host.name}:0"
+
+
+@pytest.fixture(params=["real", "virtual"])
+def arena(request: pytest.FixtureRequest) -> Arena:
+    return RealArena() if request.param == "real" else VirtualArena()

@@ -1,0 +1,366 @@
+"""What a channel promises, in both worlds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
+from hcsim.runtime.channel import Channel
+from hcsim.runtime.frame import Header, Kind
+
+KIB, MIB = 2**10, 2**20
+
+
+def pattern(size_bytes: int, salt: int = 0) -> memoryview:
+    """Bytes that tell a shifted or mixed-up payload from the right one."""
+    period = bytes((salt + 7 * i) % 251 for i in range(251))
+    return memoryview((period * (size_bytes // 251 + 1))[:size_bytes])
+
+
+def allocate(header: Header) -> None:
+    return None
+
+
+async def send_numbered(channel: Channel, count: int, size_bytes: int, *, sender: int = 0) -> None:
+    for step in range(count):
+        await channel.send(Header(size_bytes, sender=sender, step=step), pattern(size_bytes, sender + step))
+
+
+def test_frames_arrive_in_the_order_in_which_they_were_sent(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sending = left.spawn(send_numbered(client, 300, 100), name="sender")
+        steps = [(await server.recv(allocate))[0].step for _ in range(300)]
+        await sending
+        assert steps == list(range(300))
+
+    arena.run(body)
+
+
+def test_every_field_of_the_header_arrives(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sent = Header(3, Kind.CONTROL, 65535, 4, 2**32 - 1, 6, 2**64 - 1, 8, 9, 2**40, 2**41)
+        await client.send(sent, pattern(3))
+        assert (await server.recv(allocate))[0] == sent
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 55, 56, 57, 4 * KIB, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB])
+def test_a_payload_of_any_size_arrives_whole(arena, size_bytes):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sending = left.spawn(send_numbered(client, 3, size_bytes), name="sender")
+        for step in range(3):
+            header, payload = await server.recv(allocate)
+            assert header.length == size_bytes
+            assert payload == pattern(size_bytes, step)
+        await sending
+
+    arena.run(body)
+
+
+def test_33_mib_arrive_as_many_frames(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        whole = pattern(33 * MIB)
+        arrived = memoryview(bytearray(33 * MIB))
+
+        async def send_segments():
+            for start in range(0, len(whole), 768 * KIB):
+                segment = whole[start : start + 768 * KIB]
+                await client.send(Header(len(segment), offset=start, total=len(whole)), segment)
+
+        sending = left.spawn(send_segments(), name="sender")
+        received_bytes = 0
+        while received_bytes < len(whole):
+            header, _ = await server.recv(lambda h: arrived[h.offset : h.offset + h.length])
+            received_bytes += header.length
+        await sending
+        assert arrived == whole
+
+    arena.run(body)
+
+
+def test_one_frame_of_33_mib_arrives(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sending = left.spawn(send_numbered(client, 1, 33 * MIB), name="sender")
+        _, payload = await server.recv(allocate)
+        await sending
+        assert payload == pattern(33 * MIB)
+
+    arena.run(body)
+
+
+def test_a_sender_that_nobody_reads_stops_and_goes_on_when_reading_resumes(arena):
+    count, size_bytes = 512, MIB
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sent = 0
+
+        async def flood():
+            nonlocal sent
+            payload = pattern(size_bytes)
+            for step in range(count):
+                await client.send(Header(size_bytes, step=step), payload)
+                sent += 1
+
+        flooding = left.spawn(flood(), name="flood")
+        before = -1
+        while sent != before:  # until nothing moves any more
+            before = sent
+            await left.clock.sleep(0.2)
+        assert sent < count // 4
+
+        buffer = memoryview(bytearray(size_bytes))
+        for step in range(count):
+            header, _ = await server.recv(lambda _: buffer)
+            assert header.step == step
+        await flooding
+        assert sent == count
+
+    arena.run(body)
+
+
+def test_the_payload_lands_in_the_given_place(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(4, step=1), memoryview(b"data"))
+        tensor = bytearray(b"..........")
+        header, payload = await server.recv(lambda h: memoryview(tensor)[3 : 3 + h.length])
+        assert bytes(tensor) == b"...data..."
+        assert payload == b"data"
+        assert header.step == 1
+
+    arena.run(body)
+
+
+def test_place_is_asked_once_per_frame_even_for_an_empty_one(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        asked = []
+        for size_bytes in (0, 5):
+            await client.send(Header(size_bytes), pattern(size_bytes))
+            await server.recv(lambda h: asked.append(h.length))
+        assert asked == [0, 5]
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("size_bytes", [3, 5])
+def test_a_place_of_the_wrong_size_is_the_callers_mistake(arena, size_bytes):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(4), memoryview(b"data"))
+        with pytest.raises(UsageError, match="4"):
+            await server.recv(lambda _: memoryview(bytearray(size_bytes)))
+
+    arena.run(body)
+
+
+def test_a_header_that_does_not_match_its_payload_is_the_callers_mistake(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        with pytest.raises(UsageError):
+            await client.send(Header(5), memoryview(b"data"))
+        await client.send(Header(4), memoryview(b"good"))
+        assert (await server.recv(allocate))[1] == b"good"
+
+    arena.run(body)
+
+
+def test_the_sender_may_reuse_its_buffer_at_once(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        buffer = memoryview(bytearray(1000))
+        for step in range(50):
+            buffer[:] = pattern(1000, step)
+            await client.send(Header(1000, step=step), buffer)
+        buffer[:] = bytes(1000)
+        for step in range(50):
+            assert (await server.recv(allocate))[1] == pattern(1000, step)
+
+    arena.run(body)
+
+
+def test_both_directions_flow_at_once(arena):
+    count, size_bytes = 40, MIB  # more than any buffer between them
+
+    async def body(left, right):
+        async def exchange(channel):
+            async def receive():
+                return [(await channel.recv(allocate))[1] == pattern(size_bytes, step) for step in range(count)]
+
+            async with asyncio.TaskGroup() as group:
+                received = group.create_task(receive())
+                group.create_task(send_numbered(channel, count, size_bytes))
+            return received.result()
+
+        client, server = await arena.channels(left, right)
+        theirs = right.spawn(exchange(server), name="theirs")
+        assert all(await exchange(client))
+        assert all(await theirs)
+
+    arena.run(body)
+
+
+def test_several_senders_do_not_mix_their_frames(arena):
+    senders, count, size_bytes = 5, 20, 200 * KIB
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        for sender in range(senders):
+            left.spawn(send_numbered(client, count, size_bytes, sender=sender), name=f"sender {sender}")
+        next_step = [0] * senders
+        for _ in range(senders * count):
+            header, payload = await server.recv(allocate)
+            assert header.step == next_step[header.sender]
+            assert payload == pattern(size_bytes, header.sender + header.step)
+            next_step[header.sender] += 1
+        assert next_step == [count] * senders
+
+    arena.run(body)
+
+
+def test_a_channel_that_we_closed_says_so(arena):
+    async def body(left, right):
+        client, _ = await arena.channels(left, right)
+        await client.close()
+        await client.close()
+        with pytest.raises(ChannelClosed) as caught:
+            await client.send(Header(0))
+        assert caught.value.peer == client.peer
+        with pytest.raises(ChannelClosed):
+            await client.recv(allocate)
+
+    arena.run(body)
+
+
+def test_closing_wakes_our_own_tasks(arena):
+    async def body(left, right):
+        client, _ = await arena.channels(left, right)
+
+        async def flood():
+            payload = pattern(MIB)
+            while True:
+                await client.send(Header(MIB), payload)
+
+        receiving = left.spawn(client.recv(allocate), name="receiver")
+        flooding = left.spawn(flood(), name="flood")
+        await left.clock.sleep(0.2)
+        await client.close()
+        for task in (receiving, flooding):
+            with pytest.raises(ChannelClosed):
+                await task
+
+    arena.run(body)
+
+
+def test_what_was_sent_before_a_close_arrives_and_then_the_end(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await send_numbered(client, 20, 10_000)
+        await client.close()
+        for step in range(20):
+            header, payload = await server.recv(allocate)
+            assert header.step == step
+            assert payload == pattern(10_000, step)
+        for _ in range(2):
+            with pytest.raises(ChannelBroken) as caught:
+                await server.recv(allocate)
+            assert server.peer in str(caught.value)
+            assert caught.value.peer == server.peer
+
+    arena.run(body)
+
+
+def test_a_sender_finds_out_that_its_peer_has_gone(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await server.close()
+        payload = pattern(MIB)
+        with pytest.raises(ChannelBroken):  # noqa: PT012 - which of the sends finds out is not promised
+            for _ in range(1000):
+                await client.send(Header(MIB), payload)
+                await left.clock.sleep(0.001)
+
+    arena.run(body)
+
+
+def test_cancelling_a_wait_for_a_frame_loses_nothing(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        for step in range(5):
+            with pytest.raises(TimeoutError):
+                async with right.clock.timeout(0.01):
+                    await server.recv(allocate)
+            await client.send(Header(1000, step=step), pattern(1000, step))
+            header, payload = await server.recv(allocate)
+            assert header.step == step
+            assert payload == pattern(1000, step)
+
+    arena.run(body)
+
+
+def test_a_cancelled_receiver_leaves_later_frames_to_the_next(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        first = right.spawn(server.recv(allocate), name="first receiver")
+        await right.clock.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled()
+        await client.send(Header(4), memoryview(b"data"))
+        assert (await server.recv(allocate))[1] == b"data"
+
+    arena.run(body)
+
+
+def test_there_is_one_receiver(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        first = right.spawn(server.recv(allocate), name="first receiver")
+        await right.clock.sleep(0.01)
+        with pytest.raises(UsageError):
+            await server.recv(allocate)
+        await client.send(Header(4), memoryview(b"data"))
+        assert (await first)[1] == b"data"
+
+    arena.run(body)
+
+
+def test_a_frame_over_the_limit_is_the_peers_fault_and_ends_the_channel(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        server.limit(1000)
+        await client.send(Header(1000), pattern(1000))
+        await client.send(Header(1001), pattern(1001))
+        assert (await server.recv(allocate))[0].length == 1000
+        with pytest.raises(RemoteProtocolError, match="1001") as caught:
+            await server.recv(allocate)
+        assert caught.value.peer == server.peer
+        with pytest.raises(RemoteProtocolError):
+            await server.recv(allocate)
+        with pytest.raises(ChannelBroken):
+            await client.recv(allocate)
+
+    arena.run(body)
+
+
+def test_fifty_channels_between_two_hosts_keep_apart(arena):
+    async def body(left, right):
+        pairs = [await arena.channels(left, right) for _ in range(50)]
+        for number, (client, _) in enumerate(pairs):
+            left.spawn(send_numbered(client, 5, 2000, sender=number), name=f"sender {number}")
+        for number, (_, server) in reversed(list(enumerate(pairs))):
+            for step in range(5):
+                header, payload = await server.recv(allocate)
+                assert (header.sender, header.step) == (number, step)
+                assert payload == pattern(2000, number + step)
+
+    arena.run(body)

@@ -1,0 +1,200 @@
+"""What a host promises, in both worlds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hcsim.errors import ChannelClosed, PeerRefused
+from hcsim.runtime.channel import EMPTY
+from hcsim.runtime.device import Work
+from hcsim.runtime.frame import Header
+
+
+def test_a_port_where_nobody_listens_refuses(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        address = listener.address
+        await listener.close()
+        with pytest.raises(PeerRefused, match=address):
+            await left.connect(address, timeout_s=0.2)
+
+    arena.run(body)
+
+
+def test_connect_waits_for_a_listener_that_comes_late(arena):
+    async def body(left, right):
+        first = await right.listen(arena.address(right))
+        address = first.address
+        await first.close()
+        connecting = left.spawn(left.connect(address), name="connect")
+        await right.clock.sleep(0.1)
+        listener = await right.listen(address)
+        server = await listener.accept()
+        client = await connecting
+        await client.send(Header(0, step=7))
+        header, _ = await server.recv(lambda _: None)
+        assert header.step == 7
+        await client.close()
+        await server.close()
+
+    arena.run(body)
+
+
+def test_a_listener_names_the_port_it_took(arena):
+    async def body(left, right):
+        one, other = await right.listen(arena.address(right)), await right.listen(arena.address(right))
+        ports = [int(listener.address.rpartition(":")[2]) for listener in (one, other)]
+        assert 0 not in ports
+        assert ports[0] != ports[1]
+
+    arena.run(body)
+
+
+def test_a_closed_listener_accepts_no_more_and_its_channels_live_on(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        client = await left.connect(listener.address)
+        server = await listener.accept()
+        accepting = right.spawn(listener.accept(), name="accept")
+        await right.clock.sleep(0.01)
+        await listener.close()
+        await listener.close()
+        with pytest.raises(ChannelClosed):
+            await accepting
+        with pytest.raises(ChannelClosed):
+            await listener.accept()
+        await client.send(Header(0, step=3))
+        assert (await server.recv(lambda _: None))[0].step == 3
+        await client.close()
+        await server.close()
+
+    arena.run(body)
+
+
+def test_both_ends_of_a_channel_name_their_peer(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        client = await left.connect(listener.address)
+        server = await listener.accept()
+        assert client.peer
+        assert client.peer in listener.address
+        assert server.peer
+        await client.close()
+        await server.close()
+
+    arena.run(body)
+
+
+def test_a_timeout_ends_its_body_and_only_its_body(arena):
+    async def body(left, right):
+        with pytest.raises(TimeoutError):
+            async with left.clock.timeout(0.01):
+                await left.clock.sleep(1000)
+        async with left.clock.timeout(None):
+            await left.clock.sleep(0)
+
+    arena.run(body)
+
+
+def test_a_clock_moves_at_least_as_far_as_one_sleeps(arena):
+    async def body(left, right):
+        before_s = left.clock.now()
+        await left.clock.sleep(0.02)
+        assert left.clock.now() - before_s >= 0.02 - 1e-6
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_sleeping_for_nothing_lets_ready_tasks_run(arena, seconds):
+    async def body(left, right):
+        ran = []
+
+        async def note():
+            ran.append("other")
+
+        left.spawn(note(), name="other")
+        await left.clock.sleep(seconds)
+        assert ran == ["other"]
+
+    arena.run(body)
+
+
+def test_the_device_returns_what_the_function_returns(arena):
+    async def body(left, right):
+        assert await left.device.run(Work(flops=1e6), lambda: 6 * 7) == 42
+        await left.device.touch(1000)
+        assert left.device.name
+
+    arena.run(body)
+
+
+def test_an_error_in_the_function_reaches_the_caller(arena):
+    async def body(left, right):
+        with pytest.raises(ZeroDivisionError):
+            await left.device.run(Work(), lambda: 1 // 0)
+
+    arena.run(body)
+
+
+def test_the_device_does_one_thing_after_the_other(arena):
+    async def body(left, right):
+        async with asyncio.TaskGroup() as group:
+            order: list[int] = []
+            for number in range(10):
+                group.create_task(left.device.run(Work(flops=1e9), lambda number=number: order.append(number)))
+        assert order == list(range(10))
+
+    arena.run(body)
+
+
+def test_a_task_carries_its_name_and_its_result(arena):
+    async def body(left, right):
+        async def answer():
+            return 42
+
+        task = left.spawn(answer(), name="deep thought")
+        assert "deep thought" in task.get_name()
+        assert left.name in task.get_name()
+        assert await task == 42
+
+    arena.run(body)
+
+
+def test_random_streams_depend_on_name_and_host_alone(arena):
+    async def body(left, right):
+        def draws(host, *name):
+            stream = host.rng(*name)
+            return [stream.random() for _ in range(3)]
+
+        assert draws(left, "jitter", 1) == draws(left, "jitter", 1)
+        assert draws(left, "jitter", 1) != draws(left, "jitter", 2)
+        assert draws(left, "jitter", 1) != draws(right, "jitter", 1)
+
+    arena.run(body)
+
+
+def test_interfaces_come_in_a_fixed_order(arena):
+    async def body(left, right):
+        assert left.interfaces() == left.interfaces()
+        assert len(left.interfaces()) >= 1
+
+    arena.run(body)
+
+
+def test_tracing_takes_strings_and_numbers(arena):
+    async def body(left, right):
+        left.trace("note", "text", 1, 2.5)
+
+    arena.run(body)
+
+
+def test_an_empty_payload_is_the_default(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(0))
+        assert (await server.recv(lambda _: None))[1] == EMPTY
+
+    arena.run(body)

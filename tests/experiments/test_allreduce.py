@@ -1,0 +1,121 @@
+"""The all-reduce benchmark: what it accepts, what it writes, and that it notices a wrong sum."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from experiments import allreduce
+from experiments.peers.rank import Turn, count_wrong, pattern
+from experiments.peers.roster import PEERS
+from experiments.peers.team import TeamFailed, running
+
+COLUMNS = {
+    "ranks", "size_bytes",
+    "hcsim_s", "gloo_s", "mlx_s", "mpi_s",
+    "ratio_gloo", "ratio_mlx", "ratio_mpi",
+    "hcsim_peak_bytes", "gloo_peak_bytes", "mlx_peak_bytes", "mpi_peak_bytes",
+    "hcsim_idle_bytes", "gloo_idle_bytes", "mlx_idle_bytes", "mpi_idle_bytes",
+    "hcsim_iterations", "gloo_iterations", "mlx_iterations", "mpi_iterations",
+}  # fmt: skip
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(allreduce.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes_bytes"),
+    [
+        ("4KB", [4096]),
+        ("4096", [4096]),
+        ("64 kb, 1MB", [65536, 1 << 20]),
+        ("1GB,8B,8B", [8, 1 << 30]),
+    ],
+)
+def test_sizes_are_read_and_sorted(text: str, sizes_bytes: list[int]) -> None:
+    assert allreduce.parse_sizes(text) == sizes_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [4, 4096, 5000, 1 << 24, 3 << 30])
+def test_a_size_reads_as_it_is_printed(size_bytes: int) -> None:
+    assert allreduce.parse_sizes(allreduce.size_label(size_bytes)) == [size_bytes]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--sizes", "4XB"),
+        ("--sizes", ""),
+        ("--sizes", "0"),
+        ("--sizes", "-4KB"),
+        ("--sizes", "6"),
+        ("--sizes", "5GB"),
+        ("--ranks", "1"),
+        ("--ranks", "two"),
+        ("--ranks", "2,,4"),
+        ("--peers", "nccl"),
+        ("--algorithm", "fastest"),
+        ("--repeat", "0"),
+        ("--json", "/nowhere/to/be/found.json"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_without_a_traceback(option: str, value: str) -> None:
+    result = run(option, value)
+    assert result.exit_code == 2
+    assert option in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    result = run("--ranks", "2", "--sizes", "4KB,64KB", "--peers", "gloo", "--repeat", "2", "--json", str(output))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(output.read_text())
+    assert [(row["ranks"], row["size_bytes"]) for row in rows] == [(2, 4096), (2, 65536)]
+    for row in rows:
+        assert set(row) == COLUMNS
+        assert row["gloo_s"] > 0
+        assert 2 <= row["gloo_iterations"] <= 2 * allreduce.MAX_ITERATIONS
+        assert all(row[name] is None for name in ("hcsim_s", "mlx_s", "mpi_s", "ratio_gloo"))
+    assert "4 KB" in result.output
+
+
+def test_the_ratio_is_ours_over_theirs() -> None:
+    measured = {
+        "hcsim": allreduce.Measured(idle_bytes=None, durations_s=[1.0, 2.0, 9.0]),
+        "mpi": allreduce.Measured(idle_bytes=None, durations_s=[4.0, 4.0, 1.0]),
+    }
+    row = allreduce.row(2, 4096, measured)
+    assert (row["hcsim_s"], row["mpi_s"], row["ratio_mpi"], row["ratio_gloo"]) == (2.0, 4.0, 0.5, None)
+
+
+@pytest.mark.parametrize("elements", [1, 1000, 251 * 1024 + 3])
+def test_every_wrong_element_is_counted(elements: int) -> None:
+    total = sum((pattern(elements, 1, rank) for rank in range(8)), np.zeros(elements, np.float32))
+    assert count_wrong(total, 8, 28) == 0
+    total[elements // 2] += 1
+    assert count_wrong(total, 8, 28) == 1
+
+
+def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
+    def broken(rank_commands: list[list[str]]) -> list[list[str]]:
+        return [[sys.executable, "-c", "raise SystemExit('no such library')"] for _ in rank_commands]
+
+    gloo = PEERS["gloo"]
+    peer = type(gloo)(gloo.name, gloo.missing, gloo.join, broken)
+    with pytest.raises(TeamFailed, match="no such library"), running(peer, 2, "auto"):
+        pass
+
+
+def test_ranks_that_end_early_are_reported() -> None:
+    with running(PEERS["gloo"], 2, "auto") as team, pytest.raises(TeamFailed, match="a rank ended"):
+        team.take(Turn(elements=-1, iterations=1))

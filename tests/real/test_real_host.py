@@ -1,0 +1,320 @@
+"""Real hosts: addresses, security, interfaces, the neighbourhood."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExceeded, PeerRefused
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.tls import TlsFiles
+from hcsim.runtime.frame import Header
+from hcsim.runtime.lan import Service
+
+MIB = 2**20
+
+
+def allocate(header: Header) -> None:
+    return None
+
+
+def between(left: RealOptions, right: RealOptions, body: Callable[[RealHost, RealHost], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), RealHost(left) as one, RealHost(right) as other:
+            await body(one, other)
+
+    asyncio.run(main())
+
+
+class Authority:
+    """A certificate authority that signs members."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self._key = Ed25519PrivateKey.generate()
+        self.file = folder / f"{name}.pem"
+        self.file.write_bytes(self._sign(self._name, self._key, is_ca=True))
+
+    def member(self, name: str) -> TlsFiles:
+        key = Ed25519PrivateKey.generate()
+        cert_file, key_file = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        cert_file.write_bytes(self._sign(subject, key, is_ca=False))
+        key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return TlsFiles(cert_file, key_file, self.file)
+
+    def _sign(self, subject: x509.Name, key: Ed25519PrivateKey, *, is_ca: bool) -> bytes:
+        now = datetime.now(UTC)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(hours=1))
+            .not_valid_after(now + timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+            .sign(self._key, None)
+        )
+        return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"), "home")
+
+
+def secure(authority: Authority, name: str) -> RealOptions:
+    return RealOptions(name, tls=authority.member(name), handshake_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 4096, 16384 - 56, 16384, 70_000], [3 * MIB + 1]])
+def test_frames_cross_tls_in_both_directions_at_once(authority: Authority, sizes: list[int]) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        ends = [await left.connect(listener.address), await listener.accept()]
+
+        async def send(channel):
+            for step, size in enumerate(sizes * 5):
+                await channel.send(Header(size, step=step), memoryview(bytes([step]) * size))
+
+        async with asyncio.TaskGroup() as group:
+            for channel in ends:
+                channel.limit(4 * MIB)
+                group.create_task(send(channel))
+            for channel in ends:
+                for step, size in enumerate(sizes * 5):
+                    header, payload = await channel.recv(allocate)
+                    assert header.step == step
+                    assert bytes(payload) == bytes([step]) * size
+        for channel in ends:
+            await channel.close()
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
+
+
+def test_data_sent_over_tls_before_a_close_arrives(authority: Authority) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client, server = await left.connect(listener.address), await listener.accept()
+        await client.send(Header(4), memoryview(b"last"))
+        await client.close()
+        assert (await server.recv(allocate))[1] == b"last"
+        with pytest.raises(ChannelBroken, match="between two frames"):
+            await server.recv(allocate)
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
+
+
+def test_a_server_of_a_foreign_authority_is_refused(authority: Authority, tmp_path: Path) -> None:
+    foreign = RealOptions("foreign", tls=Authority(tmp_path, "elsewhere").member("foreign"))
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        with pytest.raises(PeerRefused, match="certificate"):
+            await left.connect(listener.address)
+
+    between(secure(authority, "left"), foreign, body)
+
+
+def test_a_client_of_a_foreign_authority_is_refused(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "elsewhere").member("foreign")
+    foreign = RealOptions("foreign", tls=TlsFiles(other.cert, other.key, authority.file))
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)  # in TLS 1.3 the client is done first
+        with pytest.raises(PeerRefused, match="refused"):
+            await client.recv(allocate)
+
+    between(foreign, secure(authority, "right"), body)
+
+
+def test_a_plaintext_client_is_dropped_by_a_tls_port_and_holds_nobody_up(authority: Authority) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        loop = asyncio.get_running_loop()
+        listener = await right.listen("127.0.0.1:0")
+        host, _, port = listener.address.rpartition(":")
+        with socket.socket() as silent, socket.socket() as talking:
+            for stranger in (silent, talking):
+                stranger.setblocking(False)
+                await loop.sock_connect(stranger, (host, int(port)))
+            await loop.sock_sendall(talking, b"hello, is this plaintext?" * 10)
+            client, server = await left.connect(listener.address), await listener.accept()
+            await client.send(Header(4), memoryview(b"data"))
+            assert (await server.recv(allocate))[1] == b"data"
+            assert await end_of(silent) == b""
+            await end_of(talking)
+        await client.close()
+        await server.close()
+
+    async def end_of(sock: socket.socket) -> bytes:
+        """What the stream ends with: nothing, or a TLS alert, or a reset."""
+        received = b""
+        try:
+            while chunk := await asyncio.get_running_loop().sock_recv(sock, 1000):
+                received += chunk
+        except ConnectionResetError:
+            pass
+        return received
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
+
+
+def test_a_tls_client_gives_up_on_a_plaintext_server(authority: Authority) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+
+        async def serve() -> None:
+            while True:
+                channel = await listener.accept()
+                with pytest.raises(ChannelError):
+                    await channel.recv(allocate)
+
+        right.spawn(serve(), name="serve")
+        with pytest.raises((PeerRefused, DeadlineExceeded), match=r"TLS|reset"):
+            await left.connect(listener.address, timeout_s=0.3)
+
+    between(secure(authority, "left"), RealOptions("right"), body)
+
+
+@pytest.mark.parametrize("which", ["cert", "key", "ca"])
+@pytest.mark.parametrize("damage", ["missing", "garbage"])
+def test_a_tls_file_that_cannot_be_used_is_named(authority: Authority, tmp_path: Path, which: str, damage: str) -> None:
+    bad = tmp_path / f"{which}.pem"
+    if damage == "garbage":
+        bad.write_text("this is no certificate")
+    good = authority.member("left")
+    files = TlsFiles(**{**{part: getattr(good, part) for part in ("cert", "key", "ca")}, which: bad})
+    with pytest.raises(ConfigError, match=str(bad)):
+        RealHost(RealOptions("left", tls=files))
+
+
+def test_a_key_that_belongs_to_another_certificate_is_refused(authority: Authority) -> None:
+    one, other = authority.member("one"), authority.member("other")
+    with pytest.raises(ConfigError, match=r"other\.key"):
+        RealHost(RealOptions("left", tls=TlsFiles(one.cert, other.key, one.ca)))
+
+
+def test_a_name_that_does_not_exist_cannot_be_listened_at() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere\.invalid"):
+            await left.listen("nowhere.invalid:0")
+
+    between(RealOptions("left"), RealOptions("right"), body)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:80", "0.0.0.0:0", "[2001:db8::1]:80"])
+def test_plaintext_is_refused_off_loopback_and_the_error_says_what_to_do(address: str) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        for attempt in (left.connect, left.listen):
+            with pytest.raises(ConfigError, match="insecure"):
+                await attempt(address)
+
+    between(RealOptions("left"), RealOptions("right"), body)
+
+
+def test_plaintext_off_loopback_can_be_allowed() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await left.listen("0.0.0.0:0")
+        assert listener.address.startswith("0.0.0.0:")
+
+    between(RealOptions("left", insecure=True), RealOptions("right"), body)
+
+
+def test_a_port_in_use_is_a_mistake_of_configuration() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await left.listen("127.0.0.1:0")
+        with pytest.raises(ConfigError, match="in use"):
+            await right.listen(listener.address)
+
+    between(RealOptions("left"), RealOptions("right"), body)
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+def test_ipv6_addresses_work() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("[::1]:0")
+        assert listener.address.startswith("[::1]:")
+        client, server = await left.connect(listener.address), await listener.accept()
+        await client.send(Header(4), memoryview(b"data"))
+        assert (await server.recv(allocate))[1] == b"data"
+        assert client.peer == listener.address
+        await client.close()
+        await server.close()
+
+    between(RealOptions("left"), RealOptions("right"), body)
+
+
+def test_nagle_is_off_at_both_ends() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        for channel in (await left.connect(listener.address), await listener.accept()):
+            assert channel._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            await channel.close()
+
+    between(RealOptions("left"), RealOptions("right"), body)
+
+
+def test_closing_a_host_ends_its_tasks() -> None:
+    async def main() -> None:
+        host = RealHost(RealOptions("host"))
+        task = host.spawn(asyncio.Event().wait(), name="for ever")
+        await host.close()
+        assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_real_host_does_not_load_torch() -> None:
+    check = "import sys, hcsim.real.host; sys.exit('torch' in sys.modules or 'zeroconf' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
+
+
+def test_services_come_into_view_change_and_leave() -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        sightings = right.lan.browse()
+        await left.lan.advertise(Service("hcsim-test", "127.0.0.1:4000", {"rank": "1"}))
+        try:
+            first = await asyncio.wait_for(anext(sightings), 5)
+        except TimeoutError:
+            await sightings.aclose()
+            pytest.skip("multicast does not reach loopback on this machine")
+        assert first.service == Service("hcsim-test", "127.0.0.1:4000", {"rank": "1"})
+        assert not first.gone
+        await left.lan.advertise(Service("hcsim-test", "127.0.0.1:4000", {"rank": "2"}))
+        assert (await anext(sightings)).service.properties == {"rank": "2"}
+        await left.lan.withdraw("hcsim-test")
+        last = await anext(sightings)
+        assert last.gone
+        assert last.service.name == "hcsim-test"
+        await sightings.aclose()
+
+    between(
+        RealOptions("left", lan_interfaces=("127.0.0.1",)), RealOptions("right", lan_interfaces=("127.0.0.1",)), body
+    )

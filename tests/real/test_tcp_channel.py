@@ -1,0 +1,305 @@
+"""What only a real connection can do to a channel: arbitrary bytes, torn frames, resets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
+from hcsim.real.tcp import TcpChannel, join_address, split_address, tune
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
+
+MIB = 2**20
+Body = Callable[[TcpChannel, socket.socket], Awaitable[None]]
+
+
+def allocate(header: Header) -> None:
+    return None
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    tune(ours)
+    return ours, theirs
+
+
+def against_raw_socket(body: Body) -> None:
+    """Run a body with a channel whose peer is a plain blocking socket."""
+
+    async def main() -> None:
+        ours, theirs = connected()
+        channel = TcpChannel(ours, "raw")
+        with theirs:
+            try:
+                async with asyncio.timeout(20):
+                    await body(channel, theirs)
+            finally:
+                await channel.close()
+
+    asyncio.run(main())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.integers(1, 50))
+def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: bytes, chunk_bytes: int) -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        for start in range(0, len(garbage), chunk_bytes):
+            raw.sendall(garbage[start : start + chunk_bytes])
+        raw.shutdown(socket.SHUT_WR)
+        with pytest.raises((RemoteProtocolError, ChannelBroken)):
+            await channel.recv(allocate)
+        with pytest.raises(ChannelError):
+            await channel.send(Header(0))
+
+    against_raw_socket(body)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_header_is_the_peers_fault(position: int, flip: int) -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        header = bytearray(encode_header(Header(4)))
+        header[position] ^= flip
+        raw.sendall(header + b"data")
+        with pytest.raises(RemoteProtocolError) as caught:
+            await channel.recv(allocate)
+        assert caught.value.peer == "raw"
+
+    against_raw_socket(body)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2 * HEADER_BYTES + 8 - 1))
+def test_a_stream_that_ends_says_whether_a_frame_was_cut(cut: int) -> None:
+    frame = encode_header(Header(4)) + b"data"
+    stream = (frame + frame)[:cut]
+
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        raw.sendall(stream)
+        raw.shutdown(socket.SHUT_WR)
+        for _ in range(cut // len(frame)):
+            assert (await channel.recv(allocate))[1] == b"data"
+        where = "between two frames" if cut % len(frame) == 0 else "in the middle of a frame"
+        with pytest.raises(ChannelBroken, match=where):
+            await channel.recv(allocate)
+
+    against_raw_socket(body)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6000), min_size=1, max_size=8), st.integers(50, 5000))
+def test_frames_are_found_however_the_stream_is_chopped(sizes: list[int], chunk_bytes: int) -> None:
+    stream = b"".join(encode_header(Header(size, step=n)) + bytes([n]) * size for n, size in enumerate(sizes))
+
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        async def chop() -> None:
+            for start in range(0, len(stream), chunk_bytes):
+                raw.sendall(stream[start : start + chunk_bytes])
+                await asyncio.sleep(0)
+
+        chopping = asyncio.create_task(chop())
+        for number, size in enumerate(sizes):
+            header, payload = await channel.recv(allocate)
+            assert (header.step, bytes(payload)) == (number, bytes([number]) * size)
+        await chopping
+
+    against_raw_socket(body)
+
+
+def test_an_unknown_peer_may_not_announce_much() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        raw.sendall(encode_header(Header(2**31)))
+        with pytest.raises(RemoteProtocolError, match="2147483648"):
+            await channel.recv(allocate)
+        assert raw.recv(1) == b""
+
+    against_raw_socket(body)
+
+
+def test_cancelled_in_the_middle_of_a_header_nothing_is_lost() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        frame = encode_header(Header(4)) + b"data"
+        raw.sendall(frame[:20])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await channel.recv(allocate)
+        raw.sendall(frame[20:])
+        assert (await channel.recv(allocate))[1] == b"data"
+
+    against_raw_socket(body)
+
+
+def test_a_receive_cancelled_in_the_middle_of_a_payload_breaks_the_channel() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        raw.sendall(encode_header(Header(4)) + b"da")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await channel.recv(allocate)
+        with pytest.raises(ChannelBroken, match="cancelled"):
+            await channel.recv(allocate)
+        with pytest.raises(ChannelBroken, match="cancelled"):
+            await channel.send(Header(0))
+        assert raw.recv(1) == b""
+
+    against_raw_socket(body)
+
+
+def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await channel.send(Header(64 * MIB), memoryview(bytearray(64 * MIB)))
+        with pytest.raises(ChannelBroken, match="cancelled"):
+            await channel.send(Header(0))
+
+    against_raw_socket(body)
+
+
+def test_a_send_cancelled_before_its_first_byte_sends_nothing() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        big = memoryview(bytearray(64 * MIB))
+        first = asyncio.create_task(channel.send(Header(len(big), step=1), big))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(channel.send(Header(0, step=2)))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        third = asyncio.create_task(channel.send(Header(0, step=3)))
+        stream = await asyncio.to_thread(_read_exactly, raw, len(big) + 2 * HEADER_BYTES)
+        await asyncio.gather(first, third)
+        assert stream[:HEADER_BYTES] == encode_header(Header(len(big), step=1))
+        assert stream[-HEADER_BYTES:] == encode_header(Header(0, step=3))
+
+    against_raw_socket(body)
+
+
+def test_what_a_peer_said_before_it_went_can_be_read_after_a_send_has_failed() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        raw.sendall(encode_header(Header(4)) + b"last")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()  # with a reset
+        with pytest.raises(ChannelBroken, match="reset"):
+            await channel.send(Header(0))
+        assert (await channel.recv(allocate))[1] == b"last"
+        with pytest.raises(ChannelBroken):
+            await channel.recv(allocate)
+
+    against_raw_socket(body)
+
+
+def test_a_place_that_fails_leaves_the_frame_unread() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        raw.sendall(encode_header(Header(4)) + b"data")
+        for wrong in (memoryview(bytearray(3)), memoryview(b"read")):
+            with pytest.raises(UsageError):
+                await channel.recv(lambda _, wrong=wrong: wrong)
+        assert (await channel.recv(allocate))[1] == b"data"
+
+    against_raw_socket(body)
+
+
+def test_a_phantom_cannot_cross_a_real_network() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        with pytest.raises(UsageError, match="phantom"):
+            await channel.send(Header(4), Phantom(4))
+
+    against_raw_socket(body)
+
+
+def test_a_frame_that_fits_leaves_without_waiting() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        sending = channel.send(Header(4), memoryview(b"data"))
+        with pytest.raises(StopIteration):
+            sending.send(None)
+        assert _read_exactly(raw, HEADER_BYTES + 4).endswith(b"data")
+
+    against_raw_socket(body)
+
+
+def test_a_busy_channel_lets_others_have_their_turn() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        frame = encode_header(Header(60_000)) + bytes(60_000)
+        feeding = asyncio.create_task(asyncio.to_thread(raw.sendall, frame * 500))
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        for _ in range(500):
+            await channel.recv(allocate)
+        counting.cancel()
+        await feeding
+        assert turns >= 500 // 16
+
+    against_raw_socket(body)
+
+
+def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        frame = encode_header(Header(60_000)) + bytes(60_000)
+        receiving = asyncio.create_task(channel.recv(allocate))
+        await asyncio.sleep(0)
+        raw.sendall(frame * 3)
+        await receiving
+        for _ in range(5):
+            await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        assert not loop.remove_reader(raw_fd(channel))
+        assert (await channel.recv(allocate))[0].length == 60_000
+
+    against_raw_socket(body)
+
+
+def raw_fd(channel: TcpChannel) -> int:
+    return channel._sock.fileno()
+
+
+def test_closing_is_final() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        receiving = asyncio.create_task(channel.recv(allocate))
+        await asyncio.sleep(0)
+        await channel.close()
+        with pytest.raises(ChannelClosed):
+            await receiving
+        assert raw.recv(1) == b""
+
+    against_raw_socket(body)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("mini:52416", ("mini", 52416)), ("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:80", ("::1", 80))],
+)
+def test_an_address_is_a_host_and_a_port(text: str, parts: tuple[str, int]) -> None:
+    assert split_address(text) == parts
+    assert join_address(parts) == text
+
+
+@pytest.mark.parametrize("text", ["", "mini", "mini:", ":80", "mini:http", "mini:65536", "::1:80", "mini:-1"])
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        split_address(text)
+
+
+def _read_exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    chunks = []
+    while size_bytes:
+        chunk = sock.recv(min(size_bytes, MIB))
+        if not chunk:
+            raise EOFError
+        chunks.append(chunk)
+        size_bytes -= len(chunk)
+    return b"".join(chunks)

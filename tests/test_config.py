@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hcsim.config import (
+    Attachment,
+    LinkChange,
+    Machine,
+    Partition,
+    Scenario,
+    Thunderbolt,
+    Wifi,
+    idealised,
+    load_scenario,
+    parse_scenario,
+    shipped_scenarios,
+)
+from hcsim.errors import ConfigError
+
+HOME = """
+name = "home"
+[[medium]]
+kind = "ethernet"
+name = "switch"
+rate = "1 Gb/s"
+[[medium]]
+kind = "wifi"
+name = "air"
+[[node]]
+name = "a"
+machine = "M1"
+links = ["switch"]
+[[node]]
+name = "b"
+machine = { name = "tower", peak = "1 TFLOPS", memory = "50 GB/s" }
+links = [{ medium = "air", rate = "433 Mb/s" }]
+"""
+DESK = """
+name = "desk"
+[[medium]]
+kind = "thunderbolt"
+name = "tb"
+[[medium.cable]]
+between = ["m-1", "m-2"]
+forward = "16 Gb/s"
+[[medium.cable]]
+between = ["m-2", "m-3"]
+forward = "16 Gb/s"
+backward = "5 Gb/s"
+[[node]]
+name = "m"
+machine = "M1"
+count = 3
+"""
+WAN = '[[wan]]\nhome = "{}"\nup = "40 Mb/s"\ndown = "250 Mb/s"\nlatency = "12 ms"\n'
+
+
+def parse(text: str) -> Scenario:
+    return parse_scenario(text, "t.toml")
+
+
+def complaint(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    return str(caught.value)
+
+
+def changed(old: str, new: str, text: str = HOME) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def test_a_scenario_is_read_with_its_units_and_defaults() -> None:
+    scenario = parse(HOME)
+    switch, air = scenario.media
+    assert (switch.name, switch.rate_bps, switch.latency_s, switch.mtu) == ("switch", 1e9, 0.0001, 1500)
+    assert isinstance(air, Wifi)
+    assert (air.phy_rate_bps, air.latency_s, air.jitter_s, air.loss) == (1.2e9, 0.0012, 0.001, 0.0012)
+    assert scenario.nodes[0].links == (Attachment("switch"),)
+    assert scenario.nodes[1].links == (Attachment("air", rate_bps=433e6),)
+    assert scenario.nodes[1].machine == Machine("tower", 1e12, 5e10)
+    assert (scenario.seed, scenario.tcp.window_bytes, scenario.job.size_bytes) == (1, 4 << 20, 16 << 20)
+
+
+def test_a_wifi_standard_gives_what_the_file_leaves_out() -> None:
+    air = parse(changed('name = "air"', 'name = "air"\nstandard = "wifi5"\nlatency = "9 ms"')).media[1]
+    assert isinstance(air, Wifi)
+    assert (air.phy_rate_bps, air.latency_s, air.jitter_s) == (866e6, 0.009, 0.001)
+
+
+def test_copies_are_numbered_and_cables_attach_their_nodes() -> None:
+    scenario = parse(DESK)
+    assert [node.name for node in scenario.nodes] == ["m-1", "m-2", "m-3"]
+    assert all(node.links == (Attachment("tb"),) and node.count == 1 for node in scenario.nodes)
+    (desk,) = scenario.media
+    assert isinstance(desk, Thunderbolt)
+    assert [cable.backward_bps for cable in desk.cables] == [16e9, 5e9]
+
+
+def test_a_node_stands_in_the_home_of_its_media() -> None:
+    scenario = load_scenario("two-homes-wan")
+    assert [node.home for node in scenario.nodes] == ["anna", "anna", "ben", "ben"]
+
+
+def test_an_ideal_scenario_keeps_latency_and_bandwidth_alone() -> None:
+    text = (
+        changed('name = "home"', 'name = "home"\neffects = "ideal"')
+        + WAN.format("home")
+        + 'loss = 0.01\nbuffer = "1 MiB"'
+    )
+    scenario = parse(text)
+    switch, air = scenario.media
+    assert isinstance(air, Wifi)
+    assert (air.jitter_s, air.loss, air.gate) == (0, 0, False)
+    assert (air.latency_s, air.phy_rate_bps, switch.rate_bps) == (0.0012, 1.2e9, 1e9)
+    assert (scenario.wan[0].loss, scenario.wan[0].buffer_bytes, scenario.wan[0].up_bps) == (0, None, 40e6)
+    tcp = scenario.tcp
+    assert (tcp.slow_start, tcp.ack_share, tcp.headers, tcp.loss_model) == (False, 0, False, "none")
+    assert [node.machine for node in scenario.nodes] == ["ideal", "ideal"]
+    assert idealised(scenario) == scenario
+
+
+@pytest.mark.parametrize("name", shipped_scenarios())
+def test_a_shipped_scenario_loads_by_name_and_by_path(name: str) -> None:
+    scenario = load_scenario(name)
+    assert scenario.name == name
+    assert scenario.description
+    assert load_scenario(shipped_scenarios()[name]) == scenario
+
+
+def test_the_scenarios_people_ask_for_are_shipped() -> None:
+    sizes = {name: len(load_scenario(name).nodes) for name in shipped_scenarios()}
+    assert sizes == {
+        "two-macs-wifi": 2, "four-macs-1gbe": 4, "four-macs-faulty": 4,
+        "mixed-home": 4, "eight-macs-2.5gbe": 8, "two-homes-wan": 4,
+    }  # fmt: skip
+
+
+def test_every_fault_of_the_showcase_heals() -> None:
+    faults = load_scenario("four-macs-faulty").faults
+    assert all(fault.duration_s for fault in faults)
+    assert any(isinstance(fault, Partition) and fault.oneway for fault in faults)
+    assert any(isinstance(fault, LinkChange) for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("rate =", "rat =", "medium[0].rat: unknown key (did you mean rate?); valid: kind, name, rate, home"),
+        ('"1 Gb/s"', '"3 MiB"', 'medium[0].rate = "3 MiB": MiB is not a unit of a rate (did you mean MiB/s?)'),
+        ('"1 Gb/s"', "nan", "medium[0].rate = NaN: expected text with a unit"),
+        ('"1 Gb/s"', '"0 b/s"', "must be more than zero"),
+        ('rate = "1 Gb/s"', "", "medium[0]: the key rate is missing"),
+        ('"ethernet"', '"x - at `$.y`"', "medium[0].kind = "),
+        ('"ethernet"', '"ethernt"', 'medium[0].kind = "ethernt": not known here (did you mean ethernet?); valid: eth'),
+        ('kind = "ethernet"', "", "medium[0]: the key kind is missing; valid: ethernet, wifi, thunderbolt"),
+        ('name = "air"', 'name = "air"\nstandard = "wifi8"', 'medium[1].standard = "wifi8": not known'),
+        ('name = "air"', 'name = "air"\nloss = nan', "medium[1].loss = NaN: expected a number from 0 to 1"),
+        ('name = "air"', 'name = "air"\ngate_min = "2 s"', "medium[1]: gate_min (2.0 s) is longer than gate_max"),
+        ('name = "air"', 'name = "air"\nmtu = 100', "medium[1].mtu = 100: Expected `int` >= 576"),
+        ('name = "air"', 'name = "switch"', 'medium: "switch" is there twice'),
+        ('name = "b"', 'name = "a"', 'node: "a" is there twice'),
+        ('name = "b"', 'name = "b b"', 'node[1].name = "b b"'),
+        ('name = "home"', "", "the file: the key name is missing"),
+        ('name = "home"', 'name = "home"\nnods = 1', "nods: unknown key (did you mean node?); valid: name, node"),
+        ('name = "home"', "name =", "this is not TOML: Invalid value (at line 2"),
+        ('["switch"]', '["swich"]', 'node[0].links[0] = "swich": there is no such medium (did you mean switch?)'),
+        ('["switch"]', "[]", 'node "a" has no links; known media: switch, air'),
+        ('["switch"]', "[3]", "node[0].links[0] = 3: Expected `table`"),
+        ('["switch"]', '"switch"', 'node[0].links = "switch": Expected `array`'),
+        ('["switch"]', '["switch", "switch"]', 'node[0].links: "switch" is there twice'),
+        ("rate = \"433", "speed = \"433", "node[1].links[0].speed: unknown key; valid: medium, rate, latency"),
+        ("peak =", "peek =", "node[1].machine.peek: unknown key (did you mean peak?)"),
+        ('"1 TFLOPS"', '"1 TFLOP"', "node[1].machine.peak"),
+        ('machine = "M1"', "machine = 1", "node[0].machine = 1"),
+        ('machine = "M1"', 'machine = "M1"\ncount = 0', "node[0].count = 0"),
+        ('machine = "M1"', 'machine = "M1"\ncount = 1_000_000', "node[0].count = 1000000: Expected `int` <= 4096"),
+        ('machine = "M1"', 'machine = "M1"\nhome = "shed"', 'node[0].links[0]: "switch" is in home, but "a" in shed'),
+        ('name = "air"', 'name = "air"\nhome = "shed"', 'there is no route between "a" and "b"'),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_place_and_what_would_be_valid(old: str, new: str, says: str) -> None:
+    text = complaint(changed(old, new))
+    assert text.startswith("t.toml: ")
+    assert says in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ('kind = "crash"\nnode = "c"', 'fault[0].node = "c": there is no such node; known: a, b'),
+        ('kind = "crsh"\nnode = "a"', "did you mean crash?"),
+        ('kind = "pause"\nnode = "a"\nduration = "0 s"', "fault[0].duration"),
+        ('kind = "partition"\nduration = "1 s"\nsides = [["a"], ["a"]]', "no node can be on both"),
+        ('kind = "partition"\nduration = "1 s"\nsides = [["a"], []]', "need nodes"),
+        ('kind = "partition"\nduration = "1 s"\nsides = [["a"], ["z"]]', 'fault[0].sides = "z"'),
+        ('kind = "link_change"\nmedium = "air"', "at least one of rate, latency and loss"),
+        ('kind = "link_change"\nmedium = "wire"\nloss = 0.1', 'fault[0].medium = "wire"'),
+        ('kind = "link_change"\nmedium = "air"\nnode = "a"\nloss = 0.1', "no such link of a; known: switch"),
+        ('kind = "reset"\nbetween = ["a", "a"]', "two different nodes"),
+        ('kind = "reset"\nbetween = ["a"]', "fault[0].between: Expected `array` of length 2"),
+        ('kind = "throttle"\nnode = "a"\nduration = "1 s"\nfactor = 0', "fault[0].factor = 0"),
+        ('kind = "clock_jump"\nnode = "z"\nby = "-3 s"', 'fault[0].node = "z"'),
+    ],
+)
+def test_a_fault_that_cannot_happen_is_refused(fault: str, says: str) -> None:
+    assert says in complaint(f'{HOME}[[fault]]\nat = "1 s"\n{fault}\n')
+
+
+def test_every_kind_of_fault_is_read() -> None:
+    faults = """
+[[fault]]
+kind = "crash"
+at = "1 s"
+node = "a"
+[[fault]]
+kind = "reset"
+at = "1 s"
+between = ["a", "b"]
+[[fault]]
+kind = "clock_jump"
+at = "1 s"
+node = "a"
+by = "-3 s"
+[[fault]]
+kind = "throttle"
+at = "0 s"
+node = "b"
+factor = "40 %"
+duration = "10 s"
+[[fault]]
+kind = "link_change"
+at = "2 s"
+medium = "air"
+node = "b"
+rate = "54 Mb/s"
+"""
+    crash, reset, jump, throttle, change = parse(HOME + faults).faults
+    assert (crash.at_s, crash.clean, reset.between, reset.mid_frame) == (1.0, False, ("a", "b"), True)
+    assert (jump.by_s, throttle.factor, throttle.duration_s) == (-3.0, 0.4, 10.0)
+    assert (change.rate_bps, change.latency_s, change.duration_s) == (54e6, None, None)
+
+
+@given(
+    st.sampled_from([path.read_text(encoding="utf-8").splitlines() for path in shipped_scenarios().values()]),
+    st.integers(min_value=0),
+    st.sampled_from(["3", "-1", "nan", "true", '"x"', "[]", "{}", '[["a"]]', '"1 s"', '"1 MiB"', "[[node]]", ""]),
+)
+def test_any_line_spoilt_gives_a_scenario_or_a_config_error(lines: list[str], place: int, value: str) -> None:
+    place %= len(lines)
+    key, equals, _ = lines[place].partition("=")
+    spoilt = "\n".join([*lines[:place], f"{key if equals else ''}{equals}{value}", *lines[place + 1 :]])
+    try:
+        answer = parse(spoilt)
+    except ConfigError as error:
+        answer = str(error)
+    assert isinstance(answer, Scenario) or answer.startswith("t.toml: ")
+
+
+def test_a_wan_line_needs_a_home_and_each_home_has_one() -> None:
+    assert 'wan[0].home = "hom": there is no such home' in complaint(HOME + WAN.format("hom"))
+    assert 'wan: "home" is there twice' in complaint(HOME + WAN.format("home") * 2)
+
+
+def test_two_homes_reach_each_other_when_both_have_a_wan_line() -> None:
+    apart = changed('name = "air"', 'name = "air"\nhome = "shed"')
+    assert "no route" in complaint(apart + WAN.format("home"))
+    assert len(parse(apart + WAN.format("home") + WAN.format("shed")).wan) == 2
+
+
+def test_cables_join_only_the_nodes_they_lead_to() -> None:
+    assert 'cable[1].between = "m-4": there is no such node' in complaint(changed('"m-3"', '"m-4"', DESK))
+    assert 'node "m-3": no cable of "tb" goes to it' in complaint(
+        changed('between = ["m-2", "m-3"]', 'between = ["m-2", "m-1"]', DESK) + 'links = ["tb"]\n'
+    )
+    islands = changed("count = 3", "count = 4", DESK) + '[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\n'
+    assert 'node "m-4" has no links' in complaint(islands)
+    separate = changed('["m-2", "m-3"]', '["m-3", "m-4"]', changed("count = 3", "count = 4", DESK))
+    assert 'no route between "m-1" and "m-3"' in complaint(separate)
+
+
+def test_a_host_does_not_route_between_thunderbolt_and_ethernet() -> None:
+    lan = '[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\n'
+    both = '[[node]]\nname = "gate"\nmachine = "M1"\nlinks = ["s"]\n'
+    far = '[[node]]\nname = "far"\nmachine = "M1"\nlinks = ["s"]\n'
+    text = changed('"m-3"', '"gate"', changed("count = 3", "count = 2", DESK)) + lan + both
+    assert [link.medium for link in parse(text).nodes[2].links] == ["s", "tb"]
+    assert 'no route between "m-1" and "far"' in complaint(text + far)
+
+
+def test_one_node_alone_needs_no_link() -> None:
+    assert parse('name = "solo"\n[[node]]\nname = "a"\nmachine = "M1"\n').nodes[0].home == "home"
+
+
+def test_a_missing_file_is_answered_with_the_shipped_scenarios(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_scenario("two-macs-wify")
+    assert "did you mean two-macs-wifi?" in str(caught.value)
+    assert all(name in str(caught.value) for name in shipped_scenarios())
+    with pytest.raises(ConfigError, match="no such file"):
+        load_scenario(tmp_path / "gone.toml")
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+    noise = tmp_path / "noise.toml"
+    noise.write_bytes(b"\xff\xfe\x00")
+    for path in (noise, tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_scenario(path)
+
+
+def test_reading_a_scenario_needs_no_heavy_library() -> None:
+    heavy = "import sys, hcsim.config; print([m for m in ('numpy', 'torch', 'simpy', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

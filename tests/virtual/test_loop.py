@@ -1,0 +1,559 @@
+"""The asyncio loop on SimPy: order, time, owners, deadlock, and life beside SimPy processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcsim.errors import Deadlock, UsageError
+from hcsim.virtual.loop import OWNER, VirtualLoop
+
+Log = list[Any]
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return VirtualLoop().run_to_end(main)
+
+
+class Machine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        context = contextvars.copy_context()
+        context.run(OWNER.set, self)
+        return asyncio.get_running_loop().create_task(coroutine, name=name, context=context)
+
+
+def the_loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
+
+
+# Order and time.
+
+
+def test_twelve_timers_for_one_instant_run_in_the_order_they_were_set() -> None:
+    async def main() -> Log:
+        log: Log = []
+        for i in range(12):
+            the_loop().call_later(1.0, log.append, i)
+        await asyncio.sleep(1.0)
+        return log
+
+    assert run(main()) == list(range(12))
+
+
+def test_float_integer_and_absolute_deadlines_share_one_order() -> None:
+    async def main() -> Log:
+        log: Log = []
+        loop = the_loop()
+        loop.call_at_ns(300_000_000, log.append, "ns")
+        loop.call_later(0.3, log.append, "later")
+        loop.call_at(0.1 + 0.2, log.append, "at")
+        loop.call_at_ns(299_999_999, log.append, "earlier")
+        await asyncio.sleep(1)
+        return log
+
+    assert run(main()) == ["earlier", "ns", "later", "at"]
+
+
+def test_ten_sleeps_of_a_tenth_are_exactly_one_second() -> None:
+    async def main() -> int:
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+        return the_loop().now_ns
+
+    assert run(main()) == 1_000_000_000
+
+
+@pytest.mark.parametrize("delay_s", [1e-12, 4e-10, 1.5e-9])
+def test_a_fraction_of_a_nanosecond_is_rounded_up(delay_s: float) -> None:
+    async def main() -> int:
+        await asyncio.sleep(delay_s)
+        return the_loop().now_ns
+
+    assert run(main()) == math.ceil(delay_s * 1e9)
+
+
+def test_a_deadline_that_has_passed_is_now() -> None:
+    async def main() -> int:
+        await asyncio.sleep(5)
+        done = the_loop().create_future()
+        the_loop().call_at(1.0, done.set_result, None)
+        await done
+        return the_loop().now_ns
+
+    assert run(main()) == 5_000_000_000
+
+
+def test_the_timer_hook_sees_each_timer_that_fires_and_no_cancelled_one() -> None:
+    async def main() -> Log:
+        numbers: Log = []
+        loop = the_loop()
+        loop.on_timer = numbers.append
+        loop.call_later(1, int)  # the first timer
+        loop.call_later(1, int).cancel()  # the second
+        await asyncio.sleep(2)  # the third
+        return numbers
+
+    assert run(main()) == [1, 3]
+
+
+# The same programs on the standard loop.
+
+
+async def _timeouts(unit_s: float, log: Log) -> None:
+    try:
+        async with asyncio.timeout(unit_s):
+            await asyncio.sleep(50 * unit_s)
+    except TimeoutError:
+        log.append("timed out")
+    async with asyncio.timeout(50 * unit_s):
+        log.append(await asyncio.wait_for(asyncio.sleep(unit_s, "in time"), 50 * unit_s))
+    async with asyncio.timeout(-1) as expired:
+        log.append(expired.expired())
+        try:
+            await asyncio.sleep(unit_s)
+        except asyncio.CancelledError:
+            log.append("cancelled at once")
+
+
+async def _group(unit_s: float, log: Log) -> None:
+    async def fail() -> None:
+        await asyncio.sleep(unit_s)
+        raise ValueError("first")
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.sleep(100 * unit_s)
+        finally:
+            log.append(f"{name} ends")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name in ("a", "b"):
+                group.create_task(wait(name))
+            group.create_task(fail(), name="fail")
+    except* ValueError as errors:
+        log.append(repr(errors.exceptions))
+
+
+async def _queue(unit_s: float, log: Log) -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue(2)
+
+    async def produce() -> None:
+        for i in range(6):
+            await queue.put(i)
+            log.append(f"put {i}")
+
+    async def consume(name: str) -> None:
+        while True:
+            log.append(f"{name} got {await queue.get()}")
+            queue.task_done()
+
+    consumers = [asyncio.create_task(consume(name)) for name in "xy"]
+    await produce()
+    await queue.join()
+    for consumer in consumers:
+        consumer.cancel()
+    log.append(await asyncio.gather(*consumers, return_exceptions=True) and "consumers cancelled")
+
+
+async def _locks(unit_s: float, log: Log) -> None:
+    lock, started, slots = asyncio.Lock(), asyncio.Event(), asyncio.Semaphore(2)
+
+    async def enter(name: str) -> None:
+        await started.wait()
+        async with slots:
+            log.append(f"{name} has a slot")
+            async with lock:
+                log.append(f"{name} has the lock")
+                await asyncio.sleep(unit_s)
+
+    tasks = [asyncio.create_task(enter(name)) for name in "abcd"]
+    await asyncio.sleep(unit_s)
+    tasks[1].cancel()
+    started.set()
+    log.append([isinstance(result, BaseException) for result in await asyncio.gather(*tasks, return_exceptions=True)])
+
+
+async def _cancellation(unit_s: float, log: Log) -> None:
+    async def stubborn() -> str:
+        try:
+            await asyncio.sleep(100 * unit_s)
+        except asyncio.CancelledError:
+            log.append("asked to end")
+            await asyncio.sleep(unit_s)
+        return "ended in its own time"
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    task.cancel()
+    log.append(await task)
+    inner = asyncio.create_task(asyncio.sleep(2 * unit_s, "shielded"))
+    try:
+        await asyncio.wait_for(asyncio.shield(inner), unit_s)
+    except TimeoutError:
+        log.append(inner.cancelled())
+    log.append(await inner)
+    handle = asyncio.get_running_loop().call_soon(log.append, "never")
+    handle.cancel()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("program", [_timeouts, _group, _queue, _locks, _cancellation])
+def test_a_program_does_the_same_on_both_loops(program: Callable[[float, Log], Coroutine[Any, Any, None]]) -> None:
+    virtual: Log = []
+    real: Log = []
+    ends: list[str] = []
+    for log, runner in ((virtual, run), (real, asyncio.run)):
+        try:
+            runner(program(0.005, log))
+        except BaseException as error:
+            ends.append(repr(error))
+    assert virtual == real
+    assert virtual
+    assert len(ends) in (0, 2)
+    assert len(dict.fromkeys(ends)) <= 1
+
+
+# Cancelled timers.
+
+
+def test_cancelled_timers_do_not_grow_the_heaps() -> None:
+    async def main() -> tuple[int, int]:
+        loop = the_loop()
+        largest = 0
+        for _ in range(20_000):
+            async with asyncio.timeout(60):
+                await asyncio.sleep(1e-5)
+            largest = max(largest, len(loop._timers))
+        live_simpy_events = 0
+        while loop.env.peek() < math.inf:
+            loop.env.step()
+            live_simpy_events += 1
+        return largest, live_simpy_events
+
+    largest, live_simpy_events = run(main())
+    assert largest < 300
+    assert live_simpy_events == 0
+
+
+def test_a_cancelled_timer_does_not_keep_the_world_alive() -> None:
+    loop = VirtualLoop()
+
+    async def main() -> None:
+        loop.call_later(3600, print).cancel()
+        await loop.create_future()
+
+    with pytest.raises(Deadlock):
+        loop.run_to_end(main())
+    assert loop.now_ns == 0
+
+
+def test_to_wait_for_ever_is_no_reason_to_go_on() -> None:
+    with pytest.raises(Deadlock, match=r"await asyncio\.sleep\(math\.inf\)"):
+
+        async def main() -> None:
+            await asyncio.sleep(math.inf)
+
+        run(main())
+
+
+def test_many_cancelled_timers_leave_the_others_in_order() -> None:
+    async def main() -> Log:
+        log: Log = []
+        timers = [the_loop().call_later(1 + i % 7, log.append, i) for i in range(1000)]
+        for i, timer in enumerate(timers):
+            if i % 10:
+                timer.cancel()
+        await asyncio.sleep(10)
+        return log
+
+    assert run(main()) == sorted(range(0, 1000, 10), key=lambda i: (i % 7, i))
+
+
+# Deadlock.
+
+
+class Pipe:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+
+    def __repr__(self) -> str:
+        return f"Pipe({self.name} at 0x7f00deadbeef)"
+
+    async def recv(self) -> int:
+        return await self.queue.get()
+
+
+def _deadlock_text() -> str:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Pipe("studio→mini").recv(), name="reader")
+            mini = Machine("mini")
+            group._tasks.add(mini.spawn(asyncio.Event().wait(), "waiter"))
+            paused = Machine("air")
+            paused.spawn(Pipe("b").recv(), "paused")
+            crashed = Machine("dead")
+            crashed.spawn(Pipe("c").recv(), "gone")
+            await asyncio.sleep(1)
+            the_loop().freeze(paused)
+            the_loop().discard(crashed)
+
+    with pytest.raises(Deadlock) as caught:
+        run(main())
+    return str(caught.value)
+
+
+def test_a_deadlock_names_every_waiting_task_and_what_it_waits_for() -> None:
+    first, main, reader, waiter, paused = _deadlock_text().splitlines()
+    assert first == "nothing is left to do, and 4 tasks still wait:"
+    assert main.startswith("  task-1: ")
+    assert "test_loop.py" in main
+    assert "reader: Pipe.recv (test_loop.py:" in reader
+    assert reader.endswith("on Pipe(studio→mini): return await self.queue.get()")
+    assert waiter.startswith("  waiter of mini: Event.wait (locks.py:")
+    assert paused.startswith("  paused of air, frozen: Pipe.recv")
+
+
+def test_a_deadlock_is_described_with_the_same_words_every_time() -> None:
+    text = _deadlock_text()
+    assert "0x" not in text
+    assert text == _deadlock_text()
+
+
+def test_a_future_that_nobody_will_complete_is_a_deadlock_too() -> None:
+    loop = VirtualLoop()
+    with pytest.raises(Deadlock, match="no task waits"):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+# Owners.
+
+
+def test_a_frozen_host_stands_still_and_then_catches_up_in_order() -> None:
+    async def main() -> Log:
+        log: Log = []
+        loop = the_loop()
+
+        async def beat(name: str, period_s: float) -> None:
+            while True:
+                await asyncio.sleep(period_s)
+                log.append((name, loop.now_ns // 10**9))
+
+        a, b = Machine("a"), Machine("b")
+        for machine in (a, b):
+            machine.spawn(beat(f"{machine.name}1", 2), "one")
+            machine.spawn(beat(f"{machine.name}2", 3), "two")
+        loop.call_at(1, loop.freeze, a)
+        loop.call_at(5, loop.thaw, a)
+        await asyncio.sleep(7.5)
+        return log
+
+    log = run(main())
+    assert [entry for entry in log if entry[0][0] == "a"] == [("a1", 5), ("a2", 5), ("a1", 7)]
+    assert [entry for entry in log if entry[0][0] == "b"] == [("b1", 2), ("b2", 3), ("b1", 4), ("b1", 6), ("b2", 6)]
+
+
+def test_a_thaw_within_the_instant_keeps_the_order() -> None:
+    async def main() -> Log:
+        log: Log = []
+        loop = the_loop()
+        machine = Machine("a")
+        context = contextvars.copy_context()
+        context.run(OWNER.set, machine)
+        loop.freeze(machine)
+        loop.call_soon(log.append, 1, context=context)
+        loop.call_soon(loop.thaw, machine)
+        loop.call_soon(log.append, 2, context=context)
+        await asyncio.sleep(1)
+        return log
+
+    assert run(main()) == [1, 2]
+
+
+def test_a_crashed_host_runs_no_further_line_not_even_finally() -> None:
+    log: Log = []
+
+    async def work(done: asyncio.Future[None]) -> None:
+        try:
+            await done
+            log.append("went on")
+        finally:
+            log.append("finally")
+
+    async def sleep() -> None:
+        try:
+            await asyncio.sleep(2)
+        finally:
+            log.append("finally")
+
+    async def main() -> Log:
+        loop = the_loop()
+        machine = Machine("a")
+        done = loop.create_future()
+        machine.spawn(work(done), "work")
+        machine.spawn(sleep(), "sleep").cancel()
+        machine.spawn(sleep(), "sleep")
+        await asyncio.sleep(1)
+        before = list(log)
+        machine.spawn(sleep(), "never starts")
+        loop.discard(machine)
+        done.set_result(None)
+        loop.thaw(machine)  # it was paused when it crashed, and the pause ends
+        await asyncio.sleep(10)
+        gc.collect()
+        assert log == before
+        return before
+
+    assert run(main()) == []
+    gc.collect()
+    assert log == ["finally", "finally"]  # torn down with the world, in an orderly way
+
+
+def test_the_timers_of_a_crashed_host_do_not_keep_the_world_alive() -> None:
+    loop = VirtualLoop()
+
+    async def main() -> None:
+        machine = Machine("a")
+        machine.spawn(asyncio.sleep(3600), "sleeper")
+        await asyncio.sleep(1)
+        loop.discard(machine)
+        await loop.create_future()
+
+    with pytest.raises(Deadlock, match="1 task still"):
+        loop.run_to_end(main())
+    assert loop.now_ns == 1_000_000_000
+
+
+def test_the_network_goes_on_when_the_host_that_sent_has_crashed() -> None:
+    async def main() -> Log:
+        log: Log = []
+        machine = Machine("a")
+
+        async def send() -> None:
+            the_loop().call_at_ns(5, log.append, "delivered")
+
+        await machine.spawn(send(), "send")
+        the_loop().discard(machine)
+        await asyncio.sleep(1)
+        return log
+
+    assert run(main()) == ["delivered"]
+
+
+def test_the_world_itself_cannot_be_frozen() -> None:
+    with pytest.raises(UsageError):
+        VirtualLoop().freeze(None)
+
+
+# Beside SimPy.
+
+
+def test_processes_and_coroutines_take_turns_in_time() -> None:
+    env = simpy.Environment()
+    loop = VirtualLoop(env)
+    log: Log = []
+
+    def process() -> Iterator[simpy.Event]:
+        for _ in range(3):
+            yield env.timeout(2)
+            log.append(("process", env.now))
+
+    async def main() -> None:
+        for _ in range(4):
+            await asyncio.sleep(1.5e-9)
+            log.append(("coroutine", env.now))
+
+    env.process(process())
+    loop.run_to_end(main())
+    # At 2, 4 and 6 ns both are due: SimPy's events come first.
+    expected = [(who, t) for t in (2, 4, 6) for who in ("process", "coroutine")]
+    assert log == [*expected, ("coroutine", 8)]
+
+
+def test_a_process_completes_a_future_and_calls_back() -> None:
+    async def main() -> Log:
+        loop = the_loop()
+        log: Log = []
+        future = loop.create_future()
+
+        def process() -> Iterator[simpy.Event]:
+            yield loop.env.timeout(7)
+            loop.call_soon(log.append, loop.now_ns)
+            future.set_result("from simpy")
+            yield loop.env.timeout(0)
+            log.append("process goes on")
+
+        loop.env.process(process())
+        log.append(await future)
+        return [*log, loop.now_ns]
+
+    assert run(main()) == [7, "from simpy", 7]
+
+
+def test_a_coroutine_awaits_processes_and_events() -> None:
+    async def main() -> Log:
+        loop = the_loop()
+        env = loop.env
+
+        def compute() -> Iterator[simpy.Event]:
+            yield env.timeout(5)
+            return "result"
+
+        process = env.process(compute())
+        results = [await loop.event(process), loop.now_ns, await loop.event(process)]
+        failing = env.event()
+        loop.call_later(1e-9, failing.fail, ValueError("cable"))
+        with pytest.raises(ValueError, match="cable"):
+            await loop.event(failing)
+        return results
+
+    assert run(main()) == ["result", 5, "result"]
+
+
+def test_a_cancelled_wait_takes_nothing_from_a_store() -> None:
+    async def main() -> Any:
+        loop = the_loop()
+        store = simpy.Store(loop.env)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(loop.event(store.get()), 1)
+        store.put("message")
+        return await loop.event(store.get())
+
+    assert run(main()) == "message"
+
+
+def test_a_failed_process_ends_the_run() -> None:
+    loop = VirtualLoop()
+
+    def process() -> Iterator[simpy.Event]:
+        yield loop.env.timeout(1)
+        raise ValueError("broken model")
+
+    loop.env.process(process())
+    with pytest.raises(ValueError, match="broken model"):
+        loop.run_to_end(asyncio.sleep(1))
+
+
+def test_time_that_is_not_whole_nanoseconds_is_refused() -> None:
+    loop = VirtualLoop()
+    loop.env.timeout(0.5)
+    with pytest.raises(UsageError, match="whole nanoseconds"):
+        loop.run_until_complete(asyncio.sleep(1))
+    with pytest.raises(UsageError):
+        VirtualLoop(simpy.Environment(0.0))

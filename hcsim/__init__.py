@@ -1,1 +1,61 @@
-"""hcsim: train models on a home cluster of Macs, simulation first."""
+"""hcsim: train models on a home cluster of Macs, simulation first.
+
+Names are loaded when they are first used, so that `import hcsim` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hcsim.collectives.cost import Links
+    from hcsim.collectives.group import Group, Options
+    from hcsim.config import Scenario, load_scenario
+    from hcsim.errors import HcsimError
+    from hcsim.launch import Outcome, real_group, simulate
+    from hcsim.real.tls import TlsFiles
+    from hcsim.runtime.channel import Phantom
+    from hcsim.transport.mesh import Wire
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Group",
+    "HcsimError",
+    "Links",
+    "Options",
+    "Outcome",
+    "Phantom",
+    "Scenario",
+    "TlsFiles",
+    "Wire",
+    "load_scenario",
+    "real_group",
+    "simulate",
+]
+
+_HOMES = {
+    "Group": "collectives.group",
+    "HcsimError": "errors",
+    "Links": "collectives.cost",
+    "Options": "collectives.group",
+    "Outcome": "launch",
+    "Phantom": "runtime.channel",
+    "Scenario": "config",
+    "TlsFiles": "real.tls",
+    "Wire": "transport.mesh",
+    "load_scenario": "config",
+    "real_group": "launch",
+    "simulate": "launch",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hcsim' has no attribute {name!r}")
+    return getattr(import_module(f"hcsim.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import hcsim
 from experiments.peers.peer import Floats, Job, Peer, Rank
@@ -13,7 +12,7 @@ from experiments.peers.peer import Floats, Job, Peer, Rank
 class _HcsimRank:
     _values: Floats
 
-    def __init__(self, group: Any, algorithm: str) -> None:
+    def __init__(self, group: hcsim.Group, algorithm: str) -> None:
         self._group = group
         self._algorithm = algorithm
 
@@ -30,8 +29,8 @@ class _HcsimRank:
         return self._values
 
 
-def _missing() -> str | None:
-    return None if hasattr(hcsim, "real_group") else "hcsim has no real_group"
+def _missing() -> None:
+    """Never: we come with it."""
 
 
 @asynccontextmanager

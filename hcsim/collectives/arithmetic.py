@@ -64,17 +64,20 @@ def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
     """The function that combines two arrays into a third, which may be one of them."""
     check(operation, dtype)
     ufunc = _UFUNCS[operation]
-    if dtype not in HALF_WIDTH or operation in ("min", "max"):
-        return ufunc
+
+    def whole(left: Array, right: Array, out: Array) -> None:
+        with np.errstate(all="ignore"):  # infinities and NaNs are the caller's data, not our news
+            ufunc(left, right, out)
 
     def in_blocks(left: Array, right: Array, out: Array) -> None:
-        for lo in range(0, out.size, _BLOCK):
-            block = slice(lo, lo + _BLOCK)
-            wide = left[block].astype(np.float32)
-            ufunc(wide, right[block].astype(np.float32), out=wide)
-            out[block] = wide
+        with np.errstate(all="ignore"):
+            for lo in range(0, out.size, _BLOCK):
+                block = slice(lo, lo + _BLOCK)
+                wide = left[block].astype(np.float32)
+                ufunc(wide, right[block].astype(np.float32), out=wide)
+                out[block] = wide
 
-    return in_blocks
+    return in_blocks if dtype in HALF_WIDTH and operation not in ("min", "max") else whole
 
 
 def finisher(operation: str, world: int) -> Finisher | None:

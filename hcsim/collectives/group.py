@@ -217,7 +217,7 @@ class Group:
 
     def barrier(self, *, bucket: int = 0) -> Pending[None]:
         """Return when everybody has called it."""
-        return self._start("barrier", self._shape(), PhantomMemory(), lambda: None, "auto", bucket)
+        return self._start("barrier", self._shape(), _moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
 
     # Point to point.
 
@@ -250,13 +250,14 @@ class Group:
         op: str = "",
     ) -> Pending[T]:
         if algorithm == "auto":
-            algorithm = choose(operation, shape, memory.element_bytes, self.options.links)
+            segment_bytes = self._fate.mesh.us.wire.segment_bytes
+            algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
         key = (operation, algorithm, shape, memory.element_bytes, op == "mean")
         lanes = self._schedules.get(key)
         if lanes is None:
             rounds = plan(operation, algorithm, self.rank, shape)
             lanes = self._keep(key, self._lanes(rounds if op == "mean" else _unfinished(rounds), memory))
-        agreed = (operation, algorithm, op, shape.length, shape.counts, shape.root, _kind(memory))
+        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), _kind(memory))
         ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), zlib.crc32(repr(agreed).encode()))
         return self._spawn(Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, result)
 
@@ -299,7 +300,7 @@ class Group:
         return result()
 
     def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
-        return schedule(rounds, max(1, self._fate.mesh.us.segment_bytes // memory.element_bytes))
+        return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
 
     def _keep(self, key: object, lanes: Schedule) -> Schedule:
         if len(self._schedules) >= _SCHEDULES_KEPT:

@@ -262,7 +262,10 @@ class RealHost:
     async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:
         """Socket families and addresses of a name, if our security allows to use them."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise ConfigError(f"{host!r} cannot be the name of a host") from None
         for *_, sockaddr in found:
             ip = ipaddress.ip_address(sockaddr[0])
             if self._options.tls is None and not self._options.insecure and not ip.is_loopback:

@@ -79,13 +79,15 @@ class Link:
     def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""
         arrived: asyncio.Future[Payload] = self._loop.create_future()
-        early = self._early.pop(tag, None)
-        if early is not None:
-            self._deliver_early(early, arrived, into, signature, total)
+        receipt = Receipt(arrived, into, signature, total)
+        if tag in self._early:
+            header, payload = self._early.pop(tag)
+            self._freed(header.length)
+            self._settle(header, payload, receipt)
         elif self._error is not None:
             arrived.set_exception(self._error)
         else:
-            self._posted[tag] = Receipt(arrived, into, signature, total)
+            self._posted[tag] = receipt
         return arrived
 
     def fail(self, error: HcsimError) -> None:
@@ -146,33 +148,29 @@ class Link:
                 raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
             self._early[tag] = (header, payload)
             self._early_bytes += header.length
-        elif receipt.arrived.done():
-            pass  # it was cancelled meanwhile
-        elif _agrees(header, receipt.signature, receipt.total):
-            receipt.arrived.set_result(payload)
-        else:
-            receipt.arrived.set_exception(self._disagreement(header, receipt.total))
+        elif not receipt.arrived.done():  # it may have been cancelled meanwhile
+            self._settle(header, payload, receipt)
 
-    def _deliver_early(
-        self,
-        early: tuple[Header, Payload],
-        arrived: asyncio.Future[Payload],
-        into: memoryview | None,
-        signature: int,
-        total: int,
-    ) -> None:
-        header, payload = early
-        self._early_bytes -= header.length
+    def _settle(self, header: Header, payload: Payload, receipt: Receipt) -> None:
+        """Give a payload to who waits for it, in its place."""
+        into = receipt.into
+        if (
+            header.signature != receipt.signature
+            or header.total != receipt.total
+            or (into is not None and into.nbytes != header.length)
+        ):
+            receipt.arrived.set_exception(self._disagreement(header, receipt.total))
+            return
+        if into is not None and payload is not into and not isinstance(payload, Phantom):
+            into[:] = payload  # it came, at least in part, before its place was known
+        receipt.arrived.set_result(payload)
+
+    def _freed(self, size_bytes: int) -> None:
+        self._early_bytes -= size_bytes
         if self._drained is not None and self._early_bytes <= EARLY_LIMIT_BYTES:
             if not self._drained.done():
                 self._drained.set_result(None)
             self._drained = None
-        if not _agrees(header, signature, total) or (into is not None and into.nbytes != header.length):
-            arrived.set_exception(self._disagreement(header, total))
-            return
-        if into is not None and not isinstance(payload, Phantom):
-            into[:] = payload
-        arrived.set_result(payload)
 
     def _disagreement(self, header: Header, total: int) -> HcsimError:
         detail = f"it sent a message of {header.total} bytes, we expect {total}" if header.total != total else ""
@@ -188,10 +186,6 @@ class Link:
         elif header.kind is Kind.ABORT and self.on_abort is not None:
             text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
             self.on_abort(header, text)
-
-
-def _agrees(header: Header, signature: int, total: int) -> bool:
-    return header.signature == signature and header.total == total
 
 
 def _left(rank: int) -> ChannelBroken:

@@ -26,6 +26,22 @@ PARTING_TIMEOUT_S = 0.25
 MAX_FRAME_BYTES = 16 * 2**20
 
 
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """How messages travel. All members must agree on it."""
+
+    stripes: int = 1
+    """Connections per peer; more can help on fast links with long round trips."""
+    segment_bytes: int = 2**20
+    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
+    connect_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.stripes < 1 or not 0 < self.segment_bytes <= MAX_FRAME_BYTES or self.connect_timeout_s <= 0:
+            raise UsageError(
+                f"a wire has at least one stripe, segments of 1 to {MAX_FRAME_BYTES} bytes, and time to connect: {self}"
+            )
+
+
 class Membership(msgspec.Struct, frozen=True):
     """Which group this is, and who we are in it. All members must agree on all but `rank`."""
 
@@ -34,11 +50,7 @@ class Membership(msgspec.Struct, frozen=True):
     """Where each rank listens."""
     name: str = "hcsim"
     epoch: int = 0
-    stripes: int = 1
-    """Connections per peer; more can help on fast links with long round trips."""
-    segment_bytes: int = 2**20
-    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
-    connect_timeout_s: float = 30.0
+    wire: Wire = Wire()
 
     @property
     def world(self) -> int:
@@ -64,8 +76,6 @@ class Mesh:
     def __init__(self, host: Host, us: Membership) -> None:
         if not 0 <= us.rank < us.world:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
-        if us.stripes < 1 or not 0 < us.segment_bytes <= MAX_FRAME_BYTES:
-            raise UsageError(f"stripes must be at least 1 and segment_bytes in 1…{MAX_FRAME_BYTES}")
         self.host = host
         self.us = us
         self.links: dict[int, Link] = {}
@@ -136,16 +146,16 @@ class Mesh:
     async def _opened(self, rank: int) -> Link:
         us = self.us
         try:
-            async with self.host.clock.timeout(us.connect_timeout_s):
+            async with self.host.clock.timeout(us.wire.connect_timeout_s):
                 if rank < us.rank:
-                    channels = [await self._dial(rank, stripe) for stripe in range(us.stripes)]
+                    channels = [await self._dial(rank, stripe) for stripe in range(us.wire.stripes)]
                 else:
                     await self._when_complete(rank)
-                    channels = [self._called[rank][stripe] for stripe in range(us.stripes)]
+                    channels = [self._called[rank][stripe] for stripe in range(us.wire.stripes)]
         except TimeoutError as error:
             if isinstance(error, HcsimError):
                 raise
-            raise DeadlineExceeded(f"rank {rank} did not call within {us.connect_timeout_s:g} s") from None
+            raise DeadlineExceeded(f"rank {rank} did not call within {us.wire.connect_timeout_s:g} s") from None
         self._called.pop(rank, None)
         link = self.links[rank] = Link(self.host, rank, us.epoch, channels)
         if self.on_link is not None:
@@ -154,7 +164,7 @@ class Mesh:
 
     async def _dial(self, rank: int, stripe: int) -> Channel:
         us = self.us
-        channel = await self.host.connect(us.addresses[rank], timeout_s=us.connect_timeout_s)
+        channel = await self.host.connect(us.addresses[rank], timeout_s=us.wire.connect_timeout_s)
         try:
             await _say(channel, Kind.HELLO, us, msgspec.msgpack.encode(_hello(us, us.rank, stripe)))
             channel.limit(HELLO_LIMIT_BYTES)
@@ -209,7 +219,7 @@ class Mesh:
         for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
             if getattr(ours, what) != getattr(theirs, what):
                 return f"your {what} is {getattr(theirs, what)}, ours is {getattr(ours, what)}"
-        if not us.rank < theirs.rank < us.world or not 0 <= theirs.stripe < us.stripes:
+        if not us.rank < theirs.rank < us.world or not 0 <= theirs.stripe < us.wire.stripes:
             return f"rank {theirs.rank} (connection {theirs.stripe}) has no business calling rank {us.rank}"
         if theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {}):
             return f"rank {theirs.rank} is connected already"
@@ -218,17 +228,17 @@ class Mesh:
     def _take_in(self, theirs: Hello, channel: Channel) -> None:
         stripes = self._called.setdefault(theirs.rank, {})
         stripes[theirs.stripe] = channel
-        if len(stripes) == self.us.stripes and theirs.rank in self._complete:
+        if len(stripes) == self.us.wire.stripes and theirs.rank in self._complete:
             self._complete.pop(theirs.rank).set_result(None)
 
     async def _when_complete(self, rank: int) -> None:
-        if len(self._called.get(rank, {})) < self.us.stripes:
+        if len(self._called.get(rank, {})) < self.us.wire.stripes:
             self._complete[rank] = asyncio.get_running_loop().create_future()
             await self._complete[rank]
 
 
 def _hello(us: Membership, rank: int, stripe: int) -> Hello:
-    return Hello(us.name, us.epoch, us.world, us.segment_bytes, us.stripes, rank, stripe)
+    return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
 
 
 def _decode_hello(data: bytes, peer: str) -> Hello:

@@ -94,6 +94,29 @@ class Callback(asyncio.TimerHandle):
 _new_callback = partial(object.__new__, Callback)
 
 
+class _Task(asyncio.Task[T]):
+    """A task that hashes as its number: `TaskGroup` cancels in the order of a set, which is else that of addresses."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int, coro: Any, **kwargs: Any) -> None:
+        self._number = number  # First, because asyncio hashes the task while it makes it.
+        super().__init__(coro, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    raise NotImplementedError(
+        "the virtual world has no sockets, threads, processes, signals or task factories, and runs only until "
+        "something is complete: take channels and compute from the host"
+    )
+
+
+_ABSENT: Any = _refuse
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file.
 
@@ -105,10 +128,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.on_timer: Callable[[int], None] | None = None
         self._now_ns = _whole_ns(self.env.now)
         self._tick = self.env.timeout(0)  # Processed in the first step, before any timer, and then used again.
+        self.env.timeout(math.inf)  # It never comes. Without it, to look for the next event in vain costs an exception.
         self._ready: deque[Callback] = deque()
         self._timers: list[tuple[int, int, Callback]] = []
         self._timers_set = 0
         self._timers_cancelled = 0
+        self._at_instant_end: deque[Callable[[], object]] = deque()
         self._held: dict[object, deque[Callback]] = {}
         self._discarded: list[object] = []
         # The loop keeps its unfinished tasks alive: one that were collected while it waits would run
@@ -162,6 +187,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run the callback at that time, as the world: no owner's fate stops it, and what it raises ends the run."""
         return self._set_timer(when_ns, callback, args, None)
 
+    def call_at_instant_end(self, callback: Callable[[], object]) -> None:
+        """Run the callback, as the world, once nothing else is left to do in this instant."""
+        self._at_instant_end.append(callback)
+
     def _set_timer(
         self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
     ) -> Callback:
@@ -195,7 +224,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(
         self,
-        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        coro: Coroutine[Any, Any, T] | Generator[Any, None, T],
         *,
         name: str | None = None,
         context: Context | None = None,
@@ -204,8 +233,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run a coroutine as a task. Without a name it is numbered within this loop, the same in every run."""
         if self._closed:
             raise RuntimeError(_CLOSED)
-        self._tasks_made += 1
-        task = asyncio.Task(coro, loop=self, name=name or f"task-{self._tasks_made}", context=context, **kwargs)
+        self._tasks_made = number = self._tasks_made + 1
+        task: asyncio.Task[T] = _Task(number, coro, loop=self, name=name or f"task-{number}", context=context, **kwargs)
         self._tasks[task] = OWNER.get() if context is None else context.get(OWNER)
         task.add_done_callback(self._tasks.pop)
         return task
@@ -293,17 +322,26 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_to_end(self, main: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine, then tear the world down: cancel what is left, discarded owners too, and close."""
         try:
-            return self.run_until_complete(main)
-        finally:
+            result = self.run_until_complete(main)
+        except BaseException as error:
             try:
-                self._discarded.clear()
-                for owner in tuple(self._held):
-                    self.thaw(owner)
-                while self._tasks:
-                    self._cancel(tuple(self._tasks))
-                self.run_until_complete(self.shutdown_asyncgens())
-            finally:
-                self.close()
+                self._tear_down()
+            except Deadlock as stuck:
+                error.add_note(f"Then tasks would not end when they were cancelled: {stuck}")
+            raise
+        self._tear_down()
+        return result
+
+    def _tear_down(self) -> None:
+        self._discarded.clear()
+        for owner in tuple(self._held):
+            self.thaw(owner)
+        try:
+            while self._tasks:
+                self._cancel(tuple(self._tasks))
+            self.run_until_complete(self.shutdown_asyncgens())
+        finally:
+            self.close()
 
     def _cancel(self, tasks: tuple[asyncio.Task[Any], ...]) -> None:
         for task in tasks:
@@ -346,7 +384,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             heappop(timers)
             self._timers_cancelled -= 1
         next_event_ns = self.env.peek()
-        if timers and timers[0][0] < next_event_ns:
+        if self._at_instant_end and min(next_event_ns, timers[0][0] if timers else _NEVER_NS) > self._now_ns:
+            self._at_instant_end.popleft()()
+        elif timers and timers[0][0] < next_event_ns:
             self._fire(*heappop(timers))
         elif next_event_ns != _NEVER_NS:
             self._now_ns = _whole_ns(next_event_ns)
@@ -384,6 +424,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = True
         self._ready.clear()
         self._timers.clear()
+        self._at_instant_end.clear()
         self._held.clear()
 
     def get_debug(self) -> bool:
@@ -441,6 +482,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.default_exception_handler({"message": "the exception handler failed", "exception": error})
             self.default_exception_handler(context)
 
+    # What asyncio's interface has beyond this.
+
+    create_connection = create_server = create_datagram_endpoint = start_tls = sendfile = _ABSENT
+    sock_accept = sock_connect = sock_recv = sock_recv_into = sock_recvfrom = sock_recvfrom_into = _ABSENT
+    sock_sendall = sock_sendto = sock_sendfile = getaddrinfo = getnameinfo = _ABSENT
+    add_reader = remove_reader = add_writer = remove_writer = connect_read_pipe = connect_write_pipe = _ABSENT
+    subprocess_exec = subprocess_shell = add_signal_handler = remove_signal_handler = _ABSENT
+    call_soon_threadsafe = run_in_executor = set_default_executor = _ABSENT
+    run_forever = stop = get_task_factory = set_task_factory = _ABSENT
+
 
 def _nanoseconds(seconds: float) -> int:
     """Rounded up, so that nothing runs early. A tenth is forgiven, because 0.1 + 0.2 is more than 0.3."""
@@ -454,18 +505,3 @@ def _whole_ns(time_ns: float) -> int:
     if not isinstance(time_ns, int):
         raise UsageError(f"SimPy's time is whole nanoseconds here, and an event has the time {time_ns!r}")
     return time_ns
-
-
-def _absent(name: str) -> Callable[..., NoReturn]:
-    def method(self: VirtualLoop, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"no {name} here: the virtual world has no sockets, threads, processes or signals")
-
-    return method
-
-
-for _name in (
-    "create_connection", "create_server", "create_datagram_endpoint", "getaddrinfo", "add_reader", "add_writer",
-    "sock_accept", "sock_connect", "sock_recv", "sock_recv_into", "sock_sendall", "subprocess_exec",
-    "subprocess_shell", "add_signal_handler", "run_in_executor", "call_soon_threadsafe",
-):  # fmt: skip
-    setattr(VirtualLoop, _name, _absent(_name))

@@ -271,7 +271,7 @@ class Stream:
         if self._packet_loss > 0.0:
             delay_s += self._retransmission_s(size_bytes)
         for resource, buffer_bytes in self._queues:
-            if self._net.sharing.is_full(resource):
+            if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
                 delay_s += buffer_bytes / resource.capacity
         return round(delay_s * NS)
 

@@ -226,9 +226,14 @@ def test_a_frame_that_fits_leaves_without_waiting() -> None:
 
 
 def test_a_busy_channel_lets_others_have_their_turn() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
-        frame = encode_header(Header(60_000)) + bytes(60_000)
-        feeding = asyncio.create_task(asyncio.to_thread(raw.sendall, frame * 500))
+    frame = encode_header(Header(2000)) + bytes(2000)
+    count = 400
+
+    async def main() -> int:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
+        channel = TcpChannel(ours, "raw")
         turns = 0
 
         async def count_turns() -> None:
@@ -237,14 +242,17 @@ def test_a_busy_channel_lets_others_have_their_turn() -> None:
                 turns += 1
                 await asyncio.sleep(0)
 
-        counting = asyncio.create_task(count_turns())
-        for _ in range(500):
-            await channel.recv(allocate)
-        counting.cancel()
-        await feeding
-        assert turns >= 500 // 16
+        with theirs:
+            theirs.setblocking(False)
+            assert theirs.send(frame * count) == len(frame) * count  # all is there before we read
+            counting = asyncio.create_task(count_turns())
+            for _ in range(count):
+                await channel.recv(allocate)
+            counting.cancel()
+            await channel.close()
+        return turns
 
-    against_raw_socket(body)
+    assert asyncio.run(main()) >= 10
 
 
 def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
@@ -257,14 +265,10 @@ def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
-        assert not loop.remove_reader(raw_fd(channel))
+        assert not loop.remove_reader(channel._sock.fileno())
         assert (await channel.recv(allocate))[0].length == 60_000
 
     against_raw_socket(body)
-
-
-def raw_fd(channel: TcpChannel) -> int:
-    return channel._sock.fileno()
 
 
 def test_closing_is_final() -> None:

@@ -1,0 +1,93 @@
+"""The two ways to start: a simulated cluster, or this machine's place in a real one.
+
+This is the only module that knows both worlds. A program is an `async def` over a `Group`, the
+same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from hcsim.collectives.group import Group, Options
+from hcsim.config import Scenario, load_scenario
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.tls import TlsFiles
+from hcsim.telemetry.trace import Sink
+from hcsim.transport.mesh import Membership, Wire
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+
+DEFAULT_PORT = 52416
+
+T = TypeVar("T")
+Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
+
+
+class Outcome(msgspec.Struct, Generic[T], frozen=True):
+    """What a simulated run came to."""
+
+    results: list[T | BaseException]
+    """By rank: what the program returned, or what ended it."""
+    seconds: float
+    """Virtual time that passed."""
+    trace_sha256: str
+    """The run's fingerprint: the same scenario and program always give the same."""
+    events: int
+
+    def values(self) -> list[T]:
+        """The results, if there are any on all ranks; otherwise the first failure is raised."""
+        for result in self.results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in self.results if not isinstance(result, BaseException)]
+
+
+def simulate(
+    scenario: Scenario | str | Path,
+    program: Program[T],
+    *,
+    options: Options | None = None,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+) -> Outcome[T]:
+    """Run a program on every host of a scenario (a file, or the name of a shipped one)."""
+    world = World(scenario if isinstance(scenario, Scenario) else load_scenario(scenario), sink=sink)
+    names = [host.name for host in world.hosts]
+    addresses = tuple(f"{name}:{DEFAULT_PORT}" for name in names)
+
+    async def on_host(host: VirtualHost) -> T:
+        us = Membership(names.index(host.name), addresses, wire=wire or Wire())
+        async with await Group.open(host, us, options) as group:
+            return await program(group)
+
+    results = world.run_on_all(on_host)
+    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count)
+
+
+@asynccontextmanager
+async def real_group(
+    rank: int,
+    peers: Sequence[str],
+    *,
+    options: Options | None = None,
+    wire: Wire | None = None,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+) -> AsyncIterator[Group]:
+    """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out."""
+    addresses = tuple(peer if _has_port(peer) else f"{peer}:{DEFAULT_PORT}" for peer in peers)
+    us = Membership(rank, addresses, wire=wire or Wire())
+    async with (
+        RealHost(RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure)) as host,
+        await Group.open(host, us, options) as group,
+    ):
+        yield group
+
+
+def _has_port(peer: str) -> bool:
+    return peer.rpartition(":")[2].isdecimal() and (peer.count(":") == 1 or "]:" in peer)

@@ -1,6 +1,4 @@
-"""Values as people write them, and what to tell a person whose text means nothing.
-
-A quantity is a number and its unit, as in "2.5 Gb/s" or "4 MiB".
+"""Values as people write them: a number and its unit, as in "2.5 Gb/s" or "4 MiB".
 
 In code it is a `float` (or `int`, for bytes) in the base unit of its dimension, so that code
 computes with it as with any number; its type says which units its text may have and which
@@ -10,7 +8,6 @@ The conversion is decimal, so "0.15 ms" is the same float as 0.00015.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -18,14 +15,9 @@ from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
-from msgspec import inspect
-
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30}
 _NUMBER_AND_UNIT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*?)\s*", re.ASCII)
-
-_PROBLEM_AND_PLACE = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
 
 
 def _decimal(unit: str, prefixes: str = "kMGT", base: int = 1) -> dict[str, Decimal]:
@@ -206,58 +198,3 @@ def decode_quantity(kind: type[Any], value: object) -> Any:
     if issubclass(kind, Quantity):
         return kind(float(kind.value_of(value)))  # type: ignore[call-arg]
     raise NotImplementedError(f"{kind} cannot be read from a file")
-
-
-def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgspec.Struct]) -> str:
-    """Say where in `raw` the decoder stopped, what it found there, and what would be valid."""
-    problem, place = _PROBLEM_AND_PLACE.fullmatch(str(error)).groups(default="")  # type: ignore[union-attr]
-    keys = [int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", place)]
-    value, words = _look_up(keys, raw, tree)
-    valid = f"; valid: {', '.join(words)}" if words else ""
-    path = place.lstrip(".")
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", problem):
-        where = f"{path}.{unknown[1]}".lstrip(".")
-        return f"{where}: unknown key{did_you_mean(unknown[1], words)}{valid}"
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):
-        choose = valid if missing[1] not in words else ""
-        return f"{path or 'the file'}: the key {missing[1]} is missing{choose}"
-    if problem.startswith("Invalid"):
-        problem = f"not known here{did_you_mean(str(value), words)}{valid}"
-    found = "" if isinstance(value, (dict, list)) else f" = {json.dumps(value, ensure_ascii=False, default=str)}"
-    return f"{path}{found}: {problem.replace('`object`', '`table`')}"
-
-
-def _look_up(keys: list[int | str], raw: Any, tree: type[msgspec.Struct]) -> tuple[Any, tuple[str, ...]]:
-    """The value at that place, and the words (keys, tags or choices) that the tree has there."""
-    kind: Any = inspect.type_info(tree)
-    for key in keys:
-        kind = _chosen(kind, raw)
-        if isinstance(kind, inspect.UnionType):  # only its tag has a place of its own
-            return raw[key], _words(kind)
-        raw = raw[key]
-        if isinstance(kind, inspect.StructType):
-            kind = next(entry.type for entry in kind.fields if entry.encode_name == key)
-        elif isinstance(kind, inspect.VarTupleType):
-            kind = kind.item_type
-        elif isinstance(kind, inspect.TupleType):
-            kind = kind.item_types[int(key)]
-    return raw, _words(_chosen(kind, raw))
-
-
-def _words(kind: Any) -> tuple[str, ...]:
-    if isinstance(kind, inspect.StructType):
-        return (*filter(None, [kind.tag_field]), *(entry.encode_name for entry in kind.fields))
-    if isinstance(kind, inspect.LiteralType):
-        return tuple(map(str, kind.values))
-    if isinstance(kind, inspect.UnionType):
-        return tuple(str(one.tag) for one in kind.types if isinstance(one, inspect.StructType) and one.tag)
-    return ()
-
-
-def _chosen(kind: Any, raw: Any) -> Any:
-    """The struct that a table chose from a union by its tag, where it did."""
-    if not isinstance(kind, inspect.UnionType) or not isinstance(raw, dict):
-        return kind
-    structs = [one for one in kind.types if isinstance(one, inspect.StructType)]
-    chosen = [one for one in structs if one.tag_field is None or one.tag == raw.get(one.tag_field)]
-    return chosen[0] if chosen else kind

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -164,25 +165,26 @@ def test_every_fault_of_the_showcase_heals() -> None:
         ('name = "air"', 'name = "air"\nloss = nan', "medium[1].loss = NaN: expected a number from 0 to 1"),
         ('name = "air"', 'name = "air"\ngate_min = "2 s"', "medium[1]: gate_min (2.0 s) is longer than gate_max"),
         ('name = "air"', 'name = "air"\nmtu = 100', "medium[1].mtu = 100: Expected `int` >= 576"),
-        ('name = "air"', 'name = "switch"', 'medium: "switch" is there twice'),
-        ('name = "b"', 'name = "a"', 'node: "a" is there twice'),
+        ('name = "air"', 'name = "switch"', 'medium[1].name = "switch": medium[0].name is the same'),
+        ('name = "b"', 'name = "a"', 'node[1].name = "a": node[0].name is the same'),
         ('name = "b"', 'name = "b b"', 'node[1].name = "b b"'),
         ('name = "home"', "", "the file: the key name is missing"),
         ('name = "home"', 'name = "home"\nnods = 1', "nods: unknown key (did you mean node?); valid: name, node"),
         ('name = "home"', "name =", "this is not TOML: Invalid value (at line 2"),
         ('["switch"]', '["swich"]', 'node[0].links[0] = "swich": there is no such medium (did you mean switch?)'),
-        ('["switch"]', "[]", 'node "a" has no links; known media: switch, air'),
+        ('["switch"]', "[]", 'node[0]: "a" has no links; known media: switch, air'),
         ('["switch"]', "[3]", "node[0].links[0] = 3: Expected `table`"),
         ('["switch"]', '"switch"', 'node[0].links = "switch": Expected `array`'),
-        ('["switch"]', '["switch", "switch"]', 'node[0].links: "switch" is there twice'),
+        ('["switch"]', '["switch", "switch"]', 'node[0].links[1] = "switch": node[0].links[0] is the same'),
         ("rate = \"433", "speed = \"433", "node[1].links[0].speed: unknown key; valid: medium, rate, latency"),
         ("peak =", "peek =", "node[1].machine.peek: unknown key (did you mean peak?)"),
         ('"1 TFLOPS"', '"1 TFLOP"', "node[1].machine.peak"),
         ('machine = "M1"', "machine = 1", "node[0].machine = 1"),
+        ('machine = "M1"', 'machine = "m1"', 'node[0].machine = "m1": there is no such machine (did you mean M1'),
         ('machine = "M1"', 'machine = "M1"\ncount = 0', "node[0].count = 0"),
         ('machine = "M1"', 'machine = "M1"\ncount = 1_000_000', "node[0].count = 1000000: Expected `int` <= 4096"),
         ('machine = "M1"', 'machine = "M1"\nhome = "shed"', 'node[0].links[0]: "switch" is in home, but "a" in shed'),
-        ('name = "air"', 'name = "air"\nhome = "shed"', 'there is no route between "a" and "b"'),
+        ('name = "air"', 'name = "air"\nhome = "shed"', 'node[0], node[1]: there is no route between "a" and "b"'),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_place_and_what_would_be_valid(old: str, new: str, says: str) -> None:
@@ -199,7 +201,7 @@ def test_a_mistake_is_named_with_its_place_and_what_would_be_valid(old: str, new
         ('kind = "pause"\nnode = "a"\nduration = "0 s"', "fault[0].duration"),
         ('kind = "partition"\nduration = "1 s"\nsides = [["a"], ["a"]]', "no node can be on both"),
         ('kind = "partition"\nduration = "1 s"\nsides = [["a"], []]', "need nodes"),
-        ('kind = "partition"\nduration = "1 s"\nsides = [["a"], ["z"]]', 'fault[0].sides = "z"'),
+        ('kind = "partition"\nduration = "1 s"\nsides = [["a"], ["z"]]', 'fault[0].sides[1][0] = "z"'),
         ('kind = "link_change"\nmedium = "air"', "at least one of rate, latency and loss"),
         ('kind = "link_change"\nmedium = "wire"\nloss = 0.1', 'fault[0].medium = "wire"'),
         ('kind = "link_change"\nmedium = "air"\nnode = "a"\nloss = 0.1', "no such link of a; known: switch"),
@@ -211,6 +213,13 @@ def test_a_mistake_is_named_with_its_place_and_what_would_be_valid(old: str, new
 )
 def test_a_fault_that_cannot_happen_is_refused(fault: str, says: str) -> None:
     assert says in complaint(f'{HOME}[[fault]]\nat = "1 s"\n{fault}\n')
+
+
+@given(st.text("xy`$.[0]- at\n") | st.sampled_from(["x` - at `$.y", "x` - at `$.node[7]"]), st.booleans())
+def test_any_unknown_key_is_named_as_it_is_written(key: str, within_node: bool) -> None:
+    entry = f"{json.dumps(key)} = 1\n"
+    text, path = (HOME + entry, f"node[1].{key}") if within_node else (entry + HOME, key)
+    assert complaint(text).startswith(f"t.toml: {path}: unknown key")
 
 
 def test_every_kind_of_fault_is_read() -> None:
@@ -265,7 +274,7 @@ def test_any_line_spoilt_gives_a_scenario_or_a_config_error(lines: list[str], pl
 
 def test_a_wan_line_needs_a_home_and_each_home_has_one() -> None:
     assert 'wan[0].home = "hom": there is no such home' in complaint(HOME + WAN.format("hom"))
-    assert 'wan: "home" is there twice' in complaint(HOME + WAN.format("home") * 2)
+    assert 'wan[1].home = "home": wan[0].home is the same' in complaint(HOME + WAN.format("home") * 2)
 
 
 def test_two_homes_reach_each_other_when_both_have_a_wan_line() -> None:
@@ -275,12 +284,12 @@ def test_two_homes_reach_each_other_when_both_have_a_wan_line() -> None:
 
 
 def test_cables_join_only_the_nodes_they_lead_to() -> None:
-    assert 'cable[1].between = "m-4": there is no such node' in complaint(changed('"m-3"', '"m-4"', DESK))
-    assert 'node "m-3": no cable of "tb" goes to it' in complaint(
+    assert 'cable[1].between[1] = "m-4": there is no such node' in complaint(changed('"m-3"', '"m-4"', DESK))
+    assert 'node[0].links[0] = "tb": none of its cables goes to "m-3"' in complaint(
         changed('between = ["m-2", "m-3"]', 'between = ["m-2", "m-1"]', DESK) + 'links = ["tb"]\n'
     )
     islands = changed("count = 3", "count = 4", DESK) + '[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\n'
-    assert 'node "m-4" has no links' in complaint(islands)
+    assert 'node[0]: "m-4" has no links' in complaint(islands)
     separate = changed('["m-2", "m-3"]', '["m-3", "m-4"]', changed("count = 3", "count = 4", DESK))
     assert 'no route between "m-1" and "m-3"' in complaint(separate)
 

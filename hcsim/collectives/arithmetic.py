@@ -67,7 +67,7 @@ def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
 
     def whole(left: Array, right: Array, out: Array) -> None:
         with np.errstate(all="ignore"):  # infinities and NaNs are the caller's data, not our news
-            ufunc(left, right, out)
+            ufunc(left, right, out=out)
 
     def in_blocks(left: Array, right: Array, out: Array) -> None:
         with np.errstate(all="ignore"):

@@ -15,7 +15,6 @@ model with ports (R. W. Hockney, Parallel Computing 20, 1994), plus pipelining. 
 that ranks share, such as Wi-Fi, and whatever varies in time.
 """
 
-# ruff: noqa: N803, N815 (Bps is bytes per second, bps would be bits)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from hcsim.collectives.exchange import Exchange, Key
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Send
-from hcsim.collectives.verify import Exchange, Key, PlanError, Ranges
+from hcsim.collectives.ranges import Ranges
+from hcsim.collectives.verify import PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]

@@ -19,13 +19,14 @@ import numpy as np
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.arithmetic import check, combiner, finisher
 from hcsim.collectives.cost import Links
-from hcsim.collectives.execute import Execution, Ticket
+from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
 from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory
 from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
+from hcsim.collectives.wiring import Ticket
 from hcsim.errors import CollectiveError, CollectiveTimeout, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
@@ -39,7 +40,7 @@ Pending: TypeAlias = asyncio.Task[T]
 
 _POINT_TO_POINT = 1 << 31
 """Set in the group number of point-to-point messages, which are counted apart."""
-_SCHEDULES_KEPT = 64
+_PLANS_KEPT = 64
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class Group:
         self.size = len(members)
         self._counts: dict[tuple[str, int, int], int] = {}
         self._children: dict[tuple[int, ...], int] = {}
-        self._schedules: dict[object, Schedule] = {}
+        self._known: dict[object, tuple[Schedule, int]] = {}
 
     @classmethod
     async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
@@ -252,14 +253,20 @@ class Group:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
-        key = (operation, algorithm, shape, memory.element_bytes, op == "mean")
-        lanes = self._schedules.get(key)
-        if lanes is None:
-            rounds = plan(operation, algorithm, self.rank, shape)
-            lanes = self._keep(key, self._lanes(rounds if op == "mean" else _unfinished(rounds), memory))
-        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), _kind(memory))
-        ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), zlib.crc32(repr(agreed).encode()))
+        key = (operation, algorithm, shape, op, _kind(memory))
+        known = self._known.get(key)
+        if known is None:
+            known = self._keep(key, self._plan(operation, algorithm, shape, op, memory))
+        lanes, signature = known
+        ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), signature)
         return self._spawn(Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, result)
+
+    def _plan(self, operation: str, algorithm: str, shape: Shape, op: str, memory: Memory) -> tuple[Schedule, int]:
+        """What we do, and a digest of what all ranks must agree on."""
+        rounds = plan(operation, algorithm, self.rank, shape)
+        lanes = self._lanes(rounds if op == "mean" else _unfinished(rounds), memory)
+        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), _kind(memory))
+        return lanes, zlib.crc32(repr(agreed).encode())
 
     def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
         memory = _moving([data])
@@ -302,11 +309,11 @@ class Group:
     def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
         return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
 
-    def _keep(self, key: object, lanes: Schedule) -> Schedule:
-        if len(self._schedules) >= _SCHEDULES_KEPT:
-            self._schedules.pop(next(iter(self._schedules)))
-        self._schedules[key] = lanes
-        return lanes
+    def _keep(self, key: object, planned: tuple[Schedule, int]) -> tuple[Schedule, int]:
+        if len(self._known) >= _PLANS_KEPT:
+            self._known.pop(next(iter(self._known)))
+        self._known[key] = planned
+        return planned
 
     def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
         us = self._fate.mesh.us
@@ -360,7 +367,7 @@ def _length(data: Data) -> int:
 
 
 def _kind(memory: Memory) -> str:
-    return memory.dtype.name if isinstance(memory, ArrayMemory) else "phantom"
+    return memory.dtype.char if isinstance(memory, ArrayMemory) else "phantom"
 
 
 def _reducing(data: Data, op: str, world: int) -> Memory:

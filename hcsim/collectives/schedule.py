@@ -1,6 +1,6 @@
-"""From a plan to lanes: what each neighbour's traffic is, segment by segment, and what waits for what.
+"""From a plan to what is executed: in order, or as lanes of segments that wait for each other.
 
-A plan reads as if its actions happened one after the other. A schedule keeps only the order that
+A plan whose messages all fit a segment is executed in order. Otherwise it becomes lanes. A plan reads as if its actions happened one after the other. A schedule keeps only the order that
 matters. Each direction of each link is a lane with its segments in plan order; lanes run side by
 side. The buffer is cut into cells, so that no segment covers part of one, and every segment
 says how many writes and sends of each of its cells must have happened before it:
@@ -8,8 +8,7 @@ says how many writes and sends of each of its cells must have happened before it
     a send     needs the writes that stand before it in the plan
     a write    needs those, and the sends that stand before it
 
-Counting per cell is enough, because both happen in plan order. Messages without payload cover no
-cell; they share one of their own, so that a signal never overtakes what it waits for. So a segment is passed on as soon
+Counting per cell is enough, because both happen in plan order. So a segment is passed on as soon
 as it has been received and combined, while the next one is still under way.
 
 Both ends cut a message alike: at multiples of the segment size, counted from its start.
@@ -50,26 +49,28 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """All lanes of one rank."""
+    """What one rank does: rounds in order, or else lanes side by side."""
 
-    lanes: tuple[Lane, ...]
-    cells: int
+    peers: tuple[int, ...]
+    rounds: Plan = ()
+    lanes: tuple[Lane, ...] = ()
+    cells: int = 0
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into segments; an empty range is one empty segment."""
-    if lo == hi:
-        yield lo, hi
+    """Cut a range into segments."""
     for start in range(lo, hi, segment):
         yield start, min(start + segment, hi)
 
 
 def schedule(plan: Plan, segment: int) -> Schedule:
-    """Work out the lanes; `segment` is in elements."""
+    """Work out how a plan is executed; `segment` is in elements."""
+    peers = tuple(dict.fromkeys(a.peer for actions in plan for a in actions if not isinstance(a, Finish)))
+    if all(action.hi - action.lo <= segment for actions in plan for action in actions):
+        return Schedule(peers, plan)
     cuts = _cuts(plan, segment)
-    signal = len(cuts)
-    writes = [0] * (signal + 1)
-    sends = [0] * (signal + 1)
+    writes = [0] * len(cuts)
+    sends = [0] * len(cuts)
     lanes: dict[tuple[str, int], tuple[list[Segment], list[bool]]] = {}
     kinds: dict[tuple[str, int], type[Send] | type[Recv] | type[Finish]] = {}
     for step, actions in enumerate(plan):
@@ -80,7 +81,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
             kinds[key] = kind
             segments, reduces = lanes.setdefault(key, ([], []))
             for lo, hi in pieces(action.lo, action.hi, segment):
-                cells = range(bisect_left(cuts, lo), bisect_left(cuts, hi)) if lo < hi else range(signal, signal + 1)
+                cells = range(bisect_left(cuts, lo), bisect_left(cuts, hi))
                 needs = tuple((cell, writes[cell], sends[cell]) for cell in cells)
                 segments.append(Segment(lo, hi, step, lo - action.lo, action.hi - action.lo, needs))
                 reduces.append(isinstance(action, Reduce))
@@ -90,7 +91,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     made = tuple(
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
-    return Schedule(made, signal + 1)
+    return Schedule(peers, (), made, len(cuts))
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -12,94 +12,18 @@ finished, once; and everybody ends with what the operation promises.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
+from hcsim.collectives.exchange import Exchange, Key
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send, offsets
+from hcsim.collectives.ranges import Ranges
 from hcsim.collectives.shape import Shape
 from hcsim.errors import HcsimError, UsageError
-
-T = TypeVar("T")
-Key: TypeAlias = tuple[int, ...]
-"""Which message: round, sender, receiver, and whatever more tells them apart."""
 
 
 class PlanError(HcsimError):
     """A set of plans does not do what its operation promises; the text says where."""
-
-
-class Ranges(Generic[T]):
-    """A value for every address in [0, size), kept as pieces of equal value."""
-
-    def __init__(self, size: int, value: T) -> None:
-        self.size = size
-        self._starts = [0]
-        self._values = [value]
-
-    def _cut(self, at: int) -> int:
-        """The index of the piece that starts there, after making one."""
-        if at == self.size:
-            return len(self._starts)
-        index = bisect_right(self._starts, at) - 1
-        if self._starts[index] == at:
-            return index
-        self._starts.insert(index + 1, at)
-        self._values.insert(index + 1, self._values[index])
-        return index + 1
-
-    def values(self, lo: int, hi: int) -> list[T]:
-        """The values in [lo, hi), in order."""
-        first = self._cut(lo)
-        return self._values[first : self._cut(hi)]
-
-    def pieces(self, lo: int, hi: int) -> list[tuple[int, int, T]]:
-        """The values in [lo, hi), each with where it starts and stops."""
-        first = self._cut(lo)
-        last = self._cut(hi)
-        stops = [*self._starts[first + 1 : last], hi]
-        return list(zip(self._starts[first:last], stops, self._values[first:last], strict=False))
-
-    def put(self, lo: int, hi: int, value: T) -> None:
-        """Give all of [lo, hi) one value."""
-        if lo < hi:
-            first = self._cut(lo)
-            last = self._cut(hi)
-            self._starts[first:last] = [lo]
-            self._values[first:last] = [value]
-
-
-class Exchange(Generic[T]):
-    """Runs one generator per rank. One that yields a key rests until the message is posted."""
-
-    def __init__(self) -> None:
-        self._posted: dict[Key, T] = {}
-        self._resting: dict[Key, int] = {}
-        self._ready: deque[int] = deque()
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._posted
-
-    def post(self, key: Key, message: T) -> None:
-        """Leave a message, and wake who rests for it."""
-        self._posted[key] = message
-        if key in self._resting:
-            self._ready.append(self._resting.pop(key))
-
-    def take(self, key: Key) -> T:
-        """The message, which is there."""
-        return self._posted.pop(key)
-
-    def run(self, walks: Sequence[Iterator[Key]]) -> dict[Key, int]:
-        """Run all as far as they get; returns who rests for what in the end."""
-        self._ready.extend(range(len(walks)))
-        while self._ready:
-            rank = self._ready.popleft()
-            key = next(walks[rank], None)
-            if key is not None:
-                self._resting[key] = rank
-        return self._resting
 
 
 class Value(NamedTuple):

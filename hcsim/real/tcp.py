@@ -16,13 +16,12 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hcsim.errors import (
     ChannelBroken,
     ChannelClosed,
     ChannelError,
-    ConfigError,
     PeerRefused,
     RemoteProtocolError,
     UsageError,
@@ -33,27 +32,14 @@ from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_head
 FIRST_MAX_FRAME_BYTES = 64 * 1024
 """What a peer may send before somebody raises the limit: enough to say hello."""
 _READ_AHEAD_BYTES = 4 * 1024
-_CALLS_PER_TURN = 16
-"""System calls in a row before other tasks get their turn."""
+_LARGE_BYTES = 64 * 1024
+_BYTES_PER_TURN = 4 * 2**20
+"""How much is read in a row before other tasks get their turn."""
+_SENDS_PER_TURN = 16
 _TLS_RECORD_BYTES = 16 * 1024
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _Parts: TypeAlias = list[bytes | memoryview]
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
-        raise ConfigError(f"{address!r} is not an address: write host:port, or [::1]:port for IPv6")
-    return host.strip("[]"), int(port)
-
-
-def join_address(sockaddr: tuple[Any, ...]) -> str:
-    """The text of a socket's address."""
-    host, port = sockaddr[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def tune(sock: socket.socket) -> None:
@@ -162,7 +148,7 @@ class TcpChannel:
         self._ahead_end = 0
         self._into = EMPTY
         self._missing_bytes = 0
-        self._reads_left = _CALLS_PER_TURN
+        self._turn_bytes = 0
 
         self._outgoing = _Direction(sock.fileno(), loop.add_writer, loop.remove_writer)
         self._turn = asyncio.Lock()
@@ -243,7 +229,8 @@ class TcpChannel:
         self._ahead_start, self._ahead_end = 0, have
         self._into, self._missing_bytes = ahead[have:], HEADER_BYTES - have
         try:
-            await self._fill()
+            # After a large frame, who waited for it goes first: it will say where the next one goes.
+            await self._fill(at_once=self._turn_bytes < _LARGE_BYTES)
         except EOFError:
             raise self._end(self._end_of_stream(within_frame=len(self._into) < len(ahead))) from None
         finally:
@@ -261,17 +248,18 @@ class TcpChannel:
         finally:
             self._into = EMPTY
 
-    async def _fill(self) -> None:
+    async def _fill(self, *, at_once: bool = True) -> None:
         try:
-            if not self._pull():
-                await self._incoming.finish(self._pull_next_turn)
+            if at_once and self._pull():
+                return
+            self._wake_for_decrypted()
+            await self._incoming.finish(self._pull_next_turn)
         except OSError as error:
             raise self._end(translated(error, self._peer)) from error
 
     def _pull(self) -> bool:
         """Read on; True when nothing is missing, False when the loop has to call again."""
-        while self._reads_left:
-            self._reads_left -= 1
+        while self._turn_bytes < _BYTES_PER_TURN:
             try:
                 count = self._sock.recv_into(self._into)
             except _WOULD_BLOCK:
@@ -279,15 +267,20 @@ class TcpChannel:
             if count == 0:
                 raise EOFError
             self._into = self._into[count:]
+            self._turn_bytes += count
             self._missing_bytes -= count
             if self._missing_bytes <= 0:
                 return True
-        if self._tls is not None and self._tls.pending():
-            self._loop.call_soon(self._incoming.ready)  # the selector cannot see what OpenSSL has decrypted
+        self._wake_for_decrypted()
         return False
 
+    def _wake_for_decrypted(self) -> None:
+        """The selector cannot see what OpenSSL has read and decrypted already."""
+        if self._tls is not None and self._tls.pending():
+            self._loop.call_soon(self._incoming.ready)
+
     def _pull_next_turn(self) -> bool:
-        self._reads_left = _CALLS_PER_TURN
+        self._turn_bytes = 0
         return self._pull()
 
     def _end_of_stream(self, *, within_frame: bool) -> ChannelBroken:
@@ -298,7 +291,7 @@ class TcpChannel:
 
     def _push(self) -> bool:
         """Write on; True when the frame has left, False when the loop has to call again."""
-        for _ in range(_CALLS_PER_TURN):
+        for _ in range(_SENDS_PER_TURN):
             try:
                 count = self._write(self._unsent)
             except _WOULD_BLOCK:

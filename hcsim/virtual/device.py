@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from hcsim.runtime.device import Work
 from hcsim.config import Machine
+from hcsim.runtime.device import Work
 from hcsim.virtual.machines import seconds
 
 if TYPE_CHECKING:

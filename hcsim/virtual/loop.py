@@ -337,8 +337,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         for owner in tuple(self._held):
             self.thaw(owner)
         try:
-            while self._tasks:
-                self._cancel(tuple(self._tasks))
+            while unfinished := tuple(task for task in self._tasks if not task.done()):
+                self._cancel(unfinished)
             self.run_until_complete(self.shutdown_asyncgens())
         finally:
             self.close()
@@ -392,8 +392,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._now_ns = _whole_ns(next_event_ns)
             self.env.step()
         else:
-            waiting = {task: owner for task, owner in self._tasks.items() if owner not in self._discarded}
-            raise Deadlock(describe(waiting, self._held.__contains__))
+            raise Deadlock(describe(self._waiting(), self._held.__contains__))
+
+    def _waiting(self) -> dict[asyncio.Task[Any], object]:
+        alive = ((task, owner) for task, owner in self._tasks.items() if owner not in self._discarded)
+        return {task: owner for task, owner in alive if not task.done()}
 
     def _fire(self, deadline_ns: int, number: int, timer: Callback) -> None:
         if deadline_ns > self._now_ns:

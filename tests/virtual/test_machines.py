@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hcsim.config import Node, load_scenario, shipped_scenarios
+from hcsim.config import CATALOGUE, Machine, Node, load_scenario, shipped_scenarios
 from hcsim.errors import ConfigError, UsageError
-from hcsim.virtual.machines import CATALOGUE, Machine, machine_of, seconds
+from hcsim.virtual.machines import machine_of, seconds
 
 PLAIN = Machine("plain", 1e12, 1e11, efficiency_compute=0.5, efficiency_memory=0.25, overhead_s=1e-3)
 

@@ -1,0 +1,111 @@
+"""From what a person typed to what the program needs; every refusal says what would be valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from hcsim.cli import screen
+from hcsim.config import Job, Scenario, load_scenario, shipped_scenarios
+from hcsim.config.explain import explain
+from hcsim.errors import ConfigError
+from hcsim.real.tls import TlsFiles
+from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
+from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you_mean
+
+_WAIT_S = 300.0
+
+T = TypeVar("T")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a real rank stands."""
+
+    peers: tuple[str, ...]
+    rank: int | None
+    tls: TlsFiles | None
+    insecure: bool
+
+
+def scenario(name: str | None, seed: int | None, changes: Mapping[str, object]) -> Scenario:
+    """The scenario of that name or file, with what the options change in it."""
+    if name is None:
+        screen.scenarios(stderr=True)
+        raise ConfigError("give a scenario: one of these names, or a TOML file")
+    try:
+        loaded = load_scenario(name)
+    except ConfigError:
+        if not Path(name).exists():
+            screen.scenarios(stderr=True)
+            hint = did_you_mean(name, shipped_scenarios())
+            raise ConfigError(f"{name}: there is no such file, and none of these is called so{hint}") from None
+        raise
+    return replace(loaded, seed=loaded.seed if seed is None else seed, job=_changed(loaded.job, changes))
+
+
+def real_job(name: str | None, changes: Mapping[str, object]) -> Job:
+    """The job for a real run; of a scenario, that is all that a real machine can use."""
+    job = _changed(load_scenario(name).job if name is not None else Job(), changes)
+    if job.payload == "phantom":
+        raise ConfigError(f"{name}: its job has phantoms for a payload, which cannot cross a real network")
+    if job.compute is not None:
+        raise ConfigError(f"{name}: its job computes, which is modelled and has no counterpart on a real machine")
+    return job
+
+
+def wire(stripes: int | None, segment: str | None, wait: str | None) -> Wire:
+    """How messages travel."""
+    default = Wire()
+    segment_bytes = default.segment_bytes if segment is None else _quantity("--segment", segment, PositiveBytes)
+    if segment_bytes > MAX_FRAME_BYTES:
+        raise ConfigError(f'--segment = "{segment}": a piece has at most {MAX_FRAME_BYTES >> 20} MiB')
+    return Wire(
+        stripes=default.stripes if stripes is None else stripes,
+        segment_bytes=segment_bytes,
+        connect_timeout_s=_WAIT_S if wait is None else _quantity("--wait", wait, PositiveSeconds),
+    )
+
+
+def peers(text: str | None) -> tuple[str, ...]:
+    """The addresses of all ranks."""
+    addresses = tuple(part.strip() for part in (text or "").split(","))
+    if not all(addresses):
+        raise ConfigError("--real needs --peers: the addresses of all ranks in order, such as mini.local,studio.local")
+    return addresses
+
+
+def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """The TLS files, all or none."""
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise ConfigError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
+    return TlsFiles(cert, key, ca)
+
+
+def refuse(where: str, given: Mapping[str, object]) -> None:
+    """Refuse options that would do nothing here."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(f"{', '.join(names)}: only {where}")
+
+
+def _quantity(option: str, text: str, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(text, kind, dec_hook=decode_quantity)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f'{option} = "{text}": {error}') from None
+
+
+def _changed(job: Job, changes: Mapping[str, object]) -> Job:
+    given = {key: value for key, value in changes.items() if value is not None}
+    try:
+        read = msgspec.convert(given, Job, dec_hook=decode_quantity)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--{explain(error, given, Job)}") from None
+    attributes = [field.name for field in msgspec.structs.fields(Job) if field.encode_name in given]
+    return replace(job, **{name: getattr(read, name) for name in attributes})

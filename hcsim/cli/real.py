@@ -1,0 +1,51 @@
+"""`hcsim run --real`: this machine's part of the job, over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.cli import screen
+from hcsim.cli.options import Place
+from hcsim.collectives.group import Options
+from hcsim.config import Job
+from hcsim.errors import CollectiveError, ConfigError, HcsimError
+from hcsim.jobs import Lap, assemble, check_job, run_job
+from hcsim.launch import real_group
+from hcsim.transport.mesh import Wire
+
+
+def run_real(job: Job, place: Place, wire: Wire) -> bool:
+    """Run, and show how it went; whether the result was right."""
+    check_job(job)
+    if job.algorithm == "hierarchical":
+        raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
+    ranks = len(place.peers)
+    if place.rank is None or not 0 <= place.rank < ranks:
+        given = "nothing" if place.rank is None else place.rank
+        raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; it is {given}")
+    with screen.Progress(job.repeat) as progress:
+        laps = asyncio.run(_run(job, place, wire, progress))
+    if place.rank == 0:
+        screen.report(screen.title(job, ranks, "over TCP"), job, ranks, laps)
+    else:
+        screen.say(f"rank {place.rank}: done, {len(laps)} repeats")
+    return not any(lap.wrong for lap in laps)
+
+
+async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> list[Lap]:
+    assert place.rank is not None
+    options = Options(timeout_s=job.timeout_s)
+    async with real_group(
+        place.rank, place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure
+    ) as group:
+        absent: list[str] = []
+
+        def missing(ranks: list[int]) -> None:
+            absent[:] = [f"rank {rank} at {place.peers[rank]}" for rank in ranks]
+            progress.waiting(absent)
+
+        try:
+            await assemble(group, wire.connect_timeout_s, missing)
+        except CollectiveError as error:
+            raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
+        return await run_job(group, job, progress.lap)

@@ -1,0 +1,155 @@
+"""What a run looks like: a line that moves while it goes on, a table at the end, errors in a line or two.
+
+Results go to standard output, everything else to standard error. Without a terminal there is
+no moving line; each repeat is a line of its own instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hcsim.config import Job, parse_scenario, shipped_scenarios
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from hcsim.jobs import Lap
+
+
+def complain(message: str) -> None:
+    """An error, for a person."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), message))
+
+
+def note(message: str) -> None:
+    """Something worth knowing that is not a result."""
+    Console(stderr=True, soft_wrap=True).print(Text(message))
+
+
+def say(line: str) -> None:
+    """A line of the result."""
+    Console(soft_wrap=True).print(Text(line))
+
+
+def scenarios(*, stderr: bool = False) -> None:
+    """The shipped scenarios and what they are."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, path in shipped_scenarios().items():
+        table.add_row(name, parse_scenario(path.read_text(encoding="utf-8"), str(path)).description)
+    Console(stderr=stderr).print(table)
+
+
+class Progress:
+    """The moving line."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._console = Console(stderr=True, soft_wrap=True)
+        self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def waiting(self, names: Sequence[str]) -> None:
+        """Say for whom."""
+        self._show(f"waiting for {', '.join(names)}" if names else "all ranks are here")
+
+    def lap(self, lap: Lap) -> None:
+        """Say that a repeat is over."""
+        self._show(f"repeat {lap.number} of {self._repeats}: {duration(lap.seconds)}")
+
+    def _show(self, line: str) -> None:
+        if self._status is not None:
+            self._status.update(line)
+        else:
+            self._console.print(Text(line))
+
+
+def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
+    """The table, and under it the digest of the results."""
+    say(title)
+    if not laps:
+        return
+    computing = job.compute is not None
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    compute = ["compute"] if computing else []
+    for heading in ("repeat", "algorithm", *compute, "time", "bus rate", "sent/rank", "result"):
+        table.add_column(heading, justify="left" if heading in ("algorithm", "result") else "right", no_wrap=True)
+    for lap in laps:
+        table.add_row(
+            str(lap.number),
+            lap.algorithm,
+            *([duration(lap.compute_s)] if computing else []),
+            duration(lap.seconds),
+            _bus_rate(job, ranks, lap.seconds),
+            _size(lap.sent_bytes),
+            _verdict(lap),
+        )
+    Console().print(table)
+    if laps[-1].sha256 is not None:
+        say(f"result sha256 {laps[-1].sha256}")
+
+
+def title(job: Job, ranks: int, where: str) -> str:
+    """What is done, in a line."""
+    amount = "" if job.operation == "barrier" else f" of {_size(job.size_bytes)} {_kind(job)}"
+    return f"{job.operation}{amount}, {ranks} ranks, {where}"
+
+
+def _kind(job: Job) -> str:
+    return "(phantom)" if job.payload == "phantom" else job.dtype
+
+
+def _verdict(lap: Lap) -> str:
+    if lap.wrong is None:
+        return "unchecked"
+    return f"{lap.wrong} elements wrong" if lap.wrong else "exact"
+
+
+def _bus_rate(job: Job, ranks: int, seconds: float) -> str:
+    """What each link has to carry at least, per second: it can be held against the link's rate.
+
+    The convention of nccl-tests, so that figures can be compared."""
+    share = (ranks - 1) / ranks
+    loads = {
+        "all_reduce": 2 * share,
+        "reduce": 1.0,
+        "broadcast": 1.0,
+        "all_gather": ranks - 1,
+        "gather": ranks - 1,
+        "reduce_scatter": share,
+        "scatter": share,
+        "all_to_all": share,
+        "barrier": 0.0,
+    }
+    rate_bps = 8 * job.size_bytes * loads[job.operation] / seconds if seconds else 0.0
+    return f"{rate_bps / 1e6:,.0f} Mb/s" if rate_bps else "–"
+
+
+def duration(seconds: float) -> str:
+    """Four digits and the unit that suits them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"

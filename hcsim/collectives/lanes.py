@@ -1,0 +1,110 @@
+"""Lanes: segments of large messages, received, combined and passed on side by side.
+
+A segment is combined as soon as it is there and its turn has come, and is passed on at once,
+while the next one is still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.collectives.plan import Finish, Send
+from hcsim.collectives.schedule import Lane, Segment
+from hcsim.collectives.wiring import Progress, Wiring
+from hcsim.runtime.channel import Payload
+
+
+class Lanes:
+    """What the lanes of one operation share: how far each cell of the buffer is."""
+
+    def __init__(self, wiring: Wiring, cells: int) -> None:
+        self._wiring = wiring
+        self._writes = [0] * cells
+        self._sends = [0] * cells
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+
+    async def run(self, state: Progress, lane: Lane) -> None:
+        """Run one lane to its end."""
+        state.peer = lane.peer
+        if lane.kind is Send:
+            await self._send(state, lane)
+        elif lane.kind is Finish:
+            await self._finish(lane)
+        else:
+            await self._receive(state, lane)
+
+    async def _send(self, state: Progress, lane: Lane) -> None:
+        for number, segment in enumerate(lane.segments):
+            if not self._is_ready(segment, sends=False):
+                state.doing = ""
+                await self._ready(segment, sends=False)
+            _enter(state, "sending to", lane, number)
+            await self._wiring.send(lane.peer, segment, segment.step, segment.offset, segment.total)
+            self._count(self._sends, segment)
+
+    async def _receive(self, state: Progress, lane: Lane) -> None:
+        wiring, segments, reduces = self._wiring, lane.segments, lane.reduces
+        received_left = lane.peer < wiring.ticket.rank
+        ahead: asyncio.Future[Payload] | None = None
+        for number, segment in enumerate(segments):
+            state.doing = ""
+            if ahead is None:
+                await self._ready(segment, sends=True)
+                ahead = self._post(lane, number)
+            arrived, ahead = ahead, None
+            following = number + 1
+            if following < len(segments) and (
+                reduces[following] or self._is_ready(segments[following], sends=True)
+            ):
+                ahead = self._post(lane, following)
+            _enter(state, "receiving from", lane, number)
+            payload = arrived.result() if arrived.done() else await arrived
+            if reduces[number]:
+                if not self._is_ready(segment, sends=True):
+                    state.doing = ""
+                    await self._ready(segment, sends=True)
+                await wiring.combine(segment.lo, segment.hi, payload, received_left=received_left)
+            self._count(self._writes, segment)
+
+    async def _finish(self, lane: Lane) -> None:
+        for segment in lane.segments:
+            await self._ready(segment, sends=True)
+            await self._wiring.finish(segment.lo, segment.hi)
+            self._count(self._writes, segment)
+
+    def _post(self, lane: Lane, number: int) -> asyncio.Future[Payload]:
+        segment, wiring = lane.segments[number], self._wiring
+        if lane.reduces[number]:
+            into = wiring.scratch((lane.peer, number % 2), segment.hi - segment.lo)
+        else:
+            into = wiring.memory.place(segment.lo, segment.hi)
+        return wiring.post(lane.peer, segment, segment.step, into, segment.offset, segment.total)
+
+    # Which segments may go ahead.
+
+    def _is_ready(self, segment: Segment, *, sends: bool) -> bool:
+        for cell, writes_before, sends_before in segment.needs:
+            if self._writes[cell] < writes_before or (sends and self._sends[cell] < sends_before):
+                return False
+        return True
+
+    async def _ready(self, segment: Segment, *, sends: bool) -> None:
+        """Wait until what must come before the segment has happened."""
+        for cell, writes_before, sends_before in segment.needs:
+            while self._writes[cell] < writes_before or (sends and self._sends[cell] < sends_before):
+                change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiters.setdefault(cell, []).append(change)
+                await change
+
+    def _count(self, counts: list[int], segment: Segment) -> None:
+        for cell, _, _ in segment.needs:
+            counts[cell] += 1
+            for change in self._waiters.pop(cell, ()):
+                if not change.done():
+                    change.set_result(None)
+
+
+def _enter(state: Progress, doing: str, lane: Lane, number: int) -> None:
+    state.doing = doing
+    state.step = lane.segments[number].step
+    state.segment = f", segment {number + 1} of {len(lane.segments)}"

@@ -1,0 +1,108 @@
+"""What both ways of executing a plan do with memory and links: send, post, combine, finish."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+
+from hcsim.collectives.memory import Memory
+from hcsim.runtime.channel import Payload
+from hcsim.runtime.device import Device
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.link import Link
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What identifies one operation on the wire, and to people."""
+
+    name: str
+    rank: int
+    epoch: int
+    group: int
+    operation: int
+    bucket: int
+    signature: int
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.operation}"
+
+
+class Range(Protocol):
+    """Some elements of the buffer: an action, or a segment of one."""
+
+    @property
+    def lo(self) -> int:
+        """The first."""
+
+    @property
+    def hi(self) -> int:
+        """One beyond the last."""
+
+
+class Progress:
+    """What a task does at the moment, and with whom, for the report of a failure."""
+
+    __slots__ = ("doing", "peer", "segment", "step")
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.peer: int | None = None
+        self.step = 0
+        self.segment = ""
+
+    def __str__(self) -> str:
+        if self.peer is None or not self.doing:
+            return "waiting for its turn"
+        return f"{self.doing} rank {self.peer} in round {self.step}{self.segment}"
+
+
+class Wiring:
+    """An operation's memory, its links, and the headers between them."""
+
+    def __init__(self, ticket: Ticket, memory: Memory, device: Device) -> None:
+        self.ticket = ticket
+        self.memory = memory
+        self.links: dict[int, Link] = {}
+        self._device = device
+        self._size = memory.element_bytes
+        self._rooms: dict[tuple[int, int], memoryview | None] = {}
+
+    async def send(self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None) -> None:
+        """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
+        lo, hi, size, ticket = part.lo, part.hi, self._size, self.ticket
+        length = (hi - lo) * size
+        header = Header(
+            length, Kind.DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
+            ticket.signature, step, offset * size, length if total is None else total * size,
+        )  # fmt: skip
+        await self.links[peer].send(header, self.memory.payload(lo, hi))
+
+    def post(
+        self, peer: int, part: Range, step: int, into: memoryview | None, offset: int = 0, total: int | None = None
+    ) -> asyncio.Future[Payload]:
+        """Say where a range goes that the peer will send."""
+        size, ticket = self._size, self.ticket
+        tag = (ticket.group, ticket.operation, ticket.bucket, step, offset * size)
+        return self.links[peer].post(
+            tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size
+        )
+
+    def scratch(self, which: tuple[int, int], elements: int) -> memoryview | None:
+        """Room beside the buffer for that many elements, under a name by which it is used again."""
+        size_bytes = elements * self._size
+        room = self._rooms.get(which)
+        if room is None or room.nbytes < size_bytes:
+            room = self._rooms[which] = self.memory.scratch(size_bytes)
+        return None if room is None else room[:size_bytes]
+
+    async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
+        """Combine what was received with the range."""
+        self.memory.combine(lo, hi, received, received_left=received_left)
+        await self._device.touch(3 * received.nbytes)
+
+    async def finish(self, lo: int, hi: int) -> None:
+        """Apply what comes last to the range."""
+        self.memory.finish(lo, hi)
+        await self._device.touch(2 * (hi - lo) * self._size)

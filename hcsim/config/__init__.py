@@ -1,0 +1,48 @@
+"""A scenario: the homes, machines, links, faults and the job of one run, as one tree of frozen structs.
+
+It is written in TOML. A quantity is text with its unit there (`latency = "0.15 ms"`); here the
+attribute's name carries the unit (`latency_s`), so a key is its attribute without the suffix.
+Shorthands (a link by its medium's name, a Wi-Fi standard, `count`, `effects = "ideal"`) are spelled
+out while loading: who reads the tree never meets one. Every mistake is a `ConfigError` that names
+the file, the place, what was found, and what would be valid there.
+
+Errors that need more than one table (an unknown medium, two nodes without a route) are found while
+loading too, so a tree that was read from a file makes sense as a whole.
+"""
+
+from __future__ import annotations
+
+from hcsim.config.faults import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle
+from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
+from hcsim.config.machines import CATALOGUE, Machine
+from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
+from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
+
+__all__ = [
+    "CATALOGUE",
+    "AnyFault",
+    "AnyMedium",
+    "Attachment",
+    "Cable",
+    "ClockJump",
+    "Crash",
+    "Ethernet",
+    "Job",
+    "LinkChange",
+    "Machine",
+    "Node",
+    "Partition",
+    "Pause",
+    "Reset",
+    "Scenario",
+    "Tcp",
+    "Throttle",
+    "Thunderbolt",
+    "Tunnel",
+    "Wan",
+    "Wifi",
+    "idealised",
+    "load_scenario",
+    "parse_scenario",
+    "shipped_scenarios",
+]

@@ -1,0 +1,159 @@
+"""Checks whatever needs more than one table, and completes the nodes from what other tables say.
+
+An error starts with the place in the file, as the decoder's do. Copies of a node have its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from hcsim.config.faults import AnyFault, LinkChange, Partition, Reset
+from hcsim.config.machines import CATALOGUE
+from hcsim.config.media import AnyMedium, Thunderbolt
+from hcsim.config.scenario import Attachment, Node, Scenario
+from hcsim.errors import ConfigError
+from hcsim.units import did_you_mean
+
+_Placed: TypeAlias = tuple[str, Node]
+"""A node, and where it is in the file."""
+
+
+def complete(scenario: Scenario) -> Scenario:
+    """The scenario with each node's copies, home and cables, if its tables fit together."""
+    media = {medium.name: medium for medium in scenario.media}
+    _refuse_twice((f"medium[{i}].name", medium.name) for i, medium in enumerate(scenario.media))
+    at_home = [_settled(f"node[{i}]", node, media) for i, node in enumerate(scenario.nodes)]
+    copies = [(f"node[{i}]", copy) for i, node in enumerate(at_home) for copy in _copies(node)]
+    _refuse_twice((f"{path}.name", node.name) for path, node in copies)
+    names = [node.name for _, node in copies]
+    for i, medium in enumerate(scenario.media):
+        for j, cable in enumerate(medium.cables if isinstance(medium, Thunderbolt) else ()):
+            _check_pair(f"medium[{i}].cable[{j}].between", cable.between, names)
+    plugged = [(path, _plugged_in(path, node, scenario.media)) for path, node in copies]
+    homes = list(dict.fromkeys(m.home for m in scenario.media if not isinstance(m, Thunderbolt)))
+    _refuse_twice((f"wan[{i}].home", line.home) for i, line in enumerate(scenario.wan))
+    for i, line in enumerate(scenario.wan):
+        _check_known(f"wan[{i}].home", line.home, homes, "home with a medium")
+    attached = {node.name: [link.medium for link in node.links] for _, node in plugged}
+    for i, fault in enumerate(scenario.faults):
+        _check_fault(f"fault[{i}]", fault, attached, media)
+    _check_routes(plugged, scenario)
+    return replace(scenario, nodes=tuple(node for _, node in plugged))
+
+
+def _refuse_twice(named: Iterable[tuple[str, str]]) -> None:
+    taken: dict[str, str] = {}
+    for path, name in named:
+        if name in taken:
+            raise ConfigError(f'{path} = "{name}": {taken[name]} is the same; each can be there once')
+        taken[name] = path
+
+
+def _check_known(path: str, name: str, known: Collection[str], what: str) -> None:
+    if name not in known:
+        valid = ", ".join(known) or "none"
+        raise ConfigError(f'{path} = "{name}": there is no such {what}{did_you_mean(name, known)}; known: {valid}')
+
+
+def _check_pair(path: str, pair: tuple[str, str], names: Collection[str]) -> None:
+    for i, name in enumerate(pair):
+        _check_known(f"{path}[{i}]", name, names, "node")
+    if pair[0] == pair[1]:
+        raise ConfigError(f'{path}: "{pair[0]}" is there twice; two different nodes are needed')
+
+
+def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:
+    """The node with its home, which must be that of its media."""
+    if isinstance(node.machine, str):
+        _check_known(f"{path}.machine", node.machine, CATALOGUE, "machine")
+    homes: list[str] = [node.home] if node.home else []
+    for i, link in enumerate(node.links):
+        _check_known(f"{path}.links[{i}]", link.medium, media, "medium")
+        medium = media[link.medium]
+        if not isinstance(medium, Thunderbolt):
+            homes.append(medium.home)
+        if homes and homes[-1] != homes[0]:
+            raise ConfigError(f'{path}.links[{i}]: "{link.medium}" is in {homes[-1]}, but "{node.name}" in {homes[0]}')
+    _refuse_twice((f"{path}.links[{i}]", link.medium) for i, link in enumerate(node.links))
+    return replace(node, home=homes[0] if homes else "home")
+
+
+def _copies(node: Node) -> list[Node]:
+    if node.count == 1:
+        return [node]
+    return [replace(node, name=f"{node.name}-{i}", count=1) for i in range(1, node.count + 1)]
+
+
+def _plugged_in(path: str, node: Node, media: Sequence[AnyMedium]) -> Node:
+    """The node attached to each Thunderbolt network that has a cable to it."""
+    linked = [link.medium for link in node.links]
+    plugged = list(node.links)
+    for medium in media:
+        if isinstance(medium, Thunderbolt):
+            cabled = any(node.name in cable.between for cable in medium.cables)
+            if cabled and medium.name not in linked:
+                plugged.append(Attachment(medium.name))
+            if medium.name in linked and not cabled:
+                place = f"{path}.links[{linked.index(medium.name)}]"
+                raise ConfigError(f'{place} = "{medium.name}": none of its cables goes to "{node.name}"')
+    return replace(node, links=tuple(plugged))
+
+
+def _check_fault(path: str, fault: AnyFault, attached: dict[str, list[str]], media: dict[str, AnyMedium]) -> None:
+    if isinstance(fault, Reset):
+        _check_pair(f"{path}.between", fault.between, attached)
+    elif isinstance(fault, Partition):
+        for i, side in enumerate(fault.sides):
+            for j, name in enumerate(side):
+                _check_known(f"{path}.sides[{i}][{j}]", name, attached, "node")
+    elif fault.node is not None:
+        _check_known(f"{path}.node", fault.node, attached, "node")
+    if isinstance(fault, LinkChange):
+        _check_known(f"{path}.medium", fault.medium, media, "medium")
+        if fault.node is not None:
+            _check_known(f"{path}.medium", fault.medium, attached[fault.node], f"link of {fault.node}")
+
+
+def _check_routes(placed: Sequence[_Placed], scenario: Scenario) -> None:
+    """Every two nodes need a network that both are on; hosts forward within Thunderbolt only."""
+    networks: dict[tuple[str, ...], _Placed] = {}
+    for path, node in placed:
+        networks.setdefault(_networks_of(node, scenario), (path, node))
+    if len(placed) > 1 and () in networks:
+        path, node = networks[()]
+        media = ", ".join(medium.name for medium in scenario.media) or "none"
+        raise ConfigError(f'{path}: "{node.name}" has no links; known media: {media}')
+    for mine, (path, node) in networks.items():
+        for theirs, (other_path, other) in networks.items():
+            if mine != theirs and not any(network in theirs for network in mine):
+                raise ConfigError(
+                    f'{path}, {other_path}: there is no route between "{node.name}" and "{other.name}": '
+                    "they need a common medium, media of one home, or a [[wan]] line for each home"
+                )
+
+
+def _networks_of(node: Node, scenario: Scenario) -> tuple[str, ...]:
+    """The separate networks that a node is on: its home's or the internet, and islands of cables."""
+    online = any(line.home == node.home for line in scenario.wan)
+    networks = []
+    media = {medium.name: medium for medium in scenario.media}
+    for link in node.links:
+        medium = media[link.medium]
+        if isinstance(medium, Thunderbolt):
+            networks.append(f"{medium.name} of {_island(medium, node.name)[0]}")
+        else:
+            networks.append("internet" if online else f"home {medium.home}")
+    return tuple(sorted(networks))
+
+
+def _island(medium: Thunderbolt, node: str) -> list[str]:
+    """All nodes that cables join to this one, sorted."""
+    island = [node]
+    for member in island:  # grows while it is read
+        for a, b in (cable.between for cable in medium.cables):
+            if member in (a, b):
+                island.extend(end for end in (a, b) if end not in island)
+    return sorted(island)

@@ -1,0 +1,112 @@
+"""The root of the tree: the nodes, how their TCP behaves, and the job they do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+from msgspec.structs import replace
+
+from hcsim.config.faults import AnyFault
+from hcsim.config.machines import Machine
+from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.table import Count, Name, Table
+from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share
+
+
+class Attachment(Table, frozen=True):
+    """One of a node's interfaces. None: as the medium says. On Wi-Fi the rate is the station's PHY rate."""
+
+    medium: str
+    rate_bps: BitRate | None = None
+    latency_s: Seconds | None = None
+
+
+class Node(Table, frozen=True):
+    """One machine. In a file, `count = 3` makes three: name-1, name-2 and name-3."""
+
+    name: Name
+    machine: str | Machine
+    home: str = ""
+    """Where it stands; left out, it is the home of its media."""
+    links: tuple[Attachment, ...] = ()
+    count: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+
+class Tcp(Table, frozen=True):
+    """How the modelled TCP behaves, on every host.
+
+    The default loss model is "bbr" (capacity × (1 − loss)), the only one under which the loss and the
+    throughput that are measured on Wi-Fi hold together: "mathis" caps a stream at 0.1 Gb/s there."""
+
+    window_bytes: PositiveBytes = PositiveBytes(4 << 20)
+    slow_start: bool = True
+    initial_window_segments: Count = 10
+    ack_share: Share = Share(0.03)
+    """Part of a stream's rate that its acknowledgements take of the way back."""
+    restart_after_idle: bool = False
+    loss_model: Literal["mathis", "cubic", "bbr", "none"] = "bbr"
+    headers: bool = True
+    """Goodput is rate × (mtu − header) / (mtu + framing)."""
+    header_bytes: Bytes = Bytes(52)
+    framing_bytes: Bytes = Bytes(38)
+    send_buffer_bytes: PositiveBytes = PositiveBytes(4 << 20)
+
+
+class Job(Table, frozen=True):
+    """What the nodes do together."""
+
+    operation: Literal[
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "gather",
+        "scatter",
+        "barrier",
+    ] = "all_reduce"
+    algorithm: str = "auto"
+    size_bytes: Bytes = Bytes(16 << 20)
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64"] = "float32"
+    payload: Literal["data", "phantom"] = "data"
+    repeat: Count = 3
+    compute: Flops | None = None
+    """Work that every node does before each repeat."""
+    timeout_s: PositiveSeconds = PositiveSeconds(60)
+
+
+class Scenario(Table, frozen=True):
+    """The root of the tree."""
+
+    name: Name
+    nodes: Annotated[tuple[Node, ...], Meta(min_length=1)] = field(name="node")
+    description: str = ""
+    seed: int = 1
+    effects: Literal["all", "ideal"] = "all"
+    """With "ideal" only latency and bandwidth are left: see `idealised`."""
+    media: tuple[AnyMedium, ...] = field(name="medium", default=())
+    wan: tuple[Wan, ...] = ()
+    tcp: Tcp = Tcp()
+    faults: tuple[AnyFault, ...] = field(name="fault", default=())
+    job: Job = Job()
+
+
+def idealised(scenario: Scenario) -> Scenario:
+    """The same with latency and bandwidth as the only effects, for comparison with closed forms.
+
+    Faults stay: they are an explicit list."""
+    quiet = {"jitter_s": Seconds(0), "loss": Share(0)}
+    media = tuple(
+        replace(medium, **quiet, **({"gate": False} if isinstance(medium, Wifi) else {}))
+        if not isinstance(medium, Thunderbolt) else medium
+        for medium in scenario.media
+    )  # fmt: skip
+    tcp = replace(
+        scenario.tcp, window_bytes=PositiveBytes(1 << 60), slow_start=False, ack_share=Share(0),
+        restart_after_idle=False, loss_model="none", headers=False,
+    )  # fmt: skip
+    wan = tuple(replace(line, **quiet, buffer_bytes=None) for line in scenario.wan)
+    nodes = tuple(replace(node, machine="ideal") for node in scenario.nodes)
+    return replace(scenario, effects="ideal", media=media, wan=wan, tcp=tcp, nodes=nodes)

@@ -1,0 +1,286 @@
+"""What a group does in one run: a scenario's `[job]`, the same program in both worlds.
+
+Each repeat has four parts: the inputs are made, the machine computes (if the job says so), the ranks
+meet at a barrier, and the collective runs. Its time is that of the slowest rank, from its own
+leaving of the barrier on; ranks leave it a latency apart at most.
+
+Inputs are small whole numbers that every dtype holds exactly, drawn anew for each rank and laid out with
+a prime period, so that a part that arrives at the wrong place, twice or not at all changes the
+result. What every rank should end with is known from one period of each rank's input, and is compared
+bit by bit. The digest of a repeat is over all ranks' results, so it does not depend on the world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from hcsim import rng
+from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.arithmetic import dtype_named
+from hcsim.collectives.group import Data, Group, Options
+from hcsim.collectives.memory import Array
+from hcsim.collectives.plan import split
+from hcsim.collectives.select import choose
+from hcsim.collectives.shape import Shape
+from hcsim.config import Job
+from hcsim.errors import ConfigError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
+from hcsim.units import did_you_mean
+
+_PERIOD = 251
+_ADDENDS = 64
+"""Ranks with a number above zero at one place: 64 of at most 3 add up to what bfloat16 still holds."""
+_FIGURES = struct.Struct("!ddqq32s")
+
+
+class Lap(msgspec.Struct, frozen=True):
+    """One repeat, as all ranks saw it together."""
+
+    number: int
+    algorithm: str
+    compute_s: float
+    """Before the collective, on the slowest rank."""
+    seconds: float
+    """The collective, on the slowest rank."""
+    sent_bytes: int
+    """Payload that the busiest rank sent."""
+    wrong: int | None
+    """Elements that differ from the exact result, on all ranks; None for phantoms."""
+    sha256: str | None
+    """Over the results of all ranks, in their order."""
+
+
+Observer: TypeAlias = Callable[[Lap], None]
+Missing: TypeAlias = Callable[[list[int]], None]
+"""Told which ranks we still wait for, whenever that changes."""
+
+
+def check_job(job: Job) -> None:
+    """Refuse an algorithm that its operation does not have."""
+    names = ("auto", *algorithms(job.operation))
+    if job.algorithm not in names:
+        hint = did_you_mean(job.algorithm, names)
+        raise ConfigError(
+            f'algorithm = "{job.algorithm}": {job.operation} has no such algorithm{hint}; it has {", ".join(names)}'
+        )
+
+
+async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
+    """Return when every rank is there: all call the first, which answers when it has heard them all."""
+    if group.size == 1:
+        return
+    patient = group.subgroup(range(group.size), Options(timeout_s=wait_s))
+    token = np.zeros(1, np.uint8)
+    if group.rank:
+        missing([0])
+        await patient.sendrecv(token, 0, token.copy(), 0)
+        missing([])
+    else:
+        absent = list(range(1, group.size))
+
+        async def hear(rank: int) -> None:
+            await patient.recv(token.copy(), rank)
+            absent.remove(rank)
+            missing(absent)
+
+        missing(absent)
+        await asyncio.gather(*(hear(rank) for rank in range(1, group.size)))
+        await asyncio.gather(*(patient.send(token, rank) for rank in range(1, group.size)))
+
+
+async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
+    """Do the job on this rank; the observer hears of each repeat when it is over."""
+    algorithm = _resolved(group, job)
+    laps = []
+    for number in range(1, job.repeat + 1):
+        lap = await _repeat(group, job, algorithm, number)
+        laps.append(lap)
+        observe(lap)
+    return laps
+
+
+async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
+    host = group._fate.mesh.host
+    start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
+    began_s = host.clock.now()
+    if job.compute is not None:
+        await host.device.run(Work(flops=job.compute), lambda: None)
+    computed_s = host.clock.now()
+    await group.barrier()
+    sent_before, started_s = group.bytes_sent, host.clock.now()
+    result = await start(algorithm)
+    ended_s, sent_bytes = host.clock.now(), group.bytes_sent - sent_before
+    wrong, digest = _examined(_parts(result), expected())
+    ours = _FIGURES.pack(computed_s - began_s, ended_s - started_s, sent_bytes, wrong, digest)
+    reports = await group.all_gather(np.frombuffer(ours, np.uint8))
+    figures = [_FIGURES.unpack(bytes(report)) for report in reports if not isinstance(report, Phantom)]
+    computes_s, times_s, sent, wrongs, digests = zip(*figures, strict=True)
+    verified = job.payload == "data"
+    return Lap(
+        number,
+        algorithm,
+        max(computes_s),
+        max(times_s),
+        max(sent),
+        sum(wrongs) if verified else None,
+        hashlib.sha256(b"".join(digests)).hexdigest() if verified else None,
+    )
+
+
+def _resolved(group: Group, job: Job) -> str:
+    """The algorithm's name, chosen as the group chooses when the job leaves it open."""
+    if job.algorithm != "auto":
+        return job.algorithm
+    length = _Inputs(job, group.size).length
+    sizes = tuple(hi - lo for lo, hi in pairwise(split(length, group.size)))
+    counts = (length,) * group.size if job.operation in ("all_gather", "gather") else sizes
+    shape = Shape(world=group.size, length=length, counts=counts, groups=group.options.groups)
+    element_bytes = 1 if job.payload == "phantom" else dtype_named(job.dtype).itemsize
+    return choose(job.operation, shape, element_bytes, group.options.links)
+
+
+class _Inputs:
+    """What each rank puts in, and the sum of it."""
+
+    def __init__(self, job: Job, world: int) -> None:
+        self.world = world
+        self.phantom = job.payload == "phantom"
+        self.dtype = np.dtype(np.uint8) if self.phantom else dtype_named(job.dtype)
+        self.length = job.size_bytes // self.dtype.itemsize
+        spread = -(-world // _ADDENDS)
+        draws = [rng.stream(0, "job input", rank) for rank in range(world)]
+        self._periods = np.array(
+            [
+                [draw.randint(1, 3) * ((place + rank) % spread == 0) for place in range(_PERIOD)]
+                for rank, draw in enumerate(draws)
+            ]
+        )
+
+    def of(self, rank: int, lo: int = 0, hi: int | None = None) -> Data:
+        """A range of one rank's input."""
+        return self._laid_out(self._periods[rank], lo, self.length if hi is None else hi)
+
+    def total(self, lo: int = 0, hi: int | None = None) -> Data:
+        """A range of the sum over all ranks."""
+        return self._laid_out(self._periods.sum(axis=0), lo, self.length if hi is None else hi)
+
+    def room(self, length: int) -> Data:
+        """A place to receive into."""
+        return Phantom(length) if self.phantom else np.zeros(length, self.dtype)
+
+    def _laid_out(self, period: Array, lo: int, hi: int) -> Data:
+        if self.phantom:
+            return Phantom(hi - lo)
+        # Integers that are too narrow wrap around, here as in the reduction.
+        turned: Array = np.roll(period, -lo).astype(self.dtype)
+        return np.resize(turned, hi - lo)
+
+
+def _parts(result: object) -> list[Data]:
+    if result is None:
+        return []
+    return result if isinstance(result, list) else [result]  # type: ignore[list-item]
+
+
+def _examined(result: Sequence[Data], expected: Sequence[Data]) -> tuple[int, bytes]:
+    """How many elements are wrong, and the digest of the result."""
+    digest = hashlib.sha256()
+    wrong = 0
+    for got, want in zip(result, expected, strict=True):
+        if not isinstance(got, Phantom) and not isinstance(want, Phantom):
+            wrong += int(np.count_nonzero(got != want))
+            digest.update(np.ascontiguousarray(got).view(np.uint8).data)
+    return wrong, digest.digest()
+
+
+_Start: TypeAlias = Callable[[str], Awaitable[Any]]
+_Expected: TypeAlias = Callable[[], list[Data]]
+
+
+def _all_reduce(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    return lambda algorithm: group.all_reduce(data, algorithm=algorithm), lambda: [inputs.total()]
+
+
+def _reduce(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    return (
+        lambda algorithm: group.reduce(data, algorithm=algorithm),
+        lambda: [inputs.of(group.rank) if group.rank else inputs.total()],
+    )
+
+
+def _broadcast(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    return lambda algorithm: group.broadcast(data, algorithm=algorithm), lambda: [inputs.of(0)]
+
+
+def _all_gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    return (
+        lambda algorithm: group.all_gather(data, algorithm=algorithm),
+        lambda: [inputs.of(rank) for rank in range(group.size)],
+    )
+
+
+def _gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    return (
+        lambda algorithm: group.gather(data, algorithm=algorithm),
+        lambda: [] if group.rank else [inputs.of(rank) for rank in range(group.size)],
+    )
+
+
+def _scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    """The size is the root's; what does not divide evenly is left out."""
+    part = inputs.length // group.size
+    parts = None if group.rank else [inputs.of(0, rank * part, (rank + 1) * part) for rank in range(group.size)]
+    into = inputs.room(part)
+    return (
+        lambda algorithm: group.scatter(parts, into, algorithm=algorithm),
+        lambda: [inputs.of(0, group.rank * part, (group.rank + 1) * part)],
+    )
+
+
+def _reduce_scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    data = inputs.of(group.rank)
+    lo, hi = split(inputs.length, group.size)[group.rank : group.rank + 2]
+    return lambda algorithm: group.reduce_scatter(data, algorithm=algorithm), lambda: [inputs.total(lo, hi)]
+
+
+def _all_to_all(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    """The size is what one rank sends, its part for itself included."""
+    cuts = list(pairwise(split(inputs.length, group.size)))
+    data = [inputs.of(group.rank, lo, hi) for lo, hi in cuts]
+    lo, hi = cuts[group.rank]
+    return (
+        lambda algorithm: group.all_to_all(data, [hi - lo] * group.size, algorithm=algorithm),
+        lambda: [inputs.of(rank, lo, hi) for rank in range(group.size)],
+    )
+
+
+def _barrier(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
+    return lambda algorithm: group.barrier(), list
+
+
+_EXERCISES: dict[str, Callable[[Group, _Inputs], tuple[_Start, _Expected]]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+"""By operation: how it is started, and what this rank should end with. Rank 0 is the root."""

@@ -1,0 +1,283 @@
+"""A collective that cannot succeed fails: on every rank, by name, in time, and without touching data afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hcsim import Group, Options, Phantom
+from hcsim.config import Crash, Partition, Pause, Reset
+from hcsim.errors import CollectiveError, CollectiveTimeout
+from hcsim.virtual.world import HostCrashed
+
+TIMEOUT = Options(timeout_s=2.0)
+GRACE_S = 0.5
+"""To tell the others and to close the links."""
+LARGE = Phantom(100_000_000)
+"""Most of a second on a gigabit link."""
+
+
+async def failure(operation: Awaitable[Any]) -> tuple[CollectiveError, float]:
+    """The error that ends the operation, and when it came."""
+    with pytest.raises(CollectiveError) as caught:
+        await operation
+    return caught.value, asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_timeout_names_the_silent_peer_and_the_phase(virtual, connected):
+    async def program(group: Group) -> tuple[CollectiveError, float] | None:
+        if connected:
+            await group.barrier()
+        if group.rank == 2:
+            await asyncio.sleep(60)
+            return None
+        return await failure(group.all_reduce(np.ones(10), algorithm="centralized"))
+
+    root, waiting, _ = virtual.run(3, program, options=TIMEOUT)
+    for error, at_s in (root, waiting):
+        assert isinstance(error, CollectiveError)
+        assert 2.0 <= at_s < 2.0 + GRACE_S
+    assert isinstance(root[0], CollectiveTimeout)
+    assert isinstance(root[0], TimeoutError)
+    assert root[0].peer == 2
+    assert "rank 2" in root[0].phase
+    assert ("receiving" if connected else "opening") in root[0].phase
+    assert "all_reduce" in str(root[0])
+
+
+def test_the_first_rank_to_time_out_ends_the_operation_everywhere(virtual):
+    async def program(group: Group) -> tuple[CollectiveError, float]:
+        await group.barrier()
+        if group.rank == 3:
+            await asyncio.sleep(1.5)  # its own deadline is later
+            return await failure(group.all_reduce(LARGE, algorithm="ring"))
+        if group.rank == 0:
+            await asyncio.sleep(60)
+        return await failure(group.all_reduce(LARGE, algorithm="ring"))
+
+    silent, *others = virtual.run(4, program, options=TIMEOUT)
+    for error, at_s in others:
+        assert at_s < 2.0 + GRACE_S
+        assert "rank" in str(error)
+    assert "was not started" in str(silent[0])
+
+
+def test_a_failed_group_repeats_its_error_and_reopens(cluster):
+    async def program(group: Group) -> tuple[int, float]:
+        if group.rank == 0:
+            with pytest.raises(CollectiveError):
+                await group.all_reduce(np.ones(3))
+        else:
+            with pytest.raises(CollectiveError):
+                await group.all_reduce(np.ones(4))
+        with pytest.raises(CollectiveError, match="was not started"):
+            await group.all_reduce(np.ones(3))
+        with pytest.raises(CollectiveError, match="was not started"):
+            await group.send(np.ones(3), 1 - group.rank)
+        async with await group.reopen() as again:
+            result = await again.all_reduce(np.full(3, group.rank + 1.0))
+            await again.barrier()
+            return again.epoch, float(result[0])
+
+    assert cluster.run(2, program) == [(1, 3.0), (1, 3.0)]
+
+
+def test_a_late_rank_of_the_old_epoch_is_refused_and_can_join_the_new_one(virtual):
+    async def program(group: Group) -> float:
+        if group.rank == 2:
+            await asyncio.sleep(3)
+        with pytest.raises(CollectiveError, match="epoch" if group.rank == 2 else ""):
+            await group.all_reduce(np.full(5, 100.0), algorithm="centralized")
+        async with await group.reopen() as again:
+            # The others have waited here since their deadline, in the new epoch.
+            result = await again.all_reduce(np.full(5, group.rank + 1.0), algorithm="centralized")
+            return float(result[0])
+
+    assert virtual.run(3, program, options=TIMEOUT) == [6.0, 6.0, 6.0]
+
+
+def test_a_cancelled_operation_fails_on_the_other_ranks(cluster):
+    async def program(group: Group) -> CollectiveError | None:
+        await group.barrier()
+        if group.rank == 1:
+            pending = group.all_reduce(np.ones(10))
+            await asyncio.sleep(0)
+            pending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pending
+            with pytest.raises(CollectiveError, match="cancelled"):
+                await group.barrier()
+            return None
+        return (await failure(group.all_reduce(np.ones(10))))[0]
+
+    for rank, error in enumerate(cluster.run(3, program)):
+        if rank != 1:
+            assert "cancelled on rank 1" in str(error)
+
+
+MISMATCHES = {
+    "lengths": lambda group, odd: group.all_reduce(np.ones(11 if odd else 10)),
+    "dtypes": lambda group, odd: group.all_reduce(np.ones(10, np.int32 if odd else np.float32)),
+    "reductions": lambda group, odd: group.all_reduce(np.ones(10), "max" if odd else "sum"),
+    "algorithms": lambda group, odd: group.all_reduce(np.ones(12), algorithm="centralized" if odd else "tree"),
+    "roots": lambda group, odd: group.broadcast(np.ones(10), 1 if odd else 0),
+    "counts": lambda group, odd: group.all_gather(np.ones(4), [4, 4, 5] if odd else [4, 4, 4]),
+    "operations": lambda group, odd: group.reduce(np.ones(10)) if odd else group.all_reduce(np.ones(10)),
+    "parts": lambda group, odd: group.all_to_all([np.ones(4)] * 3, [3, 4, 4] if odd else None),
+    "payloads": lambda group, odd: group.all_reduce(Phantom(40) if odd else np.ones(10, np.float32)),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_disagree_are_told_so(virtual, what):
+    async def program(group: Group) -> tuple[CollectiveError, float]:
+        return await failure(MISMATCHES[what](group, group.rank == 1))
+
+    results = virtual.run(3, program, options=TIMEOUT)
+    assert [result for result in results if isinstance(result, BaseException)] == []
+    assert any("another operation" in str(error) for error, _ in results)
+    for _, at_s in results:
+        assert at_s < TIMEOUT.timeout_s
+
+
+def test_a_message_of_another_length_than_expected_is_refused(cluster):
+    async def program(group: Group) -> str:
+        with pytest.raises(CollectiveError) as caught:
+            if group.rank == 0:
+                await group.send(np.ones(10), 1)
+                await group.barrier()
+            else:
+                await group.recv(np.ones(9), 0)
+        return str(caught.value)
+
+    _, receiver = cluster.run(2, program)
+    assert "80 bytes" in receiver
+    assert "72" in receiver
+
+
+FAULTS = {
+    "reset": Reset(at_s=0.3, between=("mac-0", "mac-1")),
+    "clean crash": Crash(at_s=0.3, node="mac-1", clean=True),
+    "silent crash": Crash(at_s=0.3, node="mac-1"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized", "halving_doubling"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_middle_ends_the_operation_on_all_survivors(virtual, fault, algorithm):
+    async def program(group: Group) -> tuple[CollectiveError, float]:
+        return await failure(group.all_reduce(LARGE, algorithm=algorithm))
+
+    results = virtual.outcome(4, program, options=TIMEOUT, faults=[FAULTS[fault]]).results
+    crashed = [result for result in results if isinstance(result, HostCrashed)]
+    errors = [result for result in results if not isinstance(result, HostCrashed)]
+    assert len(crashed) == (fault != "reset")
+    assert len(errors) + len(crashed) == 4
+    noticed_s = 2.0 if fault == "silent crash" else 0.3
+    for error, at_s in errors:
+        assert error.peer is not None
+        assert at_s < noticed_s + GRACE_S
+    if fault == "silent crash":
+        assert any(isinstance(error, CollectiveTimeout) and error.peer == 1 for error, _ in errors)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Pause(at_s=0.01, node="mac-1", duration_s=1.0),
+        Partition(at_s=0.01, sides=(("mac-0",), ("mac-1", "mac-2")), duration_s=1.0),
+        Partition(at_s=0.01, sides=(("mac-0",), ("mac-1",)), duration_s=1.0, oneway=True),
+        Partition(at_s=0.01, sides=(("mac-1",), ("mac-0",)), duration_s=1.0, oneway=True),
+    ],
+    ids=["pause", "partition", "oneway", "the other way"],
+)
+def test_a_fault_that_heals_in_time_only_delays(virtual, fault):
+    async def program(group: Group) -> bool:
+        data = np.arange(1_000_000, dtype=np.int64) + group.rank
+        await group.all_reduce(data, algorithm="ring")
+        return bool((data == 3 * np.arange(1_000_000) + 3).all())
+
+    outcome = virtual.outcome(3, program, options=TIMEOUT, faults=[fault])
+    assert outcome.results == [True, True, True]
+    assert outcome.seconds > 1.0
+
+
+def test_who_leaves_early_is_named_to_those_who_wait(cluster):
+    async def program(group: Group) -> CollectiveError | None:
+        await group.barrier()
+        if group.rank == 1:
+            return None
+        return (await failure(group.all_reduce(np.ones(100))))[0]
+
+    waiting, gone = cluster.run(2, program)
+    assert gone is None
+    assert "rank 1 has left the group" in str(waiting)
+    assert waiting.peer == 1
+
+
+def test_who_has_what_it_needs_may_leave_while_others_go_on(cluster):
+    async def program(group: Group) -> float:
+        await group.barrier()
+        data = np.full(10, group.rank + 1.0)
+        if group.rank == 2:
+            await group.send(data, 0)
+            return 0.0
+        if group.rank == 0:
+            await group.recv(data, 2)
+        pair = group.subgroup([0, 1])
+        return float((await pair.all_reduce(data))[0])
+
+    assert cluster.run(3, program) == [5.0, 5.0, 0.0]
+
+
+def test_closing_ends_our_own_operations(cluster):
+    async def program(group: Group) -> bool:
+        await group.barrier()
+        if group.rank == 0:
+            pending = group.recv(np.ones(3), 1)
+            await asyncio.sleep(0)
+            await group.close()
+            with pytest.raises(CollectiveError, match="closed"):
+                await pending
+        with pytest.raises(CollectiveError):
+            await group.barrier()
+        return True
+
+    assert cluster.run(2, program) == [True, True]
+
+
+async def until_partly_received(data: np.ndarray[Any, Any]) -> None:
+    while not data[0]:
+        await asyncio.sleep(0.0001)
+    assert not data[-1]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+def test_nothing_is_written_into_an_array_once_its_operation_has_ended(cluster, how):
+    async def program(group: Group) -> bool:
+        await group.barrier()
+        data = np.full(64 << 20, group.rank, np.uint8)
+        if group.rank == 1:
+            with pytest.raises(CollectiveError):
+                await group.broadcast(data, 1)
+                await group.barrier()
+            return True
+        pending = group.broadcast(data, 1)
+        await until_partly_received(data)
+        if how == "cancelled":
+            pending.cancel()
+        else:
+            await group.close()
+        with pytest.raises((CollectiveError, asyncio.CancelledError)):
+            await pending
+        kept = data.copy()
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        return bool((data == kept).all())
+
+    assert cluster.run(2, program) == [True, True]

@@ -1,0 +1,200 @@
+"""What the two worlds rest on, read from the source: who imports whom, and what a component never does.
+
+A component takes time, randomness, the network and the order of events from its host alone. Whatever
+would bring them in by another way is refused here, with its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HCSIM = Path(__file__).parent.parent / "hcsim"
+COMPONENTS = ("transport", "collectives", "identity", "cluster", "training")
+"""Folders; those that do not exist yet have no files to check."""
+
+OFF_LIMITS = (
+    "simpy", "socket", "time", "random", "secrets", "os", "subprocess", "threading", "importlib",
+    "hcsim.virtual", "hcsim.real", "hcsim.launch", "hcsim.cli",
+    *(f"asyncio.{name}" for name in ("sleep", "open_connection", "start_server", "to_thread", "wait", "as_completed")),
+)  # fmt: skip
+OFF_LIMITS_METHODS = ("time", "run_in_executor", "sock_connect", "create_connection", "create_server")
+"""Of the event loop, however it is called there."""
+BY_ADDRESS = ("id", "hash")
+IN_ORDER = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed", "fromkeys", "join", "extend")
+"""Calls that keep the order of what they are given."""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, full dotted name, and the name it has in this file, of everything imported anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def is_within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def offences(source: str) -> list[str]:
+    """What a component with this source does that no component may, as "line: what"."""
+    tree = ast.parse(source)
+    found = [(line, f"imports {name}") for line, name, _ in imports(tree) if is_within(name, OFF_LIMITS)]
+    homes = {local: name for _, name, local in imports(tree)}
+    sets = frozenset(_names_of_sets(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            base, _, rest = ast.unparse(node).partition(".")
+            if is_within(full := f"{homes.get(base, base)}.{rest}", OFF_LIMITS):
+                found.append((node.lineno, f"uses {full}"))
+            elif node.attr in OFF_LIMITS_METHODS:
+                found.append((node.lineno, f"uses {ast.unparse(node)}"))
+        if isinstance(node, ast.Name) and node.id in BY_ADDRESS:
+            found.append((node.lineno, f"uses {node.id}()"))
+        found += [
+            (read.lineno, f"reads {ast.unparse(read)} in the order of a set")
+            for read in _read_in_order(node)
+            if _is_set(read, sets)
+        ]
+    return [f"{line}: {what}" for line, what in sorted(found)]
+
+
+def _read_in_order(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        return [node.iter]
+    if isinstance(node, ast.Starred):
+        return [node.value]
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        popped = [node.func.value] if isinstance(node.func, ast.Attribute) and name == "pop" and not node.args else []
+        return [*popped, *(node.args if name in IN_ORDER else ())]
+    return []
+
+
+def _is_set(node: ast.expr, names: frozenset[str] = frozenset()) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _is_set(node.left, names) or _is_set(node.right, names)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("set", "frozenset")
+    return isinstance(node, ast.Set | ast.SetComp) or ast.unparse(node) in names
+
+
+def _names_of_sets(tree: ast.AST) -> Iterator[str]:
+    """Names, attributes and parameters of this file that hold a set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and _is_set_type(node.annotation):
+            yield ast.unparse(node.target)
+        elif isinstance(node, ast.arg) and node.annotation is not None and _is_set_type(node.annotation):
+            yield node.arg
+        elif isinstance(node, ast.Assign) and _is_set(node.value):
+            yield from (ast.unparse(target) for target in node.targets)
+
+
+def _is_set_type(annotation: ast.expr) -> bool:
+    return ast.unparse(annotation).partition("[")[0] in ("set", "frozenset")
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(HCSIM))
+
+
+@pytest.mark.parametrize("path", [path for name in COMPONENTS for path in sources(HCSIM / name)], ids=name_of)
+def test_a_component_takes_everything_from_its_host(path: Path) -> None:
+    assert offences(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(("world", "other"), [("virtual", "real"), ("real", "virtual")])
+def test_neither_world_knows_the_other(world: str, other: str) -> None:
+    files = sources(HCSIM / world)
+    assert files
+    for path in files:
+        names = [name for _, name, _ in imports(ast.parse(path.read_text(encoding="utf-8")))]
+        assert [name for name in names if is_within(name, (f"hcsim.{other}",))] == [], path
+
+
+def test_torch_is_imported_in_one_file_and_there_only_when_it_is_used() -> None:
+    importers = []
+    for path in sources(HCSIM):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        importers += [name_of(path) for _, name, _ in imports(tree) if is_within(name, ("torch",))]
+        at_top = [name for node in tree.body for _, name, _ in imports(node) if not isinstance(node, ast.FunctionDef)]
+        assert not any(is_within(name, ("torch",)) for name in at_top), path
+    assert importers == ["real/device.py"]
+
+
+@pytest.mark.parametrize("module", ["hcsim", "hcsim.launch", "hcsim.cli"])
+def test_the_ways_in_do_not_wait_for_heavy_libraries(module: str) -> None:
+    heavy = f"import sys, {module}; print([name for name in ('torch', 'matplotlib', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("source", "offence"),
+    [
+        ("import time", "imports time"),
+        ("import numpy, socket as s", "imports socket"),
+        ("from time import monotonic", "imports time.monotonic"),
+        ("from os import environ", "imports os.environ"),
+        ("import os.path", "imports os.path"),
+        ("def f():\n    import random", "imports random"),
+        ("if TYPE_CHECKING:\n    from random import Random", "imports random.Random"),
+        ("from hcsim import virtual", "imports hcsim.virtual"),
+        ("from hcsim.real.tcp import TcpChannel", "imports hcsim.real.tcp.TcpChannel"),
+        ("from asyncio import sleep", "imports asyncio.sleep"),
+        ("import asyncio\nawait asyncio.sleep(1)", "uses asyncio.sleep"),
+        ("import asyncio as aio\nnap = aio.sleep", "uses asyncio.sleep"),
+        ("import asyncio\nasyncio.open_connection('a', 1)", "uses asyncio.open_connection"),
+        ("import asyncio\nasyncio.start_server(f)", "uses asyncio.start_server"),
+        ("import asyncio\ndone, late = await asyncio.wait(tasks)", "uses asyncio.wait"),
+        ("import asyncio\nfor one in asyncio.as_completed(tasks): pass", "uses asyncio.as_completed"),
+        ("import asyncio\nasyncio.get_running_loop().time()", "uses asyncio.get_running_loop().time"),
+        ("self._loop.time()", "uses self._loop.time"),
+        ("loop.run_in_executor(None, f)", "uses loop.run_in_executor"),
+        ("order = sorted(peers, key=id)", "uses id()"),
+        ("slot = hash(name) % 8", "uses hash()"),
+        ("for x in {1, 2}: pass", "reads {1, 2} in the order of a set"),
+        ("[x for x in set(names)]", "reads set(names) in the order of a set"),
+        ("sum(x for x in {y for y in z})", "reads {y for y in z} in the order of a set"),
+        ("for x in set(a) - b: pass", "reads set(a) - b in the order of a set"),
+        ("for i, x in enumerate(frozenset(a)): pass", "reads frozenset(a) in the order of a set"),
+        ("[*{1, 2}]", "reads {1, 2} in the order of a set"),
+        ("','.join({str(x) for x in y})", "reads {str(x) for x in y} in the order of a set"),
+        ("seen = set()\nfor x in seen: pass", "reads seen in the order of a set"),
+        ("self.seen: set[int] = make()\nfirst = self.seen.pop()", "reads self.seen in the order of a set"),
+        ("def f(ranks: frozenset[int]):\n    return list(ranks)", "reads ranks in the order of a set"),
+    ],
+)
+def test_what_a_component_may_not_do_is_found(source: str, offence: str) -> None:
+    assert [found.partition(": ")[2] for found in offences(source)] == [offence]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import asyncio\nasync with asyncio.timeout(1): await asyncio.gather(a, b)",
+        "import asyncio\nawait asyncio.wait_for(future, 1)",
+        "from timeit import default_timer",
+        "for x in sorted({1, 2}): pass",
+        "known = set(names)\nif 'a' in known and len(known) > 1: known.discard('a')",
+        "for x in {'a': 1}: pass",
+        "async def f(host): await host.clock.sleep(1)",
+        "class A:\n    def __hash__(self): return self.id",
+    ],
+)
+def test_what_a_component_may_do_is_left_alone(source: str) -> None:
+    assert offences(source) == []

@@ -2,13 +2,13 @@
 
     python -m experiments.sweep [--quick] [--out results]
 
-Each point is the median over a few repeats after a first one, which opens connections and windows.
-Payloads are phantoms, so a point costs no memory and its time does not depend on this machine:
-every run of the same code writes the same bytes into the table. A last cluster has nothing but
-latency and bandwidth, where the textbook's formulas hold, and is compared with them.
+Each point is the median over some repeats after a first one, which opens connections and windows.
+Payloads are phantoms, so a point needs no memory, and its time does not depend on this machine:
+every run of the same code writes the same bytes into the table. Some clusters have nothing but
+latency and bandwidth; there the textbook's formulas hold, and stand beside the result.
 
-Written are `allreduce.csv`, two figures (PNG and SVG), and `manifest.json` with all that is needed to
-tell two runs apart: the commit, versions, seeds, and the digest of each scenario and each trace.
+Written are `allreduce.csv`, two figures (PNG and SVG), and `manifest.json` with what is needed to
+tell two runs apart: the commit, versions, seeds, and digests of each scenario and each trace.
 """
 
 from __future__ import annotations
@@ -19,120 +19,180 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
-from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress
 
 from experiments import plots
+from experiments.clusters import FLAT, Cluster, homes, ideal
 from hcsim.collectives.cost import closed_form
 from hcsim.collectives.group import Group, Options
-from hcsim.config import Cable, Ethernet, Job, Scenario, Thunderbolt, idealised, load_scenario
-from hcsim.jobs import Lap, run_job
 from hcsim.launch import simulate
+from hcsim.runtime.channel import Phantom
 from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
-from hcsim.units import BitRate, Bytes
 
-FLAT = ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling")
-KIB, MIB = 1 << 10, 1 << 20
 TIMEOUT_S = 24 * 3600.0
-"""Slow links are part of the study; nothing is to fail for being slow."""
+"""Slow links are part of the study: nothing is to fail for being slow."""
+MEETING_S = 1.0
+"""Longer than the message takes that makes the appointment."""
+RECORDED = ("hcsim", "simpy", "numpy", "msgspec", "matplotlib")
 
 
-class Cluster(msgspec.Struct, frozen=True):
-    """One place to measure at."""
+class Effort(msgspec.Struct, frozen=True):
+    """How many points there are."""
 
-    title: str
-    scenario: Scenario
-    algorithms: tuple[str, ...] = FLAT
-    groups: tuple[tuple[int, ...], ...] = ()
-    alpha_beta: tuple[float, float] | None = None
-    """Latency in seconds and bytes per second, where links are uniform and nothing else takes time."""
+    sizes_bytes: tuple[int, ...]
+    repeats: int
 
-    @property
-    def name(self) -> str:
-        """As in the table."""
-        return self.scenario.name
+
+QUICK = Effort(tuple(4**power << 10 for power in range(9)), repeats=3)
+FULL = Effort(tuple(2**power << 10 for power in range(19)), repeats=9)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One row of the table."""
+    """One row of the table. Times are of the slowest rank."""
 
     cluster: str
     ranks: int
     algorithm: str
     size_bytes: int
-    seconds: float
+    median_s: float
     fastest_s: float
     slowest_s: float
     sent_bytes: int
+    """By the busiest rank."""
     closed_form_s: float | None
-
-
-def clusters() -> list[Cluster]:
-    """Five homes, made from the shipped scenarios, and one ideal switch."""
-    four, eight = load_scenario("four-macs-1gbe"), load_scenario("eight-macs-2.5gbe")
-    wifi, homes = load_scenario("two-macs-wifi"), load_scenario("two-homes-wan")
-    mini, laptop = four.nodes[0], wifi.nodes[0]
-    stations = tuple(replace(laptop, name=f"air-{number}") for number in range(1, 5))
-    switched = tuple(replace(eight.nodes[1], name=f"mini-{number}") for number in range(1, 9))
-    ideal = _ideal(four)
-    link = ideal.media[0]
-    assert isinstance(link, Ethernet)
-    return [
-        Cluster("4 Macs, 1 Gb/s Ethernet", four),
-        Cluster("8 Macs, 2.5 Gb/s Ethernet", replace(eight, name="eight-equal-macs-2.5gbe", nodes=switched)),
-        Cluster("4 Macs, one Wi-Fi 6 access point", replace(wifi, name="four-macs-wifi", nodes=stations)),
-        Cluster("4 Macs, ring of Thunderbolt cables", _cabled(mini)),
-        Cluster("2 homes with 2 Macs each, over the internet", homes, (*FLAT, "hierarchical"), ((0, 1), (2, 3))),
-        Cluster("8 ideal ports", ideal, alpha_beta=(link.latency_s, link.rate_bps / 8)),
-    ]
-
-
-def _ideal(four: Scenario) -> Scenario:
-    nodes = tuple(replace(four.nodes[0], name=f"node-{number}") for number in range(8))
-    return idealised(replace(four, name="eight-ideal-ports", nodes=nodes))
-
-
-def _cabled(node: msgspec.Struct) -> Scenario:
-    """Four Macs, each with a cable to the next; both directions at the measured faster rate."""
-    names = [f"mini-{number}" for number in range(1, 5)]
-    rate_bps = BitRate(16.4e9)
-    cables = tuple(Cable((names[i], names[(i + 1) % 4]), rate_bps, rate_bps) for i in range(4))
-    desk = Thunderbolt("desk", cables)
-    return _scenario_of("four-macs-thunderbolt", names, desk)
 
 
 def measure(cluster: Cluster, algorithm: str, size_bytes: int, repeats: int) -> tuple[Point, str]:
     """One point, and the digest of its trace."""
-    job = Job(algorithm=algorithm, size_bytes=Bytes(size_bytes), payload="phantom", repeat=repeats + 1)
-    uncut = cluster.alpha_beta is not None
-    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if uncut else Wire()
+    options = Options(timeout_s=TIMEOUT_S, groups=cluster.groups)
+    # The formulas know no pipelining, so messages are not cut where they are compared.
+    wire = Wire(segment_bytes=MAX_FRAME_BYTES) if cluster.alpha_beta else Wire()
 
-    async def program(group: Group) -> list[Lap]:
-        return await run_job(group, job, lambda lap: None)
+    async def program(group: Group) -> tuple[list[float], int]:
+        return await timed(group, algorithm, size_bytes, repeats)
 
-    options = Options(timeout_s=TIMEOUT_S, groups=cluster.groups if algorithm == "hierarchical" else ())
     outcome = simulate(cluster.scenario, program, options=options, wire=wire)
-    laps = outcome.values()[0][1:]
-    times_s = [lap.seconds for lap in laps]
-    ranks = len(cluster.scenario.nodes)
-    expected_s = closed_form(algorithm, ranks, size_bytes, *cluster.alpha_beta) if cluster.alpha_beta else None
+    by_rank, sent_bytes = zip(*outcome.values(), strict=True)
+    times_s = [max(times) for times in zip(*by_rank, strict=True)]
     point = Point(
-        cluster.name,
-        ranks,
+        cluster.scenario.name,
+        cluster.ranks,
         algorithm,
         size_bytes,
         statistics.median(times_s),
         min(times_s),
         max(times_s),
-        laps[0].sent_bytes,
-        expected_s,
+        max(sent_bytes),
+        closed_form(algorithm, cluster.ranks, size_bytes, *cluster.alpha_beta) if cluster.alpha_beta else None,
     )
     return point, outcome.trace_sha256
+
+
+async def timed(group: Group, algorithm: str, size_bytes: int, repeats: int) -> tuple[list[float], int]:
+    """This rank's times, and the bytes it sent in each. All virtual clocks agree, so all can start at one instant."""
+    clock = group._fate.mesh.host.clock
+    tensor = Phantom(size_bytes)
+    await group.all_reduce(tensor, algorithm=algorithm)
+    sent_bytes = group.bytes_sent
+    times_s = []
+    for _ in range(repeats):
+        nows_s = await group.all_gather(np.array([clock.now()]))
+        start_s = float(np.max(nows_s)) + MEETING_S
+        await clock.sleep(start_s - clock.now())
+        await group.all_reduce(tensor, algorithm=algorithm)
+        times_s.append(clock.now() - start_s)
+    return times_s, sent_bytes
+
+
+def textbook() -> list[Cluster]:
+    """Where the formulas hold. The tree is full: a fair network serves siblings together, not in turn."""
+    return [ideal(8, tuple(name for name in FLAT if name != "tree")), ideal(7, ("tree",))]
+
+
+def grid(places: list[Cluster], effort: Effort) -> list[tuple[Cluster, str, int]]:
+    """All points of the study. Where messages must stay whole, the sizes end where a frame does."""
+    return [
+        (cluster, algorithm, size_bytes)
+        for cluster in places
+        for algorithm in cluster.algorithms
+        for size_bytes in effort.sizes_bytes
+        if not cluster.alpha_beta or size_bytes <= MAX_FRAME_BYTES
+    ]
+
+
+def write_table(points: list[Point], file: Path) -> None:
+    with file.open("w", newline="", encoding="utf-8") as out:
+        rows = csv.writer(out, lineterminator="\n")
+        rows.writerow(Point.__struct_fields__)
+        rows.writerows(msgspec.structs.astuple(point) for point in points)
+
+
+def manifest(places: list[Cluster], points: list[Point], traces: list[str], command: str) -> dict[str, Any]:
+    """What made these files."""
+    digest = hashlib.sha256
+    return {
+        "command": command,
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in RECORDED}},
+        "scenarios": [
+            {
+                "name": cluster.scenario.name,
+                "seed": cluster.scenario.seed,
+                "sha256": digest(msgspec.json.encode(cluster.scenario, enc_hook=float)).hexdigest(),
+            }
+            for cluster in places
+        ],
+        "trace_sha256": {
+            f"{point.cluster} {point.algorithm} {point.size_bytes}": trace
+            for point, trace in zip(points, traces, strict=True)
+        },
+    }
+
+
+def _commit() -> str | None:
+    """What is checked out, with a mark when files differ from it; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def study(places: list[Cluster], effort: Effort, out: Path, command: str) -> list[Point]:
+    """Measure everything and write the files."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        todo = progress.track(grid(places, effort), description="simulating")
+        points, traces = map(list, zip(*(measure(*point, effort.repeats) for point in todo), strict=True))
+    write_table(points, out / "allreduce.csv")
+    text = json.dumps(manifest(places, points, traces, command), indent=1)
+    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    titles = {cluster.scenario.name: cluster.title for cluster in places}
+    plots.times_by_link([point for point in points if point.closed_form_s is None], titles, out / "allreduce_by_link")
+    plots.closed_forms([point for point in points if point.closed_form_s is not None], out / "allreduce_closed_form")
+    return points
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the table and the figures go.")] = Path("results"),
+) -> None:
+    """Simulate all-reduces on unlike links; write a table, a manifest and figures."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from None
+    command = "python -m experiments.sweep" + (" --quick" if quick else "")
+    points = study([*homes(), *textbook()], QUICK if quick else FULL, out, command)
+    typer.echo(f"{len(points)} points in {out / 'allreduce.csv'}, figures beside it")
+
+
+if __name__ == "__main__":
+    typer.run(main)

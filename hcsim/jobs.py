@@ -2,7 +2,7 @@
 
 Each repeat has four parts: the inputs are made, the machine computes (if the job says so), the ranks
 meet at a barrier, and the collective runs. Its time is that of the slowest rank, from its own
-leaving of the barrier on; ranks leave it a latency apart at most.
+leaving of the barrier on; ranks leave it a few latencies apart at most.
 
 Inputs are small whole numbers that every dtype holds exactly, drawn anew for each rank and laid out with
 a prime period, so that a part that arrives at the wrong place, twice or not at all changes the

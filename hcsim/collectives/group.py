@@ -289,20 +289,19 @@ class Group:
         try:
             async with fate.mesh.host.clock.timeout(timeout_s):
                 await execution.run()
-        except TimeoutError as error:
-            if isinstance(error, CollectiveError):
-                raise
+        except CollectiveError as error:
+            fate.fail(error)
+            await fate.ended()
+            raise
+        except TimeoutError:
             peer, phase = execution.blame()
             late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
             fate.fail(late)
             await fate.ended()
             raise late from None
-        except CollectiveError as error:
-            fate.fail(error)
-            await fate.ended()
-            raise
         except asyncio.CancelledError:
             fate.fail(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
+            await fate.ended()
             raise
         return result()
 

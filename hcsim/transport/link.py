@@ -52,6 +52,8 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._our_epoch = our_epoch
+        self._turn = 0
+        self._stripes_open = len(self.channels)
         self._loop = asyncio.get_running_loop()
         self._posted: dict[Tag, Receipt] = {}
         self._early: dict[Tag, tuple[Header, Payload]] = {}
@@ -68,12 +70,13 @@ class Link:
     def __repr__(self) -> str:
         return f"<link to rank {self.peer_rank} at {self.channels[0].peer}>"
 
-    async def send(self, header: Header, payload: Payload, stripe: int = 0) -> None:
-        """Send one segment."""
+    async def send(self, header: Header, payload: Payload) -> None:
+        """Send one segment, on the stripe whose turn it is."""
         if self._error is not None:
             raise self._error
         channels = self.channels
-        await channels[stripe % len(channels)].send(header, payload)
+        self._turn = (self._turn + 1) % len(channels)
+        await channels[self._turn].send(header, payload)
         self.sent_bytes += header.length
 
     def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:
@@ -116,12 +119,16 @@ class Link:
         try:
             while True:
                 if self._early_bytes > EARLY_LIMIT_BYTES:
-                    self._drained = self._loop.create_future()
-                    await self._drained
+                    self._drained = self._drained or self._loop.create_future()
+                    await asyncio.shield(self._drained)
                 header, payload = await channel.recv(self._place)
                 self._landed(header, payload)
         except ChannelError as error:
-            self.fail(error if not self.leaving else _left(self.peer_rank))
+            self._stripes_open -= 1
+            if not self.leaving:
+                self.fail(error)
+            elif not self._stripes_open:  # until then what it sent before it left may still come
+                self.fail(_left(self.peer_rank))
 
     def _place(self, header: Header) -> memoryview | None:
         if header.kind is not Kind.DATA:

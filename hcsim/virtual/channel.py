@@ -22,6 +22,9 @@ class VirtualChannel:
 
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream) -> None:
         self._host = host
+        self._loop = host.loop
+        self._trace = host.net.trace
+        self._send_buffer_bytes = host.net.tcp.send_buffer_bytes
         self._peer = peer
         self._out = outgoing
         self._in: Stream
@@ -57,17 +60,15 @@ class VirtualChannel:
         if payload.nbytes != header.length:
             raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
         out = self._out
-        buffer_bytes = self._host.net.tcp.send_buffer_bytes
-        if out.queued_bytes >= buffer_bytes or self._writers:
-            await self._wait_for_room(buffer_bytes)
+        if out.queued_bytes >= self._send_buffer_bytes or self._writers:
+            await self._wait_for_room()
         if self._end is not None:
             raise self._again(self._end)
         # The sender may overwrite its buffer while the frame is still under way.
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
-        label = (int(header.kind), header.operation, header.bucket, header.step, header.offset, header.length)
-        self._host.net.trace.record(self._host.loop.now_ns, "send", out.name, *label)
-        far = self._far
-        out.push(Message(HEADER_BYTES + header.length, label, lambda: far._arrived(header, kept)))
+        label = (header.kind, header.operation, header.bucket, header.step, header.offset, header.length)
+        self._trace.record(self._loop.now_ns, "send", out.name, *label)
+        out.push(Message(HEADER_BYTES + header.length, label, self._far._arrived, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
@@ -76,7 +77,7 @@ class VirtualChannel:
                 raise self._again(self._end)
             if self._reader is not None:
                 raise UsageError(f"two tasks receive from {self!r} at once")
-            self._reader = self._host.loop.create_future()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:
@@ -158,8 +159,8 @@ class VirtualChannel:
         """A fresh copy: raising one exception object twice would chain unrelated tracebacks."""
         return type(error)(str(error), self._peer)
 
-    async def _wait_for_room(self, buffer_bytes: int) -> None:
-        mine = self._host.loop.create_future()
+    async def _wait_for_room(self) -> None:
+        mine = self._loop.create_future()
         self._writers.append(mine)
         try:
             await mine
@@ -172,7 +173,7 @@ class VirtualChannel:
 
     def _room(self) -> None:
         """The send buffer has drained a little: let the first waiting sender go on."""
-        if self._writers and self._out.queued_bytes < self._host.net.tcp.send_buffer_bytes:
+        if self._writers and self._out.queued_bytes < self._send_buffer_bytes:
             future = self._writers.popleft()
             if not future.done():
                 future.set_result(None)

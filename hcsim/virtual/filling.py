@@ -121,6 +121,25 @@ def _fill_one(flow: Flow) -> list[Resource]:
     return touched
 
 
+def fill_alone(flow: Flow) -> None:
+    """Give a flow that shares with nobody all it can take."""
+    rate = flow.bound
+    limit = None
+    for resource, amount in flow.tight:
+        share = resource.capacity / amount
+        if share < rate:
+            rate = share
+            limit = resource
+    flow.rate = rate
+    flow.level = rate / flow.weight
+    flow.limit = limit
+    for resource, amount in flow.tight:
+        resource.load = amount * rate
+        resource.level = inf
+    if limit is not None:
+        limit.level = flow.level
+
+
 def fill(flows: list[Flow]) -> list[Resource]:
     """Give the flows their shares of what others leave; return the resources in which the certificate may now fail."""
     if len(flows) == 1:

@@ -4,7 +4,8 @@ A resource is something that flows share: one direction of a network card, an ac
 air time, one direction of a cable, a home's uplink. A path lists what one byte per second
 takes of each, so the sharing model needs to know nothing about media.
 
-- Switched Ethernet: one egress and one ingress resource per card; the switch is not a limit.
+- Switched Ethernet: one egress and one ingress resource per card; the switch is not a limit. A card of
+  infinite rate has neither: only latency is left.
 - Wi-Fi: air time, capacity 1 per access point. A byte costs 1/R of a station with goodput R;
   from station to station it crosses the air twice.
 - Thunderbolt: two directional resources per cable; a host that forwards for others has a
@@ -165,13 +166,13 @@ class Topology:
     def _ethernet(self, node: Node, medium: Ethernet, link: Attachment) -> _Port:
         rate = goodput_bytes_ps(link.rate_bps or medium.rate_bps, medium.mtu, self.scenario.tcp)
         latency = link.latency_s if link.latency_s is not None else medium.latency_s
-        out, into = (self.resource(f"{node.name}.{medium.name}.{way}", rate) for way in ("out", "in"))
 
-        def hop(resource: Resource) -> Hop:
+        def hop(way: str) -> Hop:
             # The wire's latency belongs to the medium; each end carries half of it.
-            return Hop(((resource, 1.0),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate)
+            uses = ((self.resource(f"{node.name}.{medium.name}.{way}", rate), 1.0),) if rate < inf else ()
+            return Hop(uses, latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate)
 
-        return _Port(medium, hop(out), hop(into))
+        return _Port(medium, hop("out"), hop("in"))
 
     def _wifi(self, node: Node, medium: Wifi, link: Attachment) -> _Port:
         rate = (link.rate_bps or medium.phy_rate_bps) * medium.efficiency / 8

@@ -10,8 +10,8 @@ step. Timers with equal deadlines run in the order in which they were set. Withi
 SimPy's own events come before timers. So a run depends on nothing but the program.
 
 Timers wait in a heap of ours and not in SimPy's, from which nothing can be taken out: a
-cancelled `timeout(60)` would stay there for a minute. When a timer is next, one reused SimPy
-event is scheduled for its deadline and processed at once, which moves SimPy's clock there.
+cancelled `timeout(60)` would stay there for a minute. When a timer is next, SimPy's clock is
+moved to its deadline (`Environment.advance`), so that SimPy's processes and ours see one time.
 Cancelled timers are swept out when they are half of the heap: O(log n) a timer, amortised.
 
 Owners. A callback belongs to the host that `OWNER` names in its context. A frozen host's
@@ -51,6 +51,28 @@ _FEWEST_WORTH_SWEEPING = 64
 _CLOSED = "the virtual loop is closed"
 
 _log = logging.getLogger(__name__)
+
+
+class Environment(simpy.Environment):
+    """SimPy's, with a clock that the loop can move, and a count of the events that wait in it."""
+
+    waiting = 0
+
+    def schedule(
+        self, event: simpy.Event, priority: simpy.events.EventPriority = simpy.events.NORMAL, delay: float = 0
+    ) -> None:
+        """See `simpy.Environment.schedule`."""
+        self.waiting += 1
+        super().schedule(event, priority, delay)
+
+    def step(self) -> None:
+        """See `simpy.Environment.step`."""
+        self.waiting -= 1
+        super().step()
+
+    def advance(self, now_ns: int) -> None:
+        """Let time pass in which no event of SimPy's happens."""
+        self._now = now_ns
 
 
 class Callback(asyncio.TimerHandle):
@@ -120,15 +142,15 @@ _ABSENT: Any = _refuse
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file.
 
-    `on_timer`, if set, is called with the number of each timer that fires.
+    `on_timer`, if set, is called with the number of each timer that fires, the world's own excepted.
     """
 
-    def __init__(self, env: simpy.Environment | None = None) -> None:
-        self.env = simpy.Environment() if env is None else env
+    def __init__(self) -> None:
+        self.env = Environment()
+        """Plain SimPy processes live here."""
+        self.now_ns = 0
+        """The world's time."""
         self.on_timer: Callable[[int], None] | None = None
-        self._now_ns = _whole_ns(self.env.now)
-        self._tick = self.env.timeout(0)  # Processed in the first step, before any timer, and then used again.
-        self.env.timeout(math.inf)  # It never comes. Without it, to look for the next event in vain costs an exception.
         self._ready: deque[Callback] = deque()
         self._timers: list[tuple[int, int, Callback]] = []
         self._timers_set = 0
@@ -147,14 +169,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # Time and callbacks.
 
-    @property
-    def now_ns(self) -> int:
-        """The world's time."""
-        return self._now_ns
-
     def time(self) -> float:
         """The world's time in seconds."""
-        return self._now_ns / 1e9
+        return self.now_ns / 1e9
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -174,7 +191,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
         """Run the callback after that many seconds; any delay above zero takes a nanosecond at least."""
-        deadline_ns = self._now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self._now_ns
+        deadline_ns = self.now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self.now_ns
         return self._set_timer(deadline_ns, callback, args, copy_context() if context is None else context)
 
     def call_at(
@@ -353,7 +370,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self.call_exception_handler({"message": message, "exception": error, "task": task})
 
     def _run(self, main: asyncio.Future[Any]) -> None:
-        self._now_ns = _whole_ns(self.env.now)
         while not main.done():
             if self._ready:
                 self._run_round()
@@ -379,38 +395,36 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _step(self) -> None:
         """Take SimPy's next event or our next timer, whichever is earlier."""
-        timers = self._timers
+        timers, env = self._timers, self.env
         while timers and timers[0][2].loop is None:
             heappop(timers)
             self._timers_cancelled -= 1
-        next_event_ns = self.env.peek()
-        if self._at_instant_end and min(next_event_ns, timers[0][0] if timers else _NEVER_NS) > self._now_ns:
+        event_ns = env.peek() if env.waiting else _NEVER_NS
+        timer_ns = timers[0][0] if timers else _NEVER_NS
+        if self._at_instant_end and timer_ns > self.now_ns < event_ns:
             self._at_instant_end.popleft()()
-        elif timers and timers[0][0] < next_event_ns:
-            self._fire(*heappop(timers))
-        elif next_event_ns != _NEVER_NS:
-            self._now_ns = _whole_ns(next_event_ns)
-            self.env.step()
+        elif timer_ns < event_ns:
+            _, number, timer = heappop(timers)
+            if timer_ns > self.now_ns:
+                self.now_ns = timer_ns
+                env.advance(timer_ns)
+            timer.loop = None
+            if timer.context is None:
+                timer.callback(*timer.args)
+                return
+            if self.on_timer is not None:
+                self.on_timer(number)
+            if not (self._held and self._is_held(timer)):
+                self._call(timer)
+        elif event_ns != _NEVER_NS:
+            self.now_ns = _whole_ns(event_ns)
+            env.step()
         else:
             raise Deadlock(describe(self._waiting(), self._held.__contains__))
 
     def _waiting(self) -> dict[asyncio.Task[Any], object]:
         alive = ((task, owner) for task, owner in self._tasks.items() if owner not in self._discarded)
         return {task: owner for task, owner in alive if not task.done()}
-
-    def _fire(self, deadline_ns: int, number: int, timer: Callback) -> None:
-        if deadline_ns > self._now_ns:
-            self._tick.callbacks = []
-            self.env.schedule(self._tick, delay=deadline_ns - self._now_ns)
-            self.env.step()
-            self._now_ns = deadline_ns
-        timer.loop = None
-        if self.on_timer is not None:
-            self.on_timer(number)
-        if timer.context is None:
-            timer.callback(*timer.args)
-        elif not (self._held and self._is_held(timer)):
-            self._call(timer)
 
     def is_running(self) -> bool:
         """Whether this loop is the one that runs."""

@@ -41,12 +41,15 @@ NS = 1_000_000_000
 class Message:
     """Something that travels: its size on the wire, and what happens when it has arrived."""
 
-    __slots__ = ("arrive", "label", "size_bytes")
+    __slots__ = ("args", "arrive", "label", "size_bytes")
 
-    def __init__(self, size_bytes: int, label: tuple[str | int, ...], arrive: Callable[[], None]) -> None:
+    def __init__(
+        self, size_bytes: int, label: tuple[str | int, ...], arrive: Callable[..., None], *args: object
+    ) -> None:
         self.size_bytes = size_bytes
         self.label = label
         self.arrive = arrive
+        self.args = args
 
 
 class Stream:
@@ -54,14 +57,15 @@ class Stream:
 
     __slots__ = (
         "_acked_from", "_arrival_ns", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns", "_jitter",
-        "_jitter_s", "_latency_ns", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues", "_rate",
-        "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "acks_blocked", "blocked", "dead", "flow", "gates",
+        "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues", "_rate",
+        "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven", "acks_blocked", "blocked", "dead", "flow", "gates",
         "name", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
         tcp = net.tcp
         self._net = net
+        self._loop = net.loop
         self.name = name
         self.queue: deque[Message] = deque()
         self.queued_bytes = 0
@@ -86,6 +90,7 @@ class Stream:
         self._loss = random_stream(net.seed, "loss", name)
         self._loss_bound = loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there)
         self._queues = tuple(hop.queue for hop in there.hops if hop.queue is not None)
+        self._uneven = bool(there.jitter_s or there.loss or self._queues)
         self._rate = 0.0
         self._remaining = 0.0
         self._changed_ns = 0
@@ -118,7 +123,7 @@ class Stream:
         self.outstanding -= size_bytes
         if stalled and self.queue and self.outstanding < self._net.tcp.window_bytes:
             # The news of the open window takes its time to get back to the sender.
-            self._net.loop.call_at_ns(self._net.loop.now_ns + self._latency_ns, self._resume)
+            self._loop.call_at_ns(self._loop.now_ns + self._latency_ns, self._resume)
 
     def obstruct(self, *, data: bool, acks: bool) -> None:
         """Say what a partition holds back from now on: what we send, the acknowledgements of it, or both."""
@@ -132,13 +137,13 @@ class Stream:
             self.outstanding -= self._unacknowledged
             self._unacknowledged = 0
         # TCP notices at its next retransmission.
-        when = self._net.loop.now_ns + round(RTO_S * NS)
+        when = self._loop.now_ns + round(RTO_S * NS)
         if not data:
             self._arrival_ns = max(self._arrival_ns, when)
             held, self._held = self._held, []
             for message in held:
-                self._net.loop.call_at_ns(when, self._arrive, message)
-        self._net.loop.call_at_ns(when, self._resume)
+                self._loop.call_at_ns(when, self._arrive, message)
+        self._loop.call_at_ns(when, self._resume)
 
     def kill(self) -> None:
         """Nothing more leaves and nothing more arrives."""
@@ -155,6 +160,7 @@ class Stream:
         """The path changed under us: another latency, loss, or cost per byte."""
         self._retime(there, back)
         self._packet_loss = there.loss
+        self._uneven = bool(there.jitter_s or there.loss or self._queues)
         self._loss_bound = loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there)
         if self.flow is None:
             return
@@ -181,7 +187,7 @@ class Stream:
         if self._net.tcp.restart_after_idle:
             self._restart_if_idle()
         self._remaining = self._acked_from = float(message.size_bytes)
-        self._changed_ns = self._net.loop.now_ns
+        self._changed_ns = self._loop.now_ns
         for gate in self.gates:
             gate.watch()
         self._net.start(self)
@@ -192,13 +198,13 @@ class Stream:
             return
         if self._remaining > 0.0:
             if self._rate == 0.0:
-                self._changed_ns = self._net.loop.now_ns
+                self._changed_ns = self._loop.now_ns
                 self._net.start(self)
         else:
             self._begin()
 
     def _pause(self) -> None:
-        self._advance(self._net.loop.now_ns)
+        self._advance(self._loop.now_ns)
         self._due += 1
         self._rate = 0.0
         assert self.flow is not None
@@ -206,7 +212,7 @@ class Stream:
 
     def rate_changed(self, rate: float) -> None:
         """Take a new rate from now on, and work out anew when the message will have left."""
-        loop = self._net.loop
+        loop = self._loop
         self._advance(loop.now_ns)
         self._rate = rate
         self._due += 1
@@ -226,19 +232,24 @@ class Stream:
             return
         message = self.queue[0]
         self._remaining = 0.0
-        self._grow(0.0)
+        if self._cwnd < self._net.tcp.window_bytes:
+            self._grow(0.0)
         self._left(message)
 
     def _left(self, message: Message) -> None:
         """The head's last byte is out: it will arrive; the next one follows at once."""
         net = self._net
-        now = net.loop.now_ns
+        now = self._loop.now_ns
         self.queue.popleft()
         self.queued_bytes -= message.size_bytes
         self.outstanding += message.size_bytes
-        arrival = now + self._latency_ns + self._delay_ns(message.size_bytes)
-        self._arrival_ns = arrival = max(arrival, self._arrival_ns)
-        net.loop.call_at_ns(arrival, self._arrive, message)
+        arrival = now + self._latency_ns
+        if self._uneven:
+            arrival += self._delay_ns(message.size_bytes)
+        if arrival < self._arrival_ns:
+            arrival = self._arrival_ns
+        self._arrival_ns = arrival
+        self._loop.call_at_ns(arrival, self._arrive, message)
         if self.on_room is not None:
             self.on_room()
         if self.queue and not self.blocked and self.outstanding < net.tcp.window_bytes:
@@ -248,7 +259,7 @@ class Stream:
             self._remaining = self._acked_from = float(self.queue[0].size_bytes)
             self._changed_ns = now
             self._due += 1
-            net.loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), self._sent, self._due)
+            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), self._sent, self._due)
         elif self.flow is not None:
             self._rate = 0.0
             self._idle_since_ns = now
@@ -260,8 +271,8 @@ class Stream:
         if self.blocked:  # it was in the air when the way closed, and will have to be sent again
             self._held.append(message)
             return
-        self._net.trace.record(self._net.loop.now_ns, "deliver", self.name, *message.label)
-        message.arrive()
+        self._net.trace.record(self._loop.now_ns, "deliver", self.name, *message.label)
+        message.arrive(*message.args)
 
     def _delay_ns(self, size_bytes: int) -> int:
         """What jitter, loss and full queues add to the latency of one message."""
@@ -293,26 +304,25 @@ class Stream:
 
     def _grow(self, remaining: float) -> None:
         """What was sent since the last look has been (or will be) acknowledged: the window opens by it."""
-        if self._cwnd < self._net.tcp.window_bytes:
-            self._cwnd += self._acked_from - remaining
-            assert self.flow is not None
-            self._net.bound(self.flow, self._bound())
+        self._cwnd += self._acked_from - remaining
         self._acked_from = remaining
+        assert self.flow is not None
+        self._net.bound(self.flow, self._bound())
 
     def _tick(self) -> None:
         """A round trip has passed."""
         self._ticking = False
         if self._remaining <= 0.0 or self._rate <= 0.0 or self.dead:
             return
-        self._advance(self._net.loop.now_ns)
+        self._advance(self._loop.now_ns)
         self._grow(self._remaining)
         # A stream held back by its share rather than by its window needs no further ticks.
         if self._cwnd < self._net.tcp.window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
             self._ticking = True
-            self._net.loop.call_at_ns(self._net.loop.now_ns + round(self._rtt_s * NS), self._tick)
+            self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick)
 
     def _restart_if_idle(self) -> None:
-        idle_s = (self._net.loop.now_ns - self._idle_since_ns) / NS
+        idle_s = (self._loop.now_ns - self._idle_since_ns) / NS
         if self._net.tcp.slow_start and idle_s > max(RTO_S, self._rtt_s):
             self._cwnd = float(self._net.tcp.initial_window_segments * self._mss)
             assert self.flow is not None
@@ -415,6 +425,7 @@ class Gate:
 
     def __init__(self, net: Network, air: Resource, wifi: Wifi) -> None:
         self._net = net
+        self._loop = net.loop
         self._air = air
         self._wifi = wifi
         self._rng = random_stream(net.seed, "gate", wifi.name)
@@ -426,11 +437,11 @@ class Gate:
         """Somebody starts to transmit."""
         if self._armed:
             return
-        now = self._net.loop.now_ns
+        now = self._loop.now_ns
         while self._until_ns <= now:
             self._draw()
         self._armed = True
-        self._net.loop.call_at_ns(max(self._from_ns, now), self._close)
+        self._loop.call_at_ns(max(self._from_ns, now), self._close)
 
     def _draw(self) -> None:
         self._from_ns = self._until_ns + round(self._rng.expovariate(1.0 / self._wifi.gate_every_s) * NS)
@@ -440,9 +451,9 @@ class Gate:
         if not self._net.sharing.is_used(self._air):
             self._armed = False
             return
-        self._net.trace.record(self._net.loop.now_ns, "gate", self._air.name, self._until_ns)
+        self._net.trace.record(self._loop.now_ns, "gate", self._air.name, self._until_ns)
         self._net.shut(self._air)
-        self._net.loop.call_at_ns(self._until_ns, self._reopen)
+        self._loop.call_at_ns(self._until_ns, self._reopen)
 
     def _reopen(self) -> None:
         self._net.open(self._air)

@@ -14,7 +14,7 @@ what is repaired stays so. The exception is a flow that waits for two others to 
 another resource. So where a flow fails that was just filled, its part is filled again together with
 the new offenders.
 
-Cost: O(its uses) for a flow that disturbs nobody; else proportional to the flows whose rates change
+Cost: O(its uses) for a flow that is alone in its resources or disturbs nobody; else proportional to the flows whose rates change
 and their neighbours, not to all. A change fades by the ratio of the coefficients at each hop (0.03
 for acknowledgements) and ends below `TOLERANCE`. Should repairs not end soon, which rounding could
 cause, all flows met so far are filled as one region that can only grow.
@@ -28,7 +28,7 @@ from math import inf
 from operator import attrgetter
 
 from hcsim.errors import UsageError
-from hcsim.virtual.filling import TOLERANCE, Flow, Resource, fill, offenders
+from hcsim.virtual.filling import TOLERANCE, Flow, Resource, fill, fill_alone, offenders
 from hcsim.virtual.tightness import admit, unfix
 
 __all__ = ["Flow", "Resource", "Sharing"]
@@ -93,13 +93,20 @@ class Sharing:
 
         A stopped flow has rate 0 afterwards and is not among them.
         """
-        region = self._take_changes()
-        if not region:
-            return region
-        touched = fill(region)
-        if touched:
+        changed: list[Flow] = []
+        region: list[Flow] = []
+        for flow in self._take_changes():
+            for resource, _ in flow.tight:
+                if len(resource.flows) > 1:
+                    region.append(flow)
+                    break
+            else:
+                fill_alone(flow)
+                flow.inside = False
+                if flow.rate != flow.previous:
+                    changed.append(flow)
+        if region and (touched := fill(region)):
             _repair(region, touched)
-        changed = []
         for flow in region:
             flow.inside = False
             if flow.rate != flow.previous:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hcsim import Group, Options, Phantom
+from hcsim import Group, Options, Phantom, Wire
 from hcsim.config import Crash, Partition, Pause, Reset
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.virtual.world import HostCrashed
@@ -26,6 +26,12 @@ async def failure(operation: Awaitable[Any]) -> tuple[CollectiveError, float]:
     with pytest.raises(CollectiveError) as caught:
         await operation
     return caught.value, asyncio.get_running_loop().time()
+
+
+async def followed_by_a_barrier(group: Group, operation: Awaitable[Any]) -> None:
+    """A rank that only sends cannot notice by itself that others failed, and is told within the next operation."""
+    await operation
+    await group.barrier()
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -91,7 +97,7 @@ def test_a_late_rank_of_the_old_epoch_is_refused_and_can_join_the_new_one(virtua
     async def program(group: Group) -> float:
         if group.rank == 2:
             await asyncio.sleep(3)
-        with pytest.raises(CollectiveError, match="epoch" if group.rank == 2 else ""):
+        with pytest.raises(CollectiveError, match="your epoch is 0, ours is 1" if group.rank == 2 else "took longer"):
             await group.all_reduce(np.full(5, 100.0), algorithm="centralized")
         async with await group.reopen() as again:
             # The others have waited here since their deadline, in the new epoch.
@@ -113,7 +119,7 @@ def test_a_cancelled_operation_fails_on_the_other_ranks(cluster):
             with pytest.raises(CollectiveError, match="cancelled"):
                 await group.barrier()
             return None
-        return (await failure(group.all_reduce(np.ones(10))))[0]
+        return (await failure(followed_by_a_barrier(group, group.all_reduce(np.ones(10)))))[0]
 
     for rank, error in enumerate(cluster.run(3, program)):
         if rank != 1:
@@ -125,7 +131,6 @@ MISMATCHES = {
     "dtypes": lambda group, odd: group.all_reduce(np.ones(10, np.int32 if odd else np.float32)),
     "reductions": lambda group, odd: group.all_reduce(np.ones(10), "max" if odd else "sum"),
     "algorithms": lambda group, odd: group.all_reduce(np.ones(12), algorithm="centralized" if odd else "tree"),
-    "roots": lambda group, odd: group.broadcast(np.ones(10), 1 if odd else 0),
     "counts": lambda group, odd: group.all_gather(np.ones(4), [4, 4, 5] if odd else [4, 4, 4]),
     "operations": lambda group, odd: group.reduce(np.ones(10)) if odd else group.all_reduce(np.ones(10)),
     "parts": lambda group, odd: group.all_to_all([np.ones(4)] * 3, [3, 4, 4] if odd else None),
@@ -136,13 +141,21 @@ MISMATCHES = {
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_disagree_are_told_so(virtual, what):
     async def program(group: Group) -> tuple[CollectiveError, float]:
-        return await failure(MISMATCHES[what](group, group.rank == 1))
+        return await failure(followed_by_a_barrier(group, MISMATCHES[what](group, group.rank == 1)))
 
     results = virtual.run(3, program, options=TIMEOUT)
     assert [result for result in results if isinstance(result, BaseException)] == []
     assert any("another operation" in str(error) for error, _ in results)
     for _, at_s in results:
         assert at_s < TIMEOUT.timeout_s
+
+
+def test_ranks_that_disagree_about_the_root_fail_in_time(virtual):
+    async def program(group: Group) -> tuple[CollectiveError, float]:
+        return await failure(followed_by_a_barrier(group, group.reduce(np.ones(10), int(group.rank == 1))))
+
+    for _, at_s in virtual.run(3, program, options=TIMEOUT):
+        assert at_s < TIMEOUT.timeout_s + GRACE_S
 
 
 def test_a_message_of_another_length_than_expected_is_refused(cluster):
@@ -192,9 +205,8 @@ def test_a_fault_in_the_middle_ends_the_operation_on_all_survivors(virtual, faul
         Pause(at_s=0.01, node="mac-1", duration_s=1.0),
         Partition(at_s=0.01, sides=(("mac-0",), ("mac-1", "mac-2")), duration_s=1.0),
         Partition(at_s=0.01, sides=(("mac-0",), ("mac-1",)), duration_s=1.0, oneway=True),
-        Partition(at_s=0.01, sides=(("mac-1",), ("mac-0",)), duration_s=1.0, oneway=True),
     ],
-    ids=["pause", "partition", "oneway", "the other way"],
+    ids=["pause", "partition", "oneway"],
 )
 def test_a_fault_that_heals_in_time_only_delays(virtual, fault):
     async def program(group: Group) -> bool:
@@ -253,31 +265,35 @@ def test_closing_ends_our_own_operations(cluster):
 
 async def until_partly_received(data: np.ndarray[Any, Any]) -> None:
     while not data[0]:
-        await asyncio.sleep(0.0001)
+        await asyncio.sleep(0)
     assert not data[-1]
 
 
-@pytest.mark.parametrize("how", ["cancelled", "closed"])
-def test_nothing_is_written_into_an_array_once_its_operation_has_ended(cluster, how):
+@pytest.mark.parametrize("how", ["cancelled", "closed", "failed beside another"])
+def test_nothing_is_written_into_an_array_once_its_operation_has_ended(real, how):
     async def program(group: Group) -> bool:
         await group.barrier()
         data = np.full(64 << 20, group.rank, np.uint8)
         if group.rank == 1:
             with pytest.raises(CollectiveError):
-                await group.broadcast(data, 1)
-                await group.barrier()
+                await followed_by_a_barrier(group, group.broadcast(data, 1))
             return True
+        beside = group.recv(np.ones(1), 1)
         pending = group.broadcast(data, 1)
         await until_partly_received(data)
         if how == "cancelled":
             pending.cancel()
-        else:
+        elif how == "closed":
             await group.close()
+        else:
+            beside.cancel()
         with pytest.raises((CollectiveError, asyncio.CancelledError)):
             await pending
         kept = data.copy()
-        for _ in range(50):
-            await asyncio.sleep(0.001)
+        with pytest.raises((CollectiveError, asyncio.CancelledError)):
+            await beside
+        await group.close()
         return bool((data == kept).all())
 
-    assert cluster.run(2, program) == [True, True]
+    # One segment is large, so that the operation ends in the middle of it.
+    assert real.run(2, program, wire=Wire(segment_bytes=16 << 20)) == [True, True]

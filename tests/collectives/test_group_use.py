@@ -1,0 +1,195 @@
+"""How a group is used: handles, buckets, subgroups, stripes, phantoms; and what it refuses at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from hcsim import Group, Options, Phantom, Wire, simulate
+from hcsim.config import parse_scenario
+from hcsim.errors import UsageError
+
+
+def test_an_operation_starts_when_it_is_called_and_says_when_it_is_done(cluster):
+    async def program(group: Group) -> bool:
+        pending = group.all_reduce(np.full(10, group.rank + 1))
+        assert not pending.done()
+        result = await pending
+        assert pending.done()
+        return bool((result == 3).all()) and await pending is result
+
+    assert cluster.run(2, program) == [True, True]
+
+
+def test_several_operations_in_flight_do_not_mix(cluster):
+    async def program(group: Group) -> list[int]:
+        arrays = [np.full(3000, 10**n, np.int64) for n in range(8)]
+        pending = [group.all_reduce(array, algorithm=("ring", "tree")[n % 2]) for n, array in enumerate(arrays)]
+        for each in reversed(pending):
+            await each
+        assert all((array == array[0]).all() for array in arrays)
+        return [int(array[0]) for array in arrays]
+
+    assert cluster.run(3, program, wire=Wire(segment_bytes=512)) == [[3 * 10**n for n in range(8)]] * 3
+
+
+def test_buckets_may_be_started_in_unlike_order(cluster):
+    async def program(group: Group) -> list[int]:
+        arrays = [np.full(3000, 10**n, np.int64) for n in range(6)]
+        order = [(n + 2 * group.rank) % 6 for n in range(6)]
+        pending = [group.all_reduce(arrays[n], bucket=n) for n in order]
+        for each in pending:
+            await each
+        return [int(array[0]) for array in arrays]
+
+    assert cluster.run(3, program) == [[3 * 10**n for n in range(6)]] * 3
+
+
+def test_subgroups_work_beside_each_other_and_the_whole(cluster):
+    async def program(group: Group) -> list[float]:
+        pair, trio, even = (0, 1), (4, 2, 3), (0, 2, 4)
+        mine = [group.subgroup(ranks) for ranks in (pair, trio, even) if group.rank in ranks]
+        assert [sub.size for sub in mine] == [len(ranks) for ranks in (pair, trio, even) if group.rank in ranks]
+        arrays = [np.full(100, 10.0**group.rank) for _ in range(len(mine) + 1)]
+        pending = [sub.all_reduce(array) for sub, array in zip((*mine, group), arrays, strict=True)]
+        for each in pending:
+            await each
+        return [float(array[0]) for array in arrays]
+
+    assert cluster.run(5, program) == [
+        [11.0, 10101.0, 11111.0],
+        [11.0, 11111.0],
+        [11100.0, 10101.0, 11111.0],
+        [11100.0, 11111.0],
+        [11100.0, 10101.0, 11111.0],
+    ]
+
+
+def test_a_subgroup_has_its_own_order_of_ranks_and_its_own_subgroups(cluster):
+    async def program(group: Group) -> float:
+        turned = group.subgroup([3, 1, 0, 2])
+        assert turned.rank == [2, 1, 3, 0][group.rank]
+        data = np.array([float(group.rank)])
+        await turned.broadcast(data, 0)
+        assert data[0] == 3
+        half = turned.subgroup([0, 2] if turned.rank in (0, 2) else [1, 3])
+        again = turned.subgroup([0, 2] if turned.rank in (0, 2) else [1, 3])
+        first, second = np.array([1.0 + group.rank]), np.array([10.0])
+        pending = (again.all_reduce(second), half.all_reduce(first)) if group.rank else None
+        pending = pending or (half.all_reduce(first), again.all_reduce(second))
+        for each in pending:
+            await each
+        assert second[0] == 20
+        return float(first[0])
+
+    assert cluster.run(4, program) == [5.0, 5.0, 5.0, 5.0]
+
+
+def test_a_group_of_one_needs_nobody(cluster):
+    async def program(group: Group) -> list[float]:
+        data = np.arange(5.0)
+        await group.all_reduce(data, "mean")
+        await group.broadcast(data)
+        await group.barrier()
+        (gathered,) = await group.all_gather(data)
+        (exchanged,) = await group.all_to_all([data])
+        dealt = await group.scatter([data], np.zeros(5))
+        part = await group.reduce_scatter(data)
+        assert all((found == data).all() for found in (gathered, exchanged, dealt, part))
+        return data.tolist()
+
+    assert cluster.run(1, program) == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_striping_changes_nothing_in_the_result(cluster, stripes):
+    async def program(group: Group) -> bool:
+        data = np.arange(100_000, dtype=np.int64) * (group.rank + 1)
+        await group.all_reduce(data, algorithm="ring")
+        return bool((data == 6 * np.arange(100_000)).all())
+
+    assert cluster.run(3, program, wire=Wire(stripes=stripes, segment_bytes=4096)) == [True] * 3
+
+
+def test_stripes_carry_more_where_one_connection_is_bound_by_its_window():
+    scenario = parse_scenario(
+        """
+        name = "long"
+        tcp = { window = "64 KiB", slow_start = false }
+        medium = [{ kind = "ethernet", name = "line", rate = "10 Gb/s", latency = "20 ms" }]
+        node = [{ name = "end", count = 2, machine = "ideal", links = ["line"] }]
+        """,
+        "long",
+    )
+
+    async def program(group: Group) -> float:
+        await group.barrier()
+        started_s = asyncio.get_running_loop().time()
+        data = Phantom(10_000_000)
+        await (group.send(data, 1) if group.rank == 0 else group.recv(data, 0))
+        return asyncio.get_running_loop().time() - started_s
+
+    seconds = [
+        simulate(scenario, program, wire=Wire(stripes=stripes, segment_bytes=32768)).values()[1] for stripes in (1, 4)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(4, rel=0.1)
+
+
+def test_phantoms_take_the_time_and_the_bytes_of_data(virtual):
+    async def program(group: Group, phantom: bool) -> int:
+        data = Phantom(1_200_000) if phantom else np.zeros(1_200_000, np.uint8)
+        await group.all_reduce(data, algorithm="ring")
+        await group.all_gather(data, algorithm="ring")
+        return group.bytes_sent
+
+    as_data = virtual.outcome(3, lambda group: program(group, False))
+    as_phantoms = virtual.outcome(3, lambda group: program(group, True))
+    assert as_phantoms.values() == as_data.values() == [4 * 400_000 + 2 * 1_200_000] * 3
+    assert as_phantoms.seconds == as_data.seconds
+
+
+REFUSED = {
+    "a root that does not exist": lambda g: g.broadcast(np.ones(3), 2),
+    "a negative root": lambda g: g.reduce(np.ones(3), -1),
+    "an unknown reduction": lambda g: g.all_reduce(np.ones(3), "average"),
+    "an unknown algorithm": lambda g: g.all_reduce(np.ones(3), algorithm="butterfly"),
+    "a hierarchy without groups": lambda g: g.all_reduce(np.ones(3), algorithm="hierarchical"),
+    "a mean of integers": lambda g: g.all_reduce(np.ones(3, np.int32), "mean"),
+    "complex numbers": lambda g: g.all_reduce(np.ones(3, np.complex64)),
+    "truth values": lambda g: g.all_reduce(np.ones(3, np.bool_)),
+    "foreign byte order": lambda g: g.all_reduce(np.ones(3, ">f4")),
+    "every second element": lambda g: g.all_reduce(np.ones(6)[::2]),
+    "columns first": lambda g: g.broadcast(np.ones((2, 3), order="F")),
+    "a strided target": lambda g: g.recv(np.ones(6)[::2], 1 - g.rank),
+    "a strided target of a scatter": lambda g: g.scatter([np.ones(3)] * 2, np.zeros(6)[::2], g.rank),
+    "a read-only array": lambda g: g.all_reduce(np.broadcast_to(np.float32(1), 1)),
+    "a read-only target": lambda g: g.recv(np.frombuffer(bytes(8), np.uint8), 1 - g.rank),
+    "a bucket out of range": lambda g: g.barrier(bucket=65536),
+    "a negative tag": lambda g: g.send(np.ones(3), 1 - g.rank, tag=-1),
+    "a message to oneself": lambda g: g.send(np.ones(3), g.rank),
+    "a message to nobody": lambda g: g.send(np.ones(3), 2),
+    "too few parts": lambda g: g.all_to_all([np.ones(3)]),
+    "parts of two dtypes": lambda g: g.all_to_all([np.ones(3), np.ones(3, np.int32)]),
+    "a phantom among arrays": lambda g: g.all_to_all([np.ones(3), Phantom(24)]),
+    "counts that do not fit": lambda g: g.all_gather(np.ones(3), [2, 2]),
+    "too few counts": lambda g: g.all_gather(np.ones(3), [3]),
+    "counts that do not add up": lambda g: g.reduce_scatter(np.ones(5), counts=[2, 2]),
+    "negative counts": lambda g: g.reduce_scatter(np.ones(5), counts=[-1, 6]),
+    "a scatter without parts": lambda g: g.scatter(None, np.ones(3), g.rank),
+    "parts of unequal length": lambda g: g.scatter([np.ones(3), np.ones(4)], np.ones(3), g.rank),
+    "a subgroup without us": lambda g: g.subgroup([1 - g.rank]),
+    "a subgroup with a rank twice": lambda g: g.subgroup([0, 1, 0]),
+    "a subgroup of strangers": lambda g: g.subgroup([0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_meaning_is_refused_at_once_and_does_no_harm(virtual, what):
+    async def program(group: Group) -> float:
+        with pytest.raises(UsageError):
+            REFUSED[what](group)
+        return float((await group.all_reduce(np.ones(1)))[0])
+
+    assert virtual.run(2, program, options=Options(timeout_s=1.0)) == [2.0, 2.0]

@@ -109,7 +109,7 @@ async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
 
 
 async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
-    host = group._fate.mesh.host
+    host = group.host
     start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
     began_s = host.clock.now()
     if job.compute is not None:

@@ -36,6 +36,8 @@ def _missing() -> None:
 @asynccontextmanager
 async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
     async with hcsim.real_group(rank=rank, peers=list(job.addresses)) as group:
+        if job.algorithm == "auto":
+            await group.measure()
         yield _HcsimRank(group, job.algorithm)
 
 

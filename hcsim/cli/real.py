@@ -13,6 +13,9 @@ from hcsim.jobs import Lap, assemble, check_job, run_job
 from hcsim.launch import real_group
 from hcsim.transport.mesh import Wire
 
+_GRACE_S = 1.0
+"""The wait for a link ends before the operation that needs it does, and its error says more."""
+
 
 def run_real(job: Job, place: Place, wire: Wire) -> bool:
     """Run, and show how it went; whether the result was right."""
@@ -45,7 +48,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
             progress.waiting(absent)
 
         try:
-            await assemble(group, wire.connect_timeout_s, missing)
+            await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
         except CollectiveError as error:
             raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
         return await run_job(group, job, progress.lap)

@@ -65,7 +65,7 @@ def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
         if not getattr(shape, field):
             raise UsageError(f"{operation} needs {field}, one size per rank, in its shape")
     rounds = PLANNERS[operation][algorithm](rank, shape)
-    return rounds if operation == "barrier" else _without_empty(rounds)
+    return _without_empty(rounds) if _has_empty_parts(operation, shape) else rounds
 
 
 def plans(operation: str, algorithm: str, shape: Shape) -> list[Plan]:
@@ -79,6 +79,13 @@ def buffer_elements(operation: str, shape: Shape) -> int:
     if fields:
         return sum(sum(getattr(shape, field)) for field in fields)
     return 0 if operation == "barrier" else shape.length
+
+
+def _has_empty_parts(operation: str, shape: Shape) -> bool:
+    if operation == "barrier":
+        return False  # its messages are all empty, and mean something
+    sizes = [size for field in _NEEDS.get(operation, ()) for size in getattr(shape, field)]
+    return 0 in sizes if sizes else shape.length < shape.world
 
 
 def _without_empty(rounds: Plan) -> Plan:

@@ -44,9 +44,9 @@ _BLOCK = 16384
 
 def dtype_named(name: str) -> np.dtype[Any]:
     """The dtype of that name, bfloat16 included."""
-    for dtype in DTYPES:
-        if dtype.name == name:
-            return dtype
+    found: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
+    if name in found:
+        return found[name]
     raise UsageError(f"{name!r} is no dtype that we carry: there are {', '.join(d.name for d in DTYPES)}")
 
 

@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import msgspec
-
 from hcsim.collectives.lanes import Lanes
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Send
@@ -83,43 +81,51 @@ class Execution:
         self._wiring.links[peer] = await self._link_to(peer)
 
     async def _in_order(self, state: Progress, rounds: tuple[Round, ...]) -> None:
-        wiring, memory = self._wiring, self._wiring.memory
+        wiring = self._wiring
         rank = wiring.ticket.rank
-        ahead = self._post_reductions(rounds, 0)
+        posted: dict[tuple[int, int], asyncio.Future[Payload]] = {}
+        self._post(rounds, 0, Reduce, posted)
         for step, actions in enumerate(rounds):
-            posted, ahead = ahead, self._post_reductions(rounds, step + 1)
-            for number, action in enumerate(actions):
-                if type(action) is Recv and not _sent_first(action, actions):
-                    posted[number] = wiring.post(action.peer, action, step, memory.place(action.lo, action.hi))
+            # A reduction is received beside the buffer, where it can wait for its turn.
+            self._post(rounds, step + 1, Reduce, posted)
+            self._post(rounds, step, Recv, posted)
             state.step = step
             for number, action in enumerate(actions):
-                if type(action) is Finish:
+                if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
                     continue
                 state.peer = action.peer
-                if type(action) is Send:
+                if isinstance(action, Send):
                     state.doing = "sending to"
                     await wiring.send(action.peer, action, step)
                     continue
                 state.doing = "receiving from"
-                if number not in posted:
-                    posted[number] = wiring.post(action.peer, action, step, memory.place(action.lo, action.hi))
-                arrived = posted[number]
+                arrived = posted.pop((step, number), None)
+                if arrived is None:
+                    arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if type(action) is Reduce:
                     await wiring.combine(action.lo, action.hi, payload, received_left=action.peer < rank)
 
-    def _post_reductions(self, rounds: tuple[Round, ...], step: int) -> dict[int, asyncio.Future[Payload]]:
-        """Post what a round receives beside the buffer; it can wait there until its turn comes."""
-        posted: dict[int, asyncio.Future[Payload]] = {}
-        if step < len(rounds):
-            for number, action in enumerate(rounds[step]):
-                if type(action) is Reduce:
-                    room = self._wiring.scratch((step % 2, number), action.hi - action.lo)
-                    posted[number] = self._wiring.post(action.peer, action, step, room)
-        return posted
+    def _post(
+        self,
+        rounds: tuple[Round, ...],
+        step: int,
+        kind: type[Recv] | type[Reduce],
+        posted: dict[tuple[int, int], asyncio.Future[Payload]],
+    ) -> None:
+        """Say where a round's messages of one kind go, except into a range that the round has still to send."""
+        if step == len(rounds):
+            return
+        wiring = self._wiring
+        for number, action in enumerate(rounds[step]):
+            if type(action) is Reduce is kind:
+                room = wiring.scratch((step % 2, number), action.hi - action.lo)
+                posted[step, number] = wiring.post(action.peer, action, step, room)
+            elif type(action) is Recv is kind and not _sent_too(action, rounds[step]):
+                place = wiring.memory.place(action.lo, action.hi)
+                posted[step, number] = wiring.post(action.peer, action, step, place)
 
 
-def _sent_first(recv: Recv, actions: Round) -> bool:
-    """Whether the round sends part of the range before it receives it."""
-    return any(type(a) is Send and a.lo < recv.hi and recv.lo < a.hi for a in actions)
+def _sent_too(recv: Recv, actions: Round) -> bool:
+    return any(type(action) is Send and action.lo < recv.hi and recv.lo < action.hi for action in actions)

@@ -66,7 +66,9 @@ class Fate:
 
     def _aborted(self, link: Link, header: Header, text: str) -> None:
         reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
-        self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase="told by a peer"))
+        self.fail(
+            CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase="told by a peer")
+        )
 
     def _link_failed(self, link: Link, error: HcsimError) -> None:
         # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.

@@ -9,6 +9,7 @@ them, with a size and no data.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -21,7 +22,9 @@ from hcsim.collectives.arithmetic import check, combiner, finisher
 from hcsim.collectives.cost import Links
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
+from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory
+from hcsim.collectives.order import ring_order
 from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.select import choose
@@ -87,6 +90,13 @@ class Group:
         us = msgspec.structs.replace(self._fate.mesh.us, epoch=self._fate.mesh.us.epoch + 1)
         return await Group.open(self._fate.mesh.host, us, self.options)
 
+    async def measure(self) -> Links:
+        """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
+        links = await measure_links(self)
+        order = ring_order(links.bandwidth_Bps, links.latency_s) if self.size > 2 else ()
+        self.options = msgspec.structs.replace(self.options, links=links, order=order)
+        return links
+
     async def close(self) -> None:
         """Leave. Operations that are still under way fail, here and at the others."""
         await self._fate.leave()
@@ -99,6 +109,11 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<group {self._number:x}, rank {self.rank} of {self.size}>"
+
+    @property
+    def host(self) -> Host:
+        """The machine that this rank runs on."""
+        return self._fate.mesh.host
 
     @property
     def epoch(self) -> int:
@@ -117,7 +132,8 @@ class Group:
             raise UsageError(f"a subgroup names each of its ranks once, and ours ({self.rank}) too: {list(ranks)}")
         nth = self._children[members] = self._children.get(members, 0) + 1
         number = zlib.crc32(repr((self._number, members, nth)).encode()) & (_POINT_TO_POINT - 1)
-        return Group(self._fate, members, number, options or msgspec.structs.replace(self.options, order=(), groups=()))
+        plain = msgspec.structs.replace(self.options, order=(), groups=(), links=None)
+        return Group(self._fate, members, number, options or plain)
 
     # Collectives.
 
@@ -164,6 +180,7 @@ class Group:
         self, data: Sequence[Data] | None, into: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0
     ) -> Pending[DataT]:
         """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length."""
+        _moving([into])  # refuses a target whose elements are not in one piece: a copy of it would be filled
         counts = (_length(into),) * self.size
         shape = self._shape(counts=counts, root=self._rank(root))
         whole = _empty_like(into, sum(counts))
@@ -192,7 +209,7 @@ class Group:
         """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`)."""
         length = _length(data)
         cuts = offsets(counts) if counts is not None else split(length, self.size)
-        shape = self._shape(counts=tuple(hi - lo for lo, hi in zip(cuts, cuts[1:], strict=False)))
+        shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if len(cuts) != self.size + 1 or cuts[-1] != length:
             raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
         work = data if isinstance(data, Phantom) else data.reshape(-1).copy()
@@ -212,7 +229,7 @@ class Group:
         if cuts[-1] and len(coming) == self.size and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
         whole = _empty_like(data[0], cuts[-1])
-        parts = [_slice(whole, lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        parts = [_slice(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
         _copy(parts[self.rank], data[self.rank])
         return self._start("all_to_all", shape, _moving([*data, whole]), lambda: parts, algorithm, bucket)
 
@@ -334,9 +351,7 @@ class Group:
             world=self.size, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes
         )
 
-    def _parts_of(
-        self, data: Data, counts: Sequence[int] | None, root: int = 0
-    ) -> tuple[Data, Shape, list[Data]]:
+    def _parts_of(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Data, Shape, list[Data]]:
         """Room for everybody's data, with ours in its place."""
         sizes = tuple(counts) if counts is not None else (_length(data),) * self.size
         shape = self._shape(counts=sizes, root=root)
@@ -344,7 +359,7 @@ class Group:
             raise UsageError(f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {_length(data)}")
         cuts = offsets(sizes)
         whole = _empty_like(data, cuts[-1])
-        parts = [_slice(whole, lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        parts = [_slice(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
         _copy(parts[self.rank], data)
         if counts is None and not isinstance(data, Phantom):
             parts = [part.reshape(data.shape) for part in parts if not isinstance(part, Phantom)]
@@ -401,4 +416,5 @@ def _copy(target: Data, source: Data) -> None:
 
 
 def _unfinished(rounds: Plan) -> Plan:
-    return tuple(tuple(action for action in actions if not isinstance(action, Finish)) for actions in rounds)
+    """Without `Finish`, which is the last action of its round."""
+    return tuple(actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in rounds)

@@ -53,9 +53,7 @@ class Lanes:
                 ahead = self._post(lane, number)
             arrived, ahead = ahead, None
             following = number + 1
-            if following < len(segments) and (
-                reduces[following] or self._is_ready(segments[following], sends=True)
-            ):
+            if following < len(segments) and (reduces[following] or self._is_ready(segments[following], sends=True)):
                 ahead = self._post(lane, following)
             _enter(state, "receiving from", lane, number)
             payload = arrived.result() if arrived.done() else await arrived

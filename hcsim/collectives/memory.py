@@ -84,7 +84,7 @@ class ArrayMemory:
         finisher: Finisher | None = None,
     ) -> None:
         self._arrays = [flat(array) for array in arrays]
-        self._bytes = [memoryview(array.view(np.uint8)) for array in self._arrays]
+        self._bytes = [array.view(np.uint8).data for array in self._arrays]
         self.dtype = self._arrays[0].dtype
         self.element_bytes = self.dtype.itemsize
         self._starts = [base]
@@ -103,7 +103,7 @@ class ArrayMemory:
 
     def scratch(self, size_bytes: int) -> memoryview | None:
         """See `Memory.scratch`."""
-        return memoryview(np.empty(size_bytes, np.uint8))
+        return np.empty(size_bytes, np.uint8).data
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""

@@ -1,8 +1,10 @@
 """From a plan to what is executed: in order, or as lanes of segments that wait for each other.
 
-A plan whose messages all fit a segment is executed in order. Otherwise it becomes lanes. A plan reads as if its actions happened one after the other. A schedule keeps only the order that
-matters. Each direction of each link is a lane with its segments in plan order; lanes run side by
-side. The buffer is cut into cells, so that no segment covers part of one, and every segment
+A plan whose messages all fit a segment is executed in order. Otherwise it becomes lanes.
+
+A plan reads as if its actions happened one after the other; lanes keep only the order that
+matters. Each direction of each link is a lane with its segments in plan order, and lanes run side
+by side. The buffer is cut into cells, so that no segment covers part of one, and every segment
 says how many writes and sends of each of its cells must have happened before it:
 
     a send     needs the writes that stand before it in the plan

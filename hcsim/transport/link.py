@@ -32,9 +32,7 @@ class Receipt:
 
     __slots__ = ("arrived", "into", "signature", "total")
 
-    def __init__(
-        self, arrived: asyncio.Future[Payload], into: memoryview | None, signature: int, total: int
-    ) -> None:
+    def __init__(self, arrived: asyncio.Future[Payload], into: memoryview | None, signature: int, total: int) -> None:
         self.arrived = arrived
         self.into = into
         self.signature = signature
@@ -88,7 +86,7 @@ class Link:
             self._freed(header.length)
             self._settle(header, payload, receipt)
         elif self._error is not None:
-            arrived.set_exception(self._error)
+            _disappoint(arrived, self._error)
         else:
             self._posted[tag] = receipt
         return arrived
@@ -100,8 +98,7 @@ class Link:
         self._error = error
         for receipt in self._posted.values():
             if not receipt.arrived.done():
-                receipt.arrived.set_exception(error)
-                receipt.arrived.exception()  # whoever waits will see it; who gave up need not be told again
+                _disappoint(receipt.arrived, error)
         self._posted.clear()
         if self.on_failure is not None:
             self.on_failure(self, error)
@@ -166,7 +163,7 @@ class Link:
             or header.total != receipt.total
             or (into is not None and into.nbytes != header.length)
         ):
-            receipt.arrived.set_exception(self._disagreement(header, receipt.total))
+            _disappoint(receipt.arrived, self._disagreement(header, receipt.total))
             return
         if into is not None and payload is not into and not isinstance(payload, Phantom):
             into[:] = payload  # it came, at least in part, before its place was known
@@ -193,6 +190,11 @@ class Link:
         elif header.kind is Kind.ABORT and self.on_abort is not None:
             text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
             self.on_abort(header, text)
+
+
+def _disappoint(arrived: asyncio.Future[Payload], error: HcsimError) -> None:
+    arrived.set_exception(error)
+    arrived.exception()  # whoever waits will see it; who gave up need not be told again
 
 
 def _left(rank: int) -> ChannelBroken:

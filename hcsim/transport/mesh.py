@@ -9,7 +9,7 @@ send at most a few KiB, within a deadline, and only so many callers may be at th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -139,6 +139,7 @@ class Mesh:
         except HcsimError as error:
             if not opening.done():
                 opening.set_exception(error)
+                opening.exception()  # who waits for it will see it; nobody has to
         else:
             if not opening.done():
                 opening.set_result(link)
@@ -155,7 +156,8 @@ class Mesh:
         except TimeoutError as error:
             if isinstance(error, HcsimError):
                 raise
-            raise DeadlineExceeded(f"rank {rank} did not call within {us.wire.connect_timeout_s:g} s") from None
+            did = "did not answer" if rank < us.rank else "did not call"
+            raise DeadlineExceeded(f"rank {rank} {did} within {us.wire.connect_timeout_s:g} s") from None
         self._called.pop(rank, None)
         link = self.links[rank] = Link(self.host, rank, us.epoch, channels)
         if self.on_link is not None:

@@ -180,9 +180,7 @@ class Topology:
         air = self.resource(f"{medium.name}.air", 1.0)
         nominal = medium.phy_rate_bps * medium.efficiency / 8
         weight = rate / nominal if medium.fairness == "airtime" else 1.0
-        hop = Hop(
-            ((air, 1.0 / rate),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate, weight
-        )
+        hop = Hop(((air, 1.0 / rate),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate, weight)
         return _Port(medium, hop, hop)
 
     def _wan(self, wan: Wan) -> tuple[Hop, Hop]:

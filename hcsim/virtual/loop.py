@@ -370,19 +370,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self.call_exception_handler({"message": message, "exception": error, "task": task})
 
     def _run(self, main: asyncio.Future[Any]) -> None:
+        ready, step = self._ready, self._step
         while not main.done():
-            if self._ready:
-                self._run_round()
-            else:
-                self._step()
-
-    def _run_round(self) -> None:
-        """Run what is ready now. What that makes ready waits for the next round, so that the end is noticed."""
-        ready = self._ready
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle.callback is not None and not (self._held and self._is_held(handle)):
-                self._call(handle)
+            if not ready:
+                step()
+                continue
+            # What these make ready waits for the next round, so that the end is noticed.
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if handle.callback is not None and not (self._held and self._is_held(handle)):
+                    self._call(handle)
 
     def _call(self, handle: Callback) -> None:
         try:

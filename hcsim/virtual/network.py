@@ -57,9 +57,9 @@ class Stream:
 
     __slots__ = (
         "_acked_from", "_arrival_ns", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns", "_jitter",
-        "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues", "_rate",
-        "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven", "acks_blocked", "blocked", "dead", "flow", "gates",
-        "name", "on_room", "outstanding", "queue", "queued_bytes",
+        "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues",
+        "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven", "acks_blocked", "blocked",
+        "dead", "flow", "gates", "name", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable
 from typing import Any
 
@@ -261,6 +262,21 @@ def test_closing_ends_our_own_operations(cluster):
         return True
 
     assert cluster.run(2, program) == [True, True]
+
+
+def test_a_failure_is_told_to_who_waits_and_to_nobody_else(cluster, caplog):
+    async def program(group: Group) -> None:
+        await group.barrier()
+        pending = group.all_reduce(np.ones(4_000_000), algorithm="ring")
+        if group.rank == 0:
+            await asyncio.sleep(0.001)
+            pending.cancel()
+        with pytest.raises((CollectiveError, asyncio.CancelledError)):
+            await pending
+
+    assert cluster.run(3, program) == [None] * 3
+    gc.collect()  # futures complain when they are collected
+    assert caplog.records == []
 
 
 async def until_partly_received(data: np.ndarray[Any, Any]) -> None:

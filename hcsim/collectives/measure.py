@@ -1,0 +1,104 @@
+"""Measure the links of a group, so that `auto` and the ring's order rest on what is there.
+
+Ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
+disturb each other as little as possible: n − 1 rounds, and everybody has met everybody. A pair
+measures the shortest of a few round trips, what each message costs beyond that when many follow
+each other, and the time of a large message in each direction. Then all ranks share their rows, so
+that all of them hold the same figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hcsim.collectives.cost import Links
+
+if TYPE_CHECKING:
+    from hcsim.collectives.group import Group
+
+LARGE_BYTES = 2**20
+_ROUND_TRIPS = 5
+_BURST = 16
+_LARGE_MESSAGES = 2
+_TAG = 65535
+
+
+async def measure_links(group: Group) -> Links:
+    """The figures of all links between the group's ranks. Every member has to call it."""
+    n, rank = group.size, group.rank
+    row = np.zeros((3, n))
+    for partner in partners(rank, n):
+        row[:, partner] = await _meet(group, partner)
+    rows = await group.all_gather(row, algorithm="ring")
+    figures = np.stack([np.asarray(part) for part in rows])
+    latency_s = np.minimum(figures[:, 0], figures[:, 0].T)
+    overheads_s = [float(figures[i, 1, j]) for i in range(n) for j in range(n) if i != j]
+    return Links(
+        latency_s=tuple(tuple(float(value) for value in line) for line in latency_s),
+        bandwidth_Bps=tuple(tuple(float(value) for value in line) for line in figures[:, 2]),
+        overhead_s=statistics.median(overheads_s) if overheads_s else 0.0,
+    )
+
+
+def partners(rank: int, size: int) -> list[int]:
+    """Whom the rank meets in each round; no two pairs of one round share a rank. Odd sizes sit out in turn."""
+    seats = size + size % 2
+    met = []
+    for round_number in range(seats - 1):
+        # The last seat stays, the others move on; who faces the last seat is where 2·seat = round.
+        if rank == seats - 1:
+            other = next(seat for seat in range(seats - 1) if (2 * seat - round_number) % (seats - 1) == 0)
+        else:
+            other = (round_number - rank) % (seats - 1)
+            if other == rank:
+                other = seats - 1
+        if other < size:
+            met.append(other)
+    return met
+
+
+async def _meet(group: Group, partner: int) -> tuple[float, float, float]:
+    """Latency, overhead per message and bandwidth towards the partner; the lower rank measures first."""
+    if group.rank < partner:
+        figures = await _time(group, partner)
+        await _answer(group, partner)
+    else:
+        await _answer(group, partner)
+        figures = await _time(group, partner)
+    return figures
+
+
+async def _time(group: Group, partner: int) -> tuple[float, float, float]:
+    clock, small, large = group.host.clock, np.zeros(1, np.uint8), np.zeros(LARGE_BYTES, np.uint8)
+    trips_s = []
+    for _ in range(_ROUND_TRIPS):
+        started_s = clock.now()
+        await group.send(small, partner, tag=_TAG)
+        await group.recv(small, partner, tag=_TAG)
+        trips_s.append(clock.now() - started_s)
+    trip_s = min(trips_s)
+
+    async def beyond_a_trip_s(data: np.ndarray[tuple[int], np.dtype[np.uint8]], count: int) -> float:
+        started_s = clock.now()
+        for _ in range(count):
+            await group.send(data, partner, tag=_TAG)
+        await group.recv(small, partner, tag=_TAG)
+        return max(clock.now() - started_s - trip_s, 1e-9) / count
+
+    overhead_s = await beyond_a_trip_s(small, _BURST)
+    large_s = min([await beyond_a_trip_s(large, 1) for _ in range(_LARGE_MESSAGES)])
+    return trip_s / 2, overhead_s, LARGE_BYTES / large_s
+
+
+async def _answer(group: Group, partner: int) -> None:
+    small, large = np.zeros(1, np.uint8), np.zeros(LARGE_BYTES, np.uint8)
+    for _ in range(_ROUND_TRIPS):
+        await group.recv(small, partner, tag=_TAG)
+        await group.send(small, partner, tag=_TAG)
+    for data, count in ((small, _BURST), *((large, 1) for _ in range(_LARGE_MESSAGES))):
+        for _ in range(count):
+            await group.recv(data, partner, tag=_TAG)
+        await group.send(small, partner, tag=_TAG)

@@ -1,0 +1,59 @@
+"""What a person is told who typed something wrong: what is wrong and what would be valid, in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hcsim.cli.app import app
+
+REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("run",), ["give a scenario", "four-macs-1gbe", "Four Mac minis"]),
+        (("run", "two-mac-wifi"), ["no such file", "did you mean two-macs-wifi", "Two MacBooks"]),
+        (("run", "two-macs-wifi", "--size", "64 Mb"), ["--size", "did you mean MB", "megabits"]),
+        (("run", "two-macs-wifi", "--size", "64"), ["--size", "needs a unit", "MiB"]),
+        (("run", "two-macs-wifi", "--algorithm", "rnig"), ["did you mean ring", "halving_doubling"]),
+        (("run", "two-macs-wifi", "--operation", "allreduce"), ["--operation", "did you mean all_reduce"]),
+        (("run", "two-macs-wifi", "--dtype", "float8"), ["--dtype", "bfloat16"]),
+        (("run", "two-macs-wifi", "--repeat", "0"), ["--repeat", ">= 1"]),
+        (("run", "two-macs-wifi", "--timeout", "1 day"), ["--timeout", "min"]),
+        (("run", "two-macs-wifi", "--segment", "1 GiB"), ["--segment", "16 MiB"]),
+        (("run", "two-macs-wifi", "--stripes", "0"), ["--stripes"]),
+        (("run", "two-macs-wifi", "--trace", "/nowhere/at/all"), ["/nowhere/at/all", "cannot be written"]),
+        (("run", "two-macs-wifi", "--rank", "1", "--insecure"), ["--rank, --insecure", "--real"]),
+        (("run", "four-macs-1gbe", "--algorithm", "hierarchical"), ["several homes"]),
+        (("run", "--real"), ["--peers"]),
+        (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
+        ((*REAL,), ["--rank", "0 to 1"]),
+        ((*REAL, "--rank", "2"), ["--rank", "0 to 1"]),
+        ((*REAL, "--rank", "0", "--seed", "3"), ["--seed", "virtual"]),
+        ((*REAL, "--rank", "0", "--tls-key", "me.key"), ["--tls-cert", "--tls-ca"]),
+        ((*REAL, "--rank", "0", "--algorithm", "hierarchical"), ["groups"]),
+        (("run", "--real", "--peers", "192.0.2.1,192.0.2.2", "--rank", "0"), ["192.0.2.1", "plaintext"]),
+        (("run", "eight-macs-2.5gbe", *REAL[1:], "--rank", "0"), ["phantom"]),
+    ],
+)
+def test_it_is_told_plainly(arguments: tuple[str, ...], told: list[str]) -> None:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    for words in told:
+        assert words in result.stderr
+    assert "rror:" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\n[[node]]\nname = "mini"\nmashine = "M4"\n')
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert result.exit_code == 2
+    assert "node[0].mashine" in result.stderr
+    assert "machine" in result.stderr

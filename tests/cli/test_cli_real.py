@@ -1,0 +1,77 @@
+"""`hcsim run --real`: two processes on loopback."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from typer.testing import CliRunner
+
+from hcsim.cli.app import app
+
+LIMIT_S = 60
+JOB = ("--size", "3000 B", "--repeat", "2", "--operation", "all_gather")
+
+
+def free_peers(count: int) -> str:
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return ",".join(f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks)
+
+
+@contextmanager
+def rank(number: int, peers: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    start = "from hcsim.cli import main; main()"
+    command = [sys.executable, "-c", start, "run", "--real", "--peers", peers, "--rank", str(number), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def results(output: str) -> list[str]:
+    return re.findall(r"^result sha256 .*$", output, re.MULTILINE)
+
+
+def test_both_worlds_come_to_the_same_result() -> None:
+    peers = free_peers(2)
+    with rank(0, peers, *JOB) as zero, rank(1, peers, *JOB) as one:
+        table, errors = zero.communicate(timeout=LIMIT_S)
+        line, other_errors = one.communicate(timeout=LIMIT_S)
+    assert (zero.returncode, one.returncode) == (0, 0), errors + other_errors
+    assert table.count("exact") == 2
+    assert line == "rank 1: done, 2 repeats\n"
+    virtual = CliRunner().invoke(app, ["run", "two-macs-wifi", *JOB])
+    assert results(table) == results(virtual.stdout) != []
+
+
+def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
+    ours, theirs = free_peers(2).split(",")
+    with rank(0, f"{ours},{theirs}", "--wait", "200 ms") as zero:
+        output, errors = zero.communicate(timeout=LIMIT_S)
+    assert zero.returncode == 1
+    assert output == ""
+    assert f"waiting for rank 1 at {theirs}" in errors
+    assert f"error: gave up waiting for rank 1 at {theirs}" in errors
+    assert "are here" not in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
+def test_an_interrupt_ends_it_cleanly() -> None:
+    with rank(0, free_peers(2)) as zero:
+        assert zero.stderr is not None
+        assert zero.stderr.readline().startswith("waiting for rank 1")
+        zero.send_signal(signal.SIGINT)
+        _, errors = zero.communicate(timeout=LIMIT_S)
+    assert zero.returncode == 130
+    assert errors == "interrupted\n"

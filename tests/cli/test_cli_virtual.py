@@ -1,0 +1,123 @@
+"""`hcsim run SCENARIO`: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hcsim.cli.app import app
+from hcsim.collectives.algorithms import PLANNERS
+
+SMALL = ("--size", "1000 B", "--repeat", "2")
+
+
+def hcsim(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def digest(kind: str, output: str) -> str:
+    found = re.search(rf"^{kind} sha256 ([0-9a-f]{{64}})$", output, re.MULTILINE)
+    assert found, output
+    return found[1]
+
+
+def test_a_run_shows_each_repeat_and_ends_with_the_digest_of_its_trace() -> None:
+    result = hcsim("run", "four-macs-1gbe", *SMALL)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "all_reduce of 1000 B float32, 4 ranks, four-macs-1gbe"
+    assert [line.split()[:2] for line in lines if "exact" in line] == [["1", "tree"], ["2", "tree"]]
+    assert re.fullmatch(r"trace sha256 [0-9a-f]{64}", lines[-1])
+
+
+def test_the_same_run_gives_the_same_output_and_another_seed_another_trace() -> None:
+    first, again = (hcsim("run", "two-macs-wifi", *SMALL) for _ in range(2))
+    other = hcsim("run", "two-macs-wifi", *SMALL, "--seed", "77")
+    assert first.stdout == again.stdout
+    assert digest("trace", other.stdout) != digest("trace", first.stdout)
+    assert digest("result", other.stdout) == digest("result", first.stdout)
+
+
+@pytest.mark.parametrize("operation", PLANNERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float64"])
+def test_every_operation_is_checked_against_its_exact_result(operation: str, dtype: str) -> None:
+    result = hcsim("run", "four-macs-1gbe", "--operation", operation, "--dtype", dtype, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("exact") == 2
+
+
+@pytest.mark.parametrize("algorithm", PLANNERS["all_reduce"])
+def test_every_algorithm_comes_to_the_same_result(algorithm: str) -> None:
+    ours = hcsim("run", "two-homes-wan", "--algorithm", algorithm, *SMALL)
+    assert ours.exit_code == 0, ours.output
+    assert algorithm in ours.stdout
+    assert digest("result", ours.stdout) == digest("result", hcsim("run", "two-homes-wan", *SMALL).stdout)
+
+
+def test_phantoms_are_not_checked_and_computing_is_timed() -> None:
+    result = hcsim("run", "eight-macs-2.5gbe", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "compute" in result.stdout
+    assert "unchecked" in result.stdout
+    assert "result sha256" not in result.stdout
+
+
+def test_the_trace_is_written_as_lines_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    result = hcsim("run", "two-macs-wifi", *SMALL, "--trace", str(file))
+    assert result.exit_code == 0, result.output
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert f"{len(events):,} events" in result.stdout
+    assert [event[0] for event in events] == sorted(event[0] for event in events)
+    assert "deliver" in [event[1] for event in events]
+
+
+def test_ranks_that_fail_are_named_and_the_run_fails() -> None:
+    result = hcsim("run", "two-macs-wifi", "--timeout", "100 ms", "--size", "64 MiB")
+    assert result.exit_code == 1
+    assert re.search(r"^rank 0 \(air-m2\) failed: .*0\.1 s.*rank 1", result.stdout, re.MULTILINE)
+    assert "rank 1 (pro-m3) failed" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("trace sha256 ")
+
+
+def test_a_crash_is_named_and_the_repeats_before_it_are_shown(tmp_path: Path) -> None:
+    scenario = tmp_path / "crash.toml"
+    scenario.write_text(
+        'name = "crash"\n'
+        '[[medium]]\nkind = "ethernet"\nname = "switch"\nrate = "1 Gb/s"\n'
+        '[[node]]\nname = "mini"\ncount = 3\nmachine = "M4"\nlinks = ["switch"]\n'
+        '[[fault]]\nkind = "crash"\nat = "60 ms"\nnode = "mini-2"\nclean = true\n'
+        '[job]\nsize = "1 MiB"\nrepeat = 100\n'
+    )
+    result = hcsim("run", str(scenario))
+    assert result.exit_code == 1
+    assert "exact" in result.stdout
+    assert "rank 1 (mini-2) failed: mini-2 crashed" in result.stdout
+    assert result.stdout.count("failed") >= 3
+
+
+def test_scenarios_are_listed_with_their_descriptions() -> None:
+    result = hcsim("scenarios")
+    assert result.exit_code == 0
+    assert re.search(r"two-macs-wifi +Two MacBooks on one Wi-Fi 6 access point", result.stdout)
+
+
+def test_version() -> None:
+    assert hcsim("--version").stdout == "hcsim 0.1.0\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom hcsim.cli import main\nsys.argv = ['hcsim', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('numpy', 'torch', 'matplotlib', 'simpy', 'asyncio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "scenarios" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

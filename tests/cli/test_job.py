@@ -1,0 +1,35 @@
+"""The job that `hcsim run` does: its check notices what is wrong, and holds for many ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experiments.clusters import ideal
+from hcsim.collectives.group import Group
+from hcsim.config import Job
+from hcsim.jobs import Lap, _examined, run_job
+from hcsim.launch import simulate
+from hcsim.units import Bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 70])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_sum_is_exact_in_narrow_dtypes_on_any_number_of_ranks(ranks: int, dtype: str) -> None:
+    job = Job(size_bytes=Bytes(2000), repeat=1, dtype=dtype)  # type: ignore[arg-type]
+
+    async def program(group: Group) -> list[Lap]:
+        return await run_job(group, job, lambda lap: None)
+
+    reports = simulate(ideal(ranks, ()).scenario, program).values()
+    assert [lap.wrong for lap in reports[0]] == [0]
+    assert all(report == reports[0] for report in reports)
+
+
+def test_every_wrong_element_is_counted_and_changes_the_digest() -> None:
+    right = np.arange(1000, dtype=np.float32)
+    wrong = right.copy()
+    wrong[[3, 999]] += 1
+    assert _examined([right], [right])[0] == 0
+    assert _examined([wrong, right], [right, right])[0] == 2
+    assert _examined([wrong], [right])[1] != _examined([right], [right])[1]

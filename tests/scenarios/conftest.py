@@ -1,0 +1,106 @@
+"""Ranks that run one program, in either world.
+
+A program is `async def program(group)`; it never learns where it runs. `run` returns, by rank, what
+the program returned or the exception that ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim import Group, Options, Outcome, Wire, real_group, simulate
+from hcsim.config import AnyFault, parse_scenario
+
+Program = Callable[[Group], Awaitable[Any]]
+GUARD_S = 30.0
+
+
+class Cluster(Protocol):
+    def run(
+        self, size: int, program: Program, *, options: Options | None = None, wire: Wire | None = None
+    ) -> list[Any]: ...
+
+
+class VirtualCluster:
+    """Ideal machines on one ideal gigabit switch; they are called mac-0, mac-1, …"""
+
+    def run(
+        self, size: int, program: Program, *, options: Options | None = None, wire: Wire | None = None
+    ) -> list[Any]:
+        return self.outcome(size, program, options=options, wire=wire).results
+
+    def outcome(
+        self,
+        size: int,
+        program: Program,
+        *,
+        options: Options | None = None,
+        wire: Wire | None = None,
+        faults: Sequence[AnyFault] = (),
+    ) -> Outcome[Any]:
+        nodes = ", ".join(f'{{ name = "mac-{rank}", machine = "ideal", links = ["switch"] }}' for rank in range(size))
+        scenario = parse_scenario(
+            f"""
+            name = "cluster"
+            effects = "ideal"
+            medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "0.1 ms" }}]
+            node = [{nodes}]
+            """,
+            "cluster",
+        )
+        return simulate(replace(scenario, faults=tuple(faults)), program, options=options, wire=wire)
+
+
+class RealCluster:
+    """Ranks as tasks of one process, over loopback."""
+
+    def run(
+        self, size: int, program: Program, *, options: Options | None = None, wire: Wire | None = None
+    ) -> list[Any]:
+        peers = free_addresses(size)
+
+        async def on_rank(rank: int) -> Any:
+            async with real_group(rank, peers, options=options, wire=wire) as group:
+                return await program(group)
+
+        async def main() -> list[Any]:
+            async with asyncio.timeout(GUARD_S):
+                return await asyncio.gather(*map(on_rank, range(size)), return_exceptions=True)
+
+        return asyncio.run(main())
+
+
+def free_addresses(count: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+
+
+@pytest.fixture
+def virtual() -> VirtualCluster:
+    return VirtualCluster()
+
+
+@pytest.fixture
+def real() -> RealCluster:
+    return RealCluster()
+
+
+@pytest.fixture(params=[VirtualCluster, RealCluster], ids=["virtual", "real"])
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    return request.param()
+
+
+@pytest.fixture
+def addresses() -> Callable[[int], list[str]]:
+    """Loopback addresses with free ports."""
+    return free_addresses

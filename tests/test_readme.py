@@ -1,0 +1,96 @@
+"""The README shows nothing that does not run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hcsim.cli.app import app
+from hcsim.config import parse_scenario
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIMIT_S = 60
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+COMMANDS = [
+    line for block in blocks("sh") for line in block.splitlines() if line.startswith("hcsim") and "--real" not in line
+]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    [code] = blocks("python")
+    file = tmp_path / "mean.py"
+    file.write_text(code, encoding="utf-8")
+    return file
+
+
+def test_the_program_runs_in_the_virtual_world(program: Path) -> None:
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    *ranks, end = done.stdout.splitlines()
+    assert ranks == [f"rank {rank} of 4 has 1.5" for rank in range(4)]
+    assert re.fullmatch(r"[0-9.]+ ms, trace [0-9a-f]{12}", end)
+
+
+def test_the_program_runs_in_the_real_world(program: Path) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for sock in (one, other):
+            sock.bind(("127.0.0.1", 0))
+        peers = ",".join(f"127.0.0.1:{sock.getsockname()[1]}" for sock in (one, other))
+    commands = [[sys.executable, str(program), str(rank), peers] for rank in range(2)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert outputs == [f"rank {rank} of 2 has 0.5\n" for rank in range(2)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_table_is_the_one_that_is_printed() -> None:
+    shown = next(block for block in blocks("text") if "exact" in block)
+    printed = CliRunner().invoke(app, ["run", "four-macs-1gbe"]).stdout
+    expected, actual = ([line.split() for line in text.splitlines() if "─" not in line] for text in (shown, printed))
+    assert actual[: len(expected)] == expected
+
+
+def test_the_scenario_runs(tmp_path: Path) -> None:
+    [text] = blocks("toml")
+    assert parse_scenario(text, "README.md").name == "kitchen"
+    file = tmp_path / "kitchen.toml"
+    file.write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(app, ["run", str(file)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "results/README.md"])
+def test_what_a_document_points_to_is_there(document: str) -> None:
+    file = ROOT / document
+    text = file.read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    paths = re.findall(r"`((?:hcsim|experiments|tests)/[\w./]*)`", text)
+    assert [path for path in targets if not (file.parent / path).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_command_that_can_be_run_is_run() -> None:
+    assert len(COMMANDS) >= 3

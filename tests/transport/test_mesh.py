@@ -1,0 +1,280 @@
+"""The mesh: who may call, what a stranger can do (nothing), and how links open and close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from hcsim.config import parse_scenario
+from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused, UsageError
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.runtime.channel import Channel
+from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
+from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, MAX_STRANGERS, Hello, Membership, Mesh, Wire
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+
+GOODBYE = ((Kind.BYE, ""), ChannelClosed("the test is over"))
+WIRE = Wire(connect_timeout_s=20.0)
+HELLO = Hello("hcsim", 0, 3, WIRE.segment_bytes, 1, 1)
+"""What rank 1 of the group says when it calls."""
+
+
+def run(body: Callable[..., Awaitable[Any]], hosts: int = 3) -> Any:
+    scenario = parse_scenario(
+        f"""
+        name = "mesh"
+        effects = "ideal"
+        medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }}]
+        node = [{{ name = "mac", count = {hosts}, machine = "ideal", links = ["switch"] }}]
+        """,
+        "mesh",
+    )
+    world = World(scenario)
+    return world.run(body(*world.hosts))
+
+
+def membership(rank: int, **changes: Any) -> Membership:
+    us = Membership(rank, tuple(f"mac-{n}:1000" for n in (1, 2, 3)), wire=WIRE)
+    return msgspec.structs.replace(us, **changes)
+
+
+async def opened(host: VirtualHost, rank: int, **changes: Any) -> Mesh:
+    mesh = Mesh(host, membership(rank, **changes))
+    await mesh.open()
+    return mesh
+
+
+async def call(host: VirtualHost, hello: Hello | bytes, kind: Kind = Kind.HELLO) -> tuple[Channel, Header, bytes]:
+    """Call rank 0 and say that; its answer."""
+    channel = await host.connect("mac-1:1000")
+    data = hello if isinstance(hello, bytes) else msgspec.msgpack.encode(hello)
+    await channel.send(Header(len(data), kind), memoryview(data))
+    header, payload = await channel.recv(lambda _: None)
+    return channel, header, bytes(payload)
+
+
+def test_links_open_when_they_are_needed_and_both_ends_have_the_same():
+    async def body(*hosts: VirtualHost) -> None:
+        meshes = [await opened(host, rank) for rank, host in enumerate(hosts)]
+        assert [mesh.links for mesh in meshes] == [{}, {}, {}]
+        up, down, again = await asyncio.gather(meshes[2].link(0), meshes[0].link(2), meshes[2].link(0))
+        assert up is again
+        await up.send(Header(3, sender=2, total=3), memoryview(b"abc"))
+        place = memoryview(bytearray(3))
+        assert bytes(await down.post((0, 0, 0, 0, 0), place, 0, 3)) == b"abc"
+        assert not meshes[1].links
+        for mesh in meshes:
+            await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+REFUSED = {
+    "another epoch": (msgspec.structs.replace(HELLO, epoch=1), "your epoch is 1, ours is 0"),
+    "another world": (msgspec.structs.replace(HELLO, world=4), "your world is 4, ours is 3"),
+    "another name": (msgspec.structs.replace(HELLO, name="other"), "your name is other, ours is hcsim"),
+    "other segments": (msgspec.structs.replace(HELLO, segment_bytes=7), "your segment_bytes is 7"),
+    "other stripes": (msgspec.structs.replace(HELLO, stripes=2), "your stripes is 2, ours is 1"),
+    "a rank beyond the world": (msgspec.structs.replace(HELLO, rank=3), "rank 3 .* has no business"),
+    "a negative rank": (msgspec.structs.replace(HELLO, rank=-1), "rank -1 .* has no business"),
+    "our own rank": (msgspec.structs.replace(HELLO, rank=0), "rank 0 .* has no business"),
+    "a stripe beyond": (msgspec.structs.replace(HELLO, stripe=1), "connection 1"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_caller_that_does_not_belong_here_is_told_why_and_let_go(what):
+    hello, reason = REFUSED[what]
+
+    async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
+        mesh = await opened(ours, 0)
+        channel, header, text = await call(caller, hello)
+        assert header.kind is Kind.ABORT
+        pytest.raises(ValueError, match=reason) if False else None
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(text.decode())
+        with pytest.raises(ChannelBroken):
+            await channel.recv(lambda _: None)
+        assert mesh.links == {}
+        await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+def test_the_second_to_claim_a_rank_is_refused():
+    async def body(ours: VirtualHost, first: VirtualHost, second: VirtualHost) -> None:
+        mesh = await opened(ours, 0)
+        _, answer, _ = await call(first, HELLO)
+        assert answer.kind is Kind.HELLO
+        link = await mesh.link(1)
+        _, answer, text = await call(second, HELLO)
+        assert (answer.kind, text) == (Kind.ABORT, b"rank 1 is connected already")
+        assert mesh.links == {1: link}
+        await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+def test_a_refused_dialler_raises_with_the_reason():
+    async def body(one: VirtualHost, other: VirtualHost, _: VirtualHost) -> None:
+        meshes = [await opened(one, 0), await opened(other, 1, epoch=4)]
+        with pytest.raises(PeerRefused, match="your epoch is 4, ours is 0"):
+            await meshes[1].link(0)
+        for mesh in meshes:
+            await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+def test_whoever_answers_with_another_rank_is_not_believed():
+    async def body(one: VirtualHost, other: VirtualHost, _: VirtualHost) -> None:
+        # At rank 1's address somebody answers who is rank 0 of a group in another order.
+        swapped = ("mac-2:1000", "mac-1:1000", "mac-3:1000")
+        impostor = await opened(one, 1, addresses=swapped)
+        mesh = await opened(other, 2, addresses=("mac-1:1000", "mac-2:1000", "mac-3:1000"))
+        with pytest.raises(PeerRefused, match="should be rank 0, but says it is rank 1"):
+            await mesh.link(0)
+        for each in (impostor, mesh):
+            await each.close(*GOODBYE)
+
+    # The hosts listen under their own names, so the impostor sits at mac-1.
+    run(body)
+
+
+STRANGE = {
+    "no hello": (Header(3, Kind.DATA), b"abc"),
+    "an unreadable hello": (Header(3, Kind.HELLO), b"\xc1\xc1\xc1"),
+    "an empty hello": (Header(0, Kind.HELLO), b""),
+    "a hello of other fields": (Header(6, Kind.HELLO), msgspec.msgpack.encode({"a": 1})[:6].ljust(6, b"\xc0")),
+    "a hello too large": (Header(HELLO_LIMIT_BYTES + 1, Kind.HELLO), bytes(HELLO_LIMIT_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_strange_caller_is_dropped_and_nothing_else_happens(what):
+    header, data = STRANGE[what]
+
+    async def body(ours: VirtualHost, stranger: VirtualHost, member: VirtualHost) -> None:
+        mesh, theirs = await opened(ours, 0), await opened(member, 2)
+        channel = await stranger.connect("mac-1:1000")
+        await channel.send(header, memoryview(data))
+        with pytest.raises(ChannelBroken):
+            await channel.recv(lambda _: None)
+        links = await asyncio.gather(mesh.link(2), theirs.link(0))
+        assert [link.peer_rank for link in links] == [2, 0]
+        for each in (mesh, theirs):
+            await each.close(*GOODBYE)
+
+    run(body)
+
+
+def test_only_so_many_callers_may_keep_silent_and_not_for_long():
+    async def body(ours: VirtualHost, stranger: VirtualHost, member: VirtualHost) -> None:
+        mesh, theirs = await opened(ours, 0), await opened(member, 2)
+        silent = [await stranger.connect("mac-1:1000") for _ in range(MAX_STRANGERS)]
+        one_more = await stranger.connect("mac-1:1000")
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(ChannelBroken):
+            await one_more.recv(lambda _: None)
+        assert loop.time() - began_s < 0.1
+        for channel in silent:
+            with pytest.raises(ChannelBroken):
+                await channel.recv(lambda _: None)
+        assert loop.time() - began_s == pytest.approx(HELLO_TIMEOUT_S, abs=0.1)
+        await asyncio.gather(mesh.link(2), theirs.link(0))
+        for each in (mesh, theirs):
+            await each.close(*GOODBYE)
+
+    run(body)
+
+
+def test_a_rank_that_never_calls_is_given_up():
+    async def body(ours: VirtualHost, *_: VirtualHost) -> None:
+        mesh = await opened(ours, 0)
+        with pytest.raises(DeadlineExceeded, match="rank 1 did not call within 20 s"):
+            await mesh.link(1)
+        await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+def test_closing_ends_links_and_those_that_are_being_opened():
+    async def body(ours: VirtualHost, other: VirtualHost, _: VirtualHost) -> None:
+        mesh, theirs = await opened(ours, 0), await opened(other, 1)
+        link, _ = await asyncio.gather(mesh.link(1), theirs.link(0))
+        opening = asyncio.create_task(mesh.link(2))
+        waiting = link.post((0, 0, 0, 0, 0), None, 0, 3)
+        await asyncio.sleep(1.0)
+        await mesh.close(*GOODBYE)
+        for each in (opening, waiting):
+            with pytest.raises(ChannelClosed, match="the test is over"):
+                await each
+        with pytest.raises(UsageError, match="closed"):
+            await mesh.link(2)
+        await theirs.close(*GOODBYE)
+
+    run(body)
+
+
+def test_a_rank_outside_its_group_is_refused():
+    async def body(ours: VirtualHost, *_: VirtualHost) -> None:
+        with pytest.raises(UsageError, match="rank 3 does not exist in a group of 3"):
+            Mesh(ours, membership(3))
+
+    run(body)
+
+
+@pytest.mark.parametrize("wire", [{"stripes": 0}, {"segment_bytes": 0}, {"segment_bytes": 2**30}, {"connect_timeout_s": 0}])
+def test_a_wire_that_cannot_work_is_refused(wire):
+    with pytest.raises(UsageError, match="a wire has"):
+        Wire(**wire)
+
+
+# Bytes from a real socket.
+
+_TRUNCATED = encode_header(Header(100, Kind.HELLO))
+GARBAGE = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: mini\r\n\r\n" + bytes(HEADER_BYTES),
+    "zeros": bytes(1000),
+    "part of a header": _TRUNCATED[:20],
+    "a header without its payload": _TRUNCATED + bytes(30),
+    "an announcement of 4 GB": encode_header(Header(2**32 - 1, Kind.HELLO)),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
+    async def main() -> None:
+        async with RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
+            probe = await one.listen("127.0.0.1:0")
+            address = probe.address
+            await probe.close()
+            # Only rank 0 is called, so rank 1's address is never used.
+            meshes = [Mesh(host, Membership(rank, (address, "127.0.0.1:0"))) for rank, host in enumerate((one, other))]
+            for mesh in meshes:
+                await mesh.open()
+            reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+            writer.write(GARBAGE[what])
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+            links = await asyncio.gather(*(mesh.link(1 - rank) for rank, mesh in enumerate(meshes)))
+            assert [link.peer_rank for link in links] == [1, 0]
+            for mesh in meshes:
+                await mesh.close(*GOODBYE)
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20.0):
+            await main()
+
+    try:
+        asyncio.run(bounded())
+    except ChannelError as error:
+        pytest.fail(f"a member could not connect: {error}")

@@ -1,0 +1,286 @@
+"""The fluid network against numbers computed by hand: shares, media, TCP's bounds, order of delivery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from math import sqrt
+
+import pytest
+
+from hcsim.config import Scenario, parse_scenario
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.virtual.world import World
+
+MB = 1_000_000
+SIZE = 100 * MB - HEADER_BYTES
+"""A payload that takes 100 MB on the wire."""
+BARE = "slow_start = false, ack_share = 0, headers = false, loss_model = 'none', window = '1 TB'"
+"""A TCP that does nothing of its own."""
+
+
+def home(media: str, nodes: str, tcp: str = BARE, wan: str = "") -> Scenario:
+    return parse_scenario(f"name = 'home'\ntcp = {{ {tcp} }}\nmedium = [{media}]\nnode = [{nodes}]\n{wan}", "home")
+
+
+def node(name: str, medium: str = "", rate: str = "") -> str:
+    link = f"{{ medium = '{medium}', rate = '{rate}' }}" if rate else f"'{medium}'"
+    return f"{{ name = '{name}', machine = 'ideal', links = [{link if medium else ''}] }}"
+
+
+def ethernet(rate: str, latency: str = "0.1 ms", extra: str = "") -> str:
+    return f"{{ kind = 'ethernet', name = 'switch', rate = '{rate}', latency = '{latency}' {extra} }}"
+
+
+def arrivals_s(scenario: Scenario, flows: Sequence[tuple[str, str, int]]) -> list[float]:
+    """When each transfer (from, to, payload bytes) has arrived; all start at zero, on connections of their own."""
+    world = World(scenario)
+
+    async def connected(number: int, source: str, target: str):
+        listener = await world.host(target).listen(f"{target}:{1000 + number}")
+        near = await world.host(source).connect(listener.address)
+        far = await listener.accept()
+        far.limit(1 << 40)
+        return near, far
+
+    async def main() -> list[float]:
+        ends = [await connected(number, source, target) for number, (source, target, _) in enumerate(flows)]
+        started_s = world.loop.time()
+
+        async def transfer(flow: tuple[str, str, int], near, far) -> float:
+            await near.send(Header(flow[2]), Phantom(flow[2]))
+            await far.recv(lambda _: None)
+            return world.loop.time() - started_s
+
+        moves = [transfer(flow, *pair) for flow, pair in zip(flows, ends, strict=True)]
+        return await asyncio.gather(*moves)
+
+    return world.run(main())
+
+
+TWO = f"{node('a', 'switch')}, {node('b', 'switch')}"
+THREE = f"{TWO}, {node('c', 'switch')}"
+
+
+# Sharing.
+
+
+def test_one_flow_has_the_whole_link():
+    (alone_s,) = arrivals_s(home(ethernet("1 Gb/s"), TWO), [("a", "b", SIZE)])
+    assert alone_s == pytest.approx(0.8 + 0.0001)
+
+
+@pytest.mark.parametrize("pairs", [("ab", "ac"), ("ab", "cb"), ("ab", "ab")], ids=["out", "in", "both"])
+def test_two_flows_share_a_link_equally(pairs):
+    flows = [(source, target, SIZE) for source, target in pairs]
+    assert arrivals_s(home(ethernet("1 Gb/s"), THREE), flows) == pytest.approx([1.6001, 1.6001])
+
+
+def test_the_two_directions_of_a_wire_do_not_share():
+    flows = [("a", "b", SIZE), ("b", "a", SIZE)]
+    assert arrivals_s(home(ethernet("1 Gb/s"), TWO), flows) == pytest.approx([0.8001, 0.8001])
+
+
+def test_a_flow_speeds_up_when_another_has_ended():
+    half = 50 * MB - HEADER_BYTES
+    # Until the short one is through, each has 62.5 MB/s; the other 50 MB then go at 125 MB/s.
+    assert arrivals_s(home(ethernet("1 Gb/s"), THREE), [("a", "b", half), ("a", "c", SIZE)]) == pytest.approx(
+        [0.8001, 1.2001]
+    )
+
+
+def test_a_slow_receiver_leaves_the_rest_to_the_others():
+    nodes = f"{TWO}, {node('c', 'switch', '200 Mb/s')}"
+    to_b, to_c = arrivals_s(home(ethernet("1 Gb/s"), nodes), [("a", "b", SIZE), ("a", "c", SIZE)])
+    assert to_b == pytest.approx(100 / 100 + 0.0001)  # 800 Mb/s
+    assert to_c == pytest.approx(100 / 25 + 0.0001)  # 200 Mb/s
+
+
+# Media.
+
+
+def wifi(fairness: str = "throughput", extra: str = "") -> str:
+    air = "{ kind = 'wifi', name = 'air', phy_rate = '1.2 Gb/s', latency = '1 ms', jitter = '0 ms', loss = 0"
+    return f"{air}, fairness = '{fairness}', {extra or 'gate = false'} }}, {ethernet('10 Gb/s', '0 ms')}"
+
+
+STATIONS = f"{node('near', 'air')}, {node('far', 'air', '120 Mb/s')}, {node('wired', 'switch')}"
+
+
+def test_a_station_alone_reaches_its_part_of_the_phy_rate():
+    (alone_s,) = arrivals_s(home(wifi(), STATIONS), [("near", "wired", SIZE)])
+    assert alone_s == pytest.approx(100 / 97.5 + 0.0005)  # 0.65 × 1.2 Gb/s is 97.5 MB/s; half the latency is its end's
+
+
+def test_a_slow_station_drags_all_with_equal_throughput():
+    """The anomaly: with 97.5 and 9.75 MB/s alone, each gets x with x/97.5 + x/9.75 = 1."""
+    near_s, far_s = arrivals_s(home(wifi(), STATIONS), [("near", "wired", SIZE), ("far", "wired", SIZE)])
+    each = 1 / (1 / 97.5 + 1 / 9.75)
+    assert each == pytest.approx(8.8636, rel=1e-4)
+    assert [near_s, far_s] == pytest.approx([100 / each + 0.0005] * 2)
+
+
+def test_with_airtime_fairness_each_station_has_half_its_own_rate():
+    flows = [("near", "wired", SIZE), ("far", "wired", SIZE)]
+    near_s, far_s = arrivals_s(home(wifi("airtime"), STATIONS), flows)
+    assert near_s == pytest.approx(100 / 48.75 + 0.0005)
+    # 2.0513 s at 4.875 MB/s, and what is left at 9.75 MB/s.
+    assert far_s == pytest.approx(2.0513 + (100 - 2.0513 * 4.875) / 9.75 + 0.0005, rel=1e-4)
+
+
+def test_from_station_to_station_every_byte_crosses_the_air_twice():
+    (between_s,) = arrivals_s(home(wifi(), STATIONS), [("near", "far", SIZE)])
+    assert between_s == pytest.approx(100 * (1 / 97.5 + 1 / 9.75) + 0.001)
+
+
+def test_the_gate_only_delays():
+    extra = "gate_every = '1 s', gate_min = '100 ms', gate_max = '250 ms'"
+    flows = [("near", "wired", SIZE), ("near", "wired", SIZE), ("wired", "near", SIZE)]
+    open_s = arrivals_s(home(wifi(), STATIONS), flows)
+    gated_s = arrivals_s(home(wifi(extra=extra), STATIONS), flows)
+    added_s = [gated - free for gated, free in zip(gated_s, open_s, strict=True)]
+    assert all(0.1 <= added <= 0.25 * 20 for added in added_s)
+
+
+def test_a_cable_can_be_faster_one_way():
+    cables = (
+        "{ kind = 'thunderbolt', name = 'desk', cable = "
+        "[{ between = ['a', 'b'], forward = '16.4 Gb/s', backward = '5.3 Gb/s', latency = '0.2 ms' }] }"
+    )
+    there_s, back_s = arrivals_s(home(cables, f"{node('a')}, {node('b')}"), [("a", "b", SIZE), ("b", "a", SIZE)])
+    assert there_s == pytest.approx(0.8 / 16.4 + 0.0002)
+    assert back_s == pytest.approx(0.8 / 5.3 + 0.0002)
+
+
+def test_a_host_forwards_between_cables_and_pays_for_it():
+    chain = (
+        "{ kind = 'thunderbolt', name = 'desk', forwarding = '4 Gb/s', cable = ["
+        "{ between = ['a', 'b'], forward = '8 Gb/s', latency = '0 ms' },"
+        "{ between = ['b', 'c'], forward = '8 Gb/s', latency = '0 ms' }] }"
+    )
+    nodes = ", ".join(node(name) for name in "abc")
+    assert arrivals_s(home(chain, nodes), [("a", "b", SIZE)]) == pytest.approx([0.1])
+    assert arrivals_s(home(chain, nodes), [("a", "c", SIZE)]) == pytest.approx([0.2])
+
+
+# TCP.
+
+
+def long_line(tcp: str, line: str = "") -> Scenario:
+    """Two homes, 100 Mb/s each way, 2 × 25 ms apart: the round trip is 100 ms."""
+    media = ", ".join(
+        f"{{ kind = 'ethernet', name = '{name}', home = '{name}', rate = '1 Gb/s', latency = '0 ms' }}" for name in "ab"
+    )
+    wan = "".join(
+        f"\n[[wan]]\nhome = '{name}'\nup = '100 Mb/s'\ndown = '100 Mb/s'\nlatency = '25 ms'\n{line}" for name in "ab"
+    )
+    return home(media, f"{node('a', 'a')}, {node('b', 'b')}", tcp, wan)
+
+
+def without(*effects: str) -> str:
+    return ", ".join(setting for setting in BARE.split(", ") if setting.split(" ")[0] not in effects)
+
+
+def test_a_window_bounds_the_rate_by_the_round_trip():
+    size = 10 * MB - HEADER_BYTES
+    (bound_s,) = arrivals_s(long_line(f"{without('window')}, window = '125 kB'"), [("a", "b", size)])
+    assert bound_s == pytest.approx(10 / 1.25 + 0.05)  # 125 kB per 100 ms
+    (free_s,) = arrivals_s(long_line(BARE), [("a", "b", size)])
+    assert free_s == pytest.approx(10 / 12.5 + 0.05)
+
+
+def test_slow_start_doubles_the_window_every_round_trip():
+    """Ten segments of 1448 bytes in the first 100 ms, then 20, 40, 80: 14,480 × (2^k − 1) bytes after k round trips."""
+    first = 10 * 1448
+    for rounds in (1, 2, 3, 4):
+        size = first * (2**rounds - 1) - HEADER_BYTES
+        (took_s,) = arrivals_s(long_line(without("slow_start")), [("a", "b", size)])
+        assert took_s == pytest.approx(0.1 * rounds + 0.05, rel=0.02)
+
+
+def test_slow_start_ends_at_the_rate_of_the_line():
+    """The line carries 1.25 MB per round trip. After 7 round trips 14,480 × 127 bytes are through, the rest goes at 12.5 MB/s."""
+    (took_s,) = arrivals_s(long_line(without("slow_start")), [("a", "b", SIZE)])
+    assert took_s == pytest.approx(0.7 + (100 * MB - 14_480 * 127) / 12.5e6 + 0.05, rel=0.02)
+
+
+def test_a_connection_keeps_its_window_unless_it_restarts_after_an_idle_time():
+    def second_s(tcp: str) -> float:
+        world = World(long_line(tcp))
+
+        async def main() -> float:
+            listener = await world.host("b").listen("b:1000")
+            near = await world.host("a").connect(listener.address)
+            far = await listener.accept()
+            for _ in range(2):
+                started_s = world.loop.time()
+                await near.send(Header(5 * MB), Phantom(5 * MB))
+                await far.recv(lambda _: None)
+                took_s = world.loop.time() - started_s
+                await asyncio.sleep(1.0)
+            return took_s
+
+        return world.run(main())
+
+    assert second_s(without("slow_start")) == pytest.approx(0.4 + 0.05, rel=0.01)
+    assert second_s(f"{without('slow_start')}, restart_after_idle = true") > 0.9
+
+
+MSS, RTT_S, LOSS = 1448, 0.1, 1e-4
+CAPS = {
+    "mathis": MSS / RTT_S * sqrt(1.5 / LOSS),
+    "cubic": 1.054 * (RTT_S / LOSS) ** 0.75 * MSS / RTT_S,
+    "bbr": 12.5e6 * (1 - LOSS),
+}
+
+
+@pytest.mark.parametrize("model", CAPS)
+def test_loss_caps_the_rate(model):
+    # Two lines lose half of LOSS each. A hit among a message's last packets costs 0.2 s more, once.
+    scenario = long_line(f"{without('loss_model')}, loss_model = '{model}'", f"loss = {LOSS / 2:f}")
+    (took_s,) = arrivals_s(scenario, [("a", "b", SIZE)])
+    assert 0 <= took_s - (100e6 / CAPS[model] + 0.05) <= 0.2 + 1e-3
+
+
+def test_headers_leave_941_of_1000_megabits():
+    (took_s,) = arrivals_s(home(ethernet("1 Gb/s", "0 ms"), TWO, without("headers")), [("a", "b", SIZE)])
+    assert 800e6 / took_s == pytest.approx(941.48e6, rel=1e-4)  # × (1500 − 52) / (1500 + 38)
+
+
+def test_acknowledgements_take_their_share_of_the_way_back():
+    scenario = home(ethernet("1 Gb/s", "0 ms"), TWO, f"{without('ack_share')}, ack_share = 0.03")
+    assert arrivals_s(scenario, [("a", "b", SIZE)]) == pytest.approx([0.8])
+    # Each direction carries x of data and 0.03 x of the other's acknowledgements.
+    assert arrivals_s(scenario, [("a", "b", SIZE), ("b", "a", SIZE)]) == pytest.approx([0.8 * 1.03] * 2)
+
+
+# Delivery.
+
+
+def test_jitter_delays_but_never_reorders():
+    world = World(home(ethernet("1 Gb/s", "1 ms", ", jitter = '5 ms'"), TWO))
+
+    async def main() -> list[tuple[int, float]]:
+        listener = await world.host("b").listen("b:1000")
+        near = await world.host("a").connect(listener.address)
+        far = await listener.accept()
+        started_s = world.loop.time()
+        for step in range(200):
+            await near.send(Header(0, step=step))
+        return [((await far.recv(lambda _: None))[0].step, world.loop.time() - started_s) for _ in range(200)]
+
+    found = world.run(main())
+    times_s = [at_s for _, at_s in found]
+    assert [step for step, _ in found] == list(range(200))
+    assert times_s == sorted(times_s)
+    assert times_s[0] >= 0.001
+    assert len({round(at_s, 4) for at_s in times_s}) > 3
+    # The latest of 200 draws of mean 5 ms is about 5 ms × ln 200 = 26 ms.
+    assert 0.012 < times_s[-1] < 0.070
+
+
+def test_a_full_buffer_adds_its_length_to_the_delay():
+    (empty_s,) = arrivals_s(long_line(BARE), [("a", "b", 10 * MB)])
+    (full_s,) = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), [("a", "b", 10 * MB)])
+    assert full_s - empty_s == pytest.approx(2 * 0.01, rel=0.01)  # 125 kB at 12.5 MB/s, up and down

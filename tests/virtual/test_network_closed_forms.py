@@ -1,0 +1,85 @@
+"""Simulated collectives against the textbooks' α–β formulas, with latency and bandwidth as the only effects."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hcsim import Group, Options, Phantom, Wire, simulate
+from hcsim.collectives.cost import closed_form
+from hcsim.config import parse_scenario
+
+UNCUT = Wire(segment_bytes=16 << 20)
+LINKS = [("1 Gb/s", "0.1 ms", 8_400_000), ("10 Gb/s", "2 ms", 4_200_000), ("100 Mb/s", "20 ms", 840_000)]
+"""Rate, latency and bytes: the bandwidth decides; both do; the latency decides. 840 divides by all world sizes used."""
+START_S = 10.0
+RATES_BPS = {"1 Gb/s": 1e9, "10 Gb/s": 1e10, "100 Mb/s": 1e8}
+
+
+def simulated_s(algorithm: str, world: int, link: tuple[str, str, int], arity: int = 2) -> float:
+    rate, latency, size_bytes = link
+    scenario = parse_scenario(
+        f"""
+        name = "uniform"
+        effects = "ideal"
+        medium = [{{ kind = "ethernet", name = "switch", rate = "{rate}", latency = "{latency}" }}]
+        node = [{{ name = "mac", count = {world}, machine = "ideal", links = ["switch"] }}]
+        """,
+        "uniform",
+    )
+
+    async def program(group: Group) -> float:
+        loop = asyncio.get_running_loop()
+        await group.all_reduce(Phantom(1000 * world), algorithm=algorithm)  # opens the links
+        await asyncio.sleep(START_S - loop.time())
+        await group.all_reduce(Phantom(size_bytes), algorithm=algorithm)
+        return loop.time() - START_S
+
+    return max(simulate(scenario, program, wire=UNCUT, options=Options(arity=arity)).values())
+
+
+def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: int = 2) -> float:
+    rate, latency, size_bytes = link
+    latency_s = float(latency.removesuffix(" ms")) / 1e3
+    return closed_form(algorithm, world, size_bytes, latency_s, RATES_BPS[rate] / 8, arity)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(
+    ("algorithm", "world"),
+    [
+        *[("ring", world) for world in (2, 3, 4, 5, 7, 8)],
+        *[("centralized", world) for world in (2, 3, 4, 5, 7, 8)],
+        *[("recursive_doubling", world) for world in (2, 4, 8)],
+        *[("halving_doubling", world) for world in (2, 4, 8)],
+        *[("tree", world) for world in (2, 3, 7, 15)],
+    ],
+)
+def test_an_all_reduce_takes_the_time_of_its_formula(algorithm, world, link):
+    assert simulated_s(algorithm, world, link) == pytest.approx(textbook_s(algorithm, world, link), rel=0.01)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(("world", "arity"), [(4, 3), (13, 3), (5, 4)])
+def test_a_full_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, link):
+    assert simulated_s("tree", world, link, arity) == pytest.approx(textbook_s("tree", world, link, arity), rel=0.01)
+
+
+def test_a_tree_with_an_inner_rank_on_one_side_pays_for_equal_shares():
+    """Four ranks, 0 above 1 and 2, 1 above 3. Up, 2 α + 2 B: 2's message is there before 1's comes. Down, the root serves
+    both children at once, at half the rate each, so 1 can pass it on after 2 B: 2 α + 3 B, where serving 1 first would be 2 B.
+    """
+    buffer_s, latency_s = 8_400_000 / 125e6, 0.1e-3
+    assert simulated_s("tree", 4, LINKS[0]) == pytest.approx(4 * latency_s + 5 * buffer_s, rel=0.01)
+
+
+def test_the_formulas_tell_the_algorithms_apart():
+    """Otherwise the comparisons above would say little."""
+    times_s = sorted(
+        simulated_s(algorithm, 8, LINKS[0])
+        for algorithm in ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling")
+    )
+    gaps = [later / earlier for earlier, later in zip(times_s, times_s[1:], strict=False)]
+    assert max(gaps) > 1.3
+    assert times_s[-1] / times_s[0] > 7

@@ -1,0 +1,249 @@
+"""The virtual world: programs on all hosts, how they end, deadlocks, the neighbourhood, SimPy beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from hcsim.config import parse_scenario
+from hcsim.errors import ConfigError, Deadlock, UsageError
+from hcsim.runtime.frame import Header
+from hcsim.runtime.host import Medium
+from hcsim.runtime.lan import Service, Sighting
+from hcsim.virtual.world import World
+
+HOMES = """
+name = "homes"
+tcp = { slow_start = false }
+[[medium]]
+kind = "ethernet"
+name = "switch"
+home = "anna"
+rate = "1 Gb/s"
+[[medium]]
+kind = "wifi"
+name = "air"
+home = "anna"
+gate = false
+jitter = "0 ms"
+loss = 0
+[[medium]]
+kind = "ethernet"
+name = "far"
+home = "ben"
+rate = "1 Gb/s"
+[[medium]]
+kind = "thunderbolt"
+name = "desk"
+[[medium.cable]]
+between = ["studio", "mini"]
+forward = "16 Gb/s"
+backward = "8 Gb/s"
+[[wan]]
+home = "anna"
+up = "40 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[wan]]
+home = "ben"
+up = "40 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[node]]
+name = "studio"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "mini"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "laptop"
+machine = "ideal"
+links = ["air"]
+[[node]]
+name = "away"
+machine = "ideal"
+links = ["far"]
+"""
+
+
+@pytest.fixture
+def world() -> World:
+    return World(parse_scenario(HOMES, "homes"))
+
+
+def test_a_program_runs_on_every_host_in_the_order_of_the_scenario(world):
+    async def program(host: Any) -> str:
+        await host.clock.sleep(1.0)
+        return host.name
+
+    assert world.run_on_all(program) == ["studio", "mini", "laptop", "away"]
+    assert world.loop.time() == 1.0
+
+
+def test_an_error_ends_one_program_and_not_the_others(world):
+    async def program(host: Any) -> str:
+        await host.clock.sleep(1.0)
+        if host.name == "mini":
+            raise ValueError("no luck")
+        return host.name
+
+    results = world.run_on_all(program)
+    assert repr(results[1]) == "ValueError('no luck')"
+    assert [results[0], *results[2:]] == ["studio", "laptop", "away"]
+
+
+def test_a_deadlock_names_every_task_and_what_it_waits_for(world):
+    async def program(host: Any) -> None:
+        listener = await host.listen(f"{host.name}:1000")
+        await listener.accept()
+
+    with pytest.raises(Deadlock) as caught:
+        world.run_on_all(program)
+    text = str(caught.value)
+    for name in ("studio", "mini", "laptop", "away"):
+        assert f"{name}: main" in text
+        assert f"<listener {name}:1000>" in text
+
+
+def test_two_worlds_stop_with_the_same_words():
+    def words() -> str:
+        async def program(host: Any) -> None:
+            await asyncio.Event().wait()
+
+        with pytest.raises(Deadlock) as caught:
+            World(parse_scenario(HOMES, "homes")).run_on_all(program)
+        return str(caught.value)
+
+    assert words() == words()
+
+
+def test_the_end_of_the_run_ends_what_hosts_still_do(world):
+    ended: list[str] = []
+
+    async def forever(host: Any) -> None:
+        try:
+            await host.clock.sleep(1e9)
+        finally:
+            ended.append(host.name)
+
+    async def main() -> None:
+        for host in world.hosts:
+            host.spawn(forever(host), name="forever")
+        await asyncio.sleep(1.0)
+
+    world.run(main())
+    assert ended == ["studio", "mini", "laptop", "away"]
+
+
+def test_an_unknown_host_is_named_with_those_that_exist(world):
+    with pytest.raises(ConfigError, match="'mega'.*studio, mini, laptop, away"):
+        world.host("mega")
+
+
+def test_a_host_listens_under_its_own_name_and_once_per_port(world):
+    async def main() -> None:
+        mini = world.host("mini")
+        await mini.listen("mini:1000")
+        with pytest.raises(UsageError, match="port 1000 already"):
+            await mini.listen("mini:1000")
+        with pytest.raises(UsageError, match="not its name"):
+            await mini.listen("studio:1001")
+
+    world.run(main())
+
+
+def test_a_host_shows_what_it_is_attached_to(world):
+    found = {host.name: [interface.medium for interface in host.interfaces()] for host in world.hosts}
+    assert found == {
+        "studio": [Medium.ETHERNET, Medium.THUNDERBOLT],
+        "mini": [Medium.ETHERNET, Medium.THUNDERBOLT],
+        "laptop": [Medium.WIFI],
+        "away": [Medium.ETHERNET],
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "latency_s"),
+    [
+        ("studio", "mini", 0.2e-3),  # over the cable, the faster of two ways
+        ("studio", "laptop", 0.05e-3 + 0.6e-3),  # through the router, half of each medium's
+        ("studio", "away", 0.05e-3 + 10e-3 + 10e-3 + 0.05e-3),  # out and in again
+        ("away", "away", 10e-6),
+    ],
+)
+def test_a_message_takes_the_best_way(world, source, target, latency_s):
+    async def main() -> float:
+        listener = await world.host(target).listen(f"{target}:1000")
+        near = await world.host(source).connect(listener.address)
+        far = await listener.accept()
+        started_s = world.loop.time()
+        await near.send(Header(0))
+        await far.recv(lambda _: None)
+        return world.loop.time() - started_s
+
+    assert world.run(main()) == pytest.approx(latency_s, abs=30e-6)
+
+
+# The neighbourhood.
+
+
+async def taken(sightings: AsyncIterator[Sighting], count: int) -> list[tuple[str, bool]]:
+    return [(seen.service.name, seen.gone) for seen in [await anext(sightings) for _ in range(count)]]
+
+
+def test_announcements_reach_the_home_and_not_the_neighbours(world):
+    async def program(host: Any) -> list[tuple[str, bool]]:
+        await host.lan.advertise(Service(host.name, f"{host.name}:1000"))
+        found = []
+        try:
+            async with host.clock.timeout(5.0):
+                async for seen in host.lan.browse():
+                    found.append(seen.service.name)
+        except TimeoutError:
+            pass
+        return sorted(found)
+
+    at_home = ["laptop", "mini", "studio"]
+    assert world.run_on_all(program) == [at_home, at_home, at_home, ["away"]]
+
+
+def test_who_comes_late_still_hears_of_those_before_and_of_every_change(world):
+    async def main() -> list[tuple[str, bool]]:
+        mini, laptop = world.host("mini"), world.host("laptop")
+        await mini.lan.advertise(Service("printer", "mini:1"))
+        await mini.lan.advertise(Service("disk", "mini:2"))
+        await asyncio.sleep(10.0)
+        sightings = laptop.lan.browse()
+        found = await taken(sightings, 2)
+        await mini.lan.advertise(Service("printer", "mini:3"))
+        found += await taken(sightings, 1)
+        await mini.lan.withdraw("disk")
+        found += await taken(sightings, 1)
+        await sightings.aclose()
+        return found
+
+    assert world.run(main()) == [("printer", False), ("disk", False), ("printer", False), ("disk", True)]
+
+
+def test_a_plain_simpy_process_runs_beside_the_hosts(world):
+    log: list[tuple[str, float]] = []
+
+    def weather(env: Any) -> Any:
+        for _ in range(3):
+            yield env.timeout(1_000_000_000)
+            log.append(("rain", env.now / 1e9))
+
+    async def program(host: Any) -> None:
+        for _ in range(3):
+            await host.clock.sleep(1.5)
+            if host.name == "mini":
+                log.append(("step", world.loop.time()))
+
+    world.loop.env.process(weather(world.loop.env))
+    world.run_on_all(program)
+    assert log == [("rain", 1.0), ("step", 1.5), ("rain", 2.0), ("rain", 3.0), ("step", 3.0), ("step", 4.5)]

@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from hcsim.collectives.lanes import Lanes
-from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Send
+from hcsim.collectives.plan import Action, Finish, Recv, Reduce, Round, Send
 from hcsim.collectives.schedule import Schedule
-from hcsim.collectives.wiring import Progress, Ticket, Wiring
+from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.channel import Payload
-from hcsim.runtime.device import Device
 from hcsim.transport.link import Link
 
 T = TypeVar("T")
@@ -27,26 +25,23 @@ T = TypeVar("T")
 class Execution:
     """One operation on its way."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        memory: Memory,
-        ticket: Ticket,
-        link_to: Callable[[int], Awaitable[Link]],
-        device: Device,
-    ) -> None:
+    def __init__(self, schedule: Schedule, wiring: Wiring, link_to: Callable[[int], Awaitable[Link]]) -> None:
         self._schedule = schedule
+        self._wiring = wiring
         self._link_to = link_to
-        self._wiring = Wiring(ticket, memory, device)
         self._progress: list[Progress] = []
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
         for peer in self._schedule.peers:
             await self._guarded(self._open, peer)
-        if not self._schedule.lanes:
+        if self._schedule.lanes:
+            await self._side_by_side()
+        else:
             await self._guarded(self._in_order, self._schedule.rounds)
-            return
+        self._wiring.done()
+
+    async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule.cells)
         try:
             async with asyncio.TaskGroup() as group:
@@ -84,48 +79,53 @@ class Execution:
         wiring = self._wiring
         rank = wiring.ticket.rank
         posted: dict[tuple[int, int], asyncio.Future[Payload]] = {}
-        self._post(rounds, 0, Reduce, posted)
+        self._post(rounds, 0, posted)
         for step, actions in enumerate(rounds):
-            # A reduction is received beside the buffer, where it can wait for its turn.
-            self._post(rounds, step + 1, Reduce, posted)
-            self._post(rounds, step, Recv, posted)
             state.step = step
+            sending = True
             for number, action in enumerate(actions):
+                if isinstance(action, Send):
+                    state.doing, state.peer = "sending to", action.peer
+                    await wiring.send(action.peer, action, step)
+                    continue
+                if sending:  # all sends of a round come first
+                    sending = False
+                    self._post(rounds, step + 1, posted)
                 if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
                     continue
-                state.peer = action.peer
-                if isinstance(action, Send):
-                    state.doing = "sending to"
-                    await wiring.send(action.peer, action, step)
-                    continue
-                state.doing = "receiving from"
+                state.doing, state.peer = "receiving from", action.peer
                 arrived = posted.pop((step, number), None)
                 if arrived is None:
                     arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
-                if type(action) is Reduce:
+                if isinstance(action, Reduce):
                     await wiring.combine(action.lo, action.hi, payload, received_left=action.peer < rank)
+            if sending:
+                self._post(rounds, step + 1, posted)
 
     def _post(
-        self,
-        rounds: tuple[Round, ...],
-        step: int,
-        kind: type[Recv] | type[Reduce],
-        posted: dict[tuple[int, int], asyncio.Future[Payload]],
+        self, rounds: tuple[Round, ...], step: int, posted: dict[tuple[int, int], asyncio.Future[Payload]]
     ) -> None:
-        """Say where a round's messages of one kind go, except into a range that the round has still to send."""
+        """Say where a round's messages go, once the round before it has sent all it sends.
+
+        A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
+        wait for whatever still reads or writes its range.
+        """
         if step == len(rounds):
             return
         wiring = self._wiring
         for number, action in enumerate(rounds[step]):
-            if type(action) is Reduce is kind:
+            if isinstance(action, Reduce):
                 room = wiring.scratch((step % 2, number), action.hi - action.lo)
                 posted[step, number] = wiring.post(action.peer, action, step, room)
-            elif type(action) is Recv is kind and not _sent_too(action, rounds[step]):
+            elif isinstance(action, Recv) and not (
+                _overlaps(action, rounds[step], Send)
+                or (step and _overlaps(action, rounds[step - 1], Recv, Reduce, Finish))
+            ):
                 place = wiring.memory.place(action.lo, action.hi)
                 posted[step, number] = wiring.post(action.peer, action, step, place)
 
 
-def _sent_too(recv: Recv, actions: Round) -> bool:
-    return any(type(action) is Send and action.lo < recv.hi and recv.lo < action.hi for action in actions)
+def _overlaps(recv: Recv, actions: Round, *kinds: type[Action]) -> bool:
+    return any(type(action) in kinds and action.lo < recv.hi and recv.lo < action.hi for action in actions)

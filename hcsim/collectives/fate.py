@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
+from hcsim.collectives.memory import ScratchPool
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
@@ -24,6 +25,7 @@ class Fate:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.scratch = ScratchPool()
         self.error: HcsimError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[object], None] = {}

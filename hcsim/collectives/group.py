@@ -29,7 +29,7 @@ from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
-from hcsim.collectives.wiring import Ticket
+from hcsim.collectives.wiring import Ticket, Wiring
 from hcsim.errors import CollectiveError, CollectiveTimeout, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
@@ -276,7 +276,7 @@ class Group:
             known = self._keep(key, self._plan(operation, algorithm, shape, op, memory))
         lanes, signature = known
         ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), signature)
-        return self._spawn(Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, result)
+        return self._spawn(lanes, memory, ticket, result)
 
     def _plan(self, operation: str, algorithm: str, shape: Shape, op: str, memory: Memory) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""
@@ -290,11 +290,11 @@ class Group:
         ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(_kind(memory).encode()))
         ticket = msgspec.structs.replace(ticket, group=ticket.group | _POINT_TO_POINT)
         lanes = self._lanes(rounds, memory)
-        return self._spawn(
-            Execution(lanes, memory, ticket, self._link, self._fate.mesh.host.device), ticket, lambda: data
-        )
+        return self._spawn(lanes, memory, ticket, lambda: data)
 
-    def _spawn(self, execution: Execution, ticket: Ticket, result: Callable[[], T]) -> Pending[T]:
+    def _spawn(self, lanes: Schedule, memory: Memory, ticket: Ticket, result: Callable[[], T]) -> Pending[T]:
+        wiring = Wiring(ticket, memory, self._fate.scratch, self.host.device)
+        execution = Execution(lanes, wiring, self._link)
         task = self._fate.mesh.host.spawn(self._carry_out(execution, ticket, result), name=str(ticket))
         self._fate.keep(task)
         return task

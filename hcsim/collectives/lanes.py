@@ -7,11 +7,15 @@ while the next one is still under way.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from hcsim.collectives.plan import Finish, Send
 from hcsim.collectives.schedule import Lane, Segment
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Payload
+
+POSTED = 3
+"""Segments of a lane that have their place: the one that is coming, and those behind it."""
 
 
 class Lanes:
@@ -45,17 +49,15 @@ class Lanes:
     async def _receive(self, state: Progress, lane: Lane) -> None:
         wiring, segments, reduces = self._wiring, lane.segments, lane.reduces
         received_left = lane.peer < wiring.ticket.rank
-        ahead: asyncio.Future[Payload] | None = None
+        posted: deque[asyncio.Future[Payload]] = deque()
         for number, segment in enumerate(segments):
-            state.doing = ""
-            if ahead is None:
+            if not posted:
+                state.doing = ""
                 await self._ready(segment, sends=True)
-                ahead = self._post(lane, number)
-            arrived, ahead = ahead, None
-            following = number + 1
-            if following < len(segments) and (reduces[following] or self._is_ready(segments[following], sends=True)):
-                ahead = self._post(lane, following)
+                posted.append(self._post(lane, number))
+            self._post_ahead(lane, number, posted)
             _enter(state, "receiving from", lane, number)
+            arrived = posted.popleft()
             payload = arrived.result() if arrived.done() else await arrived
             if reduces[number]:
                 if not self._is_ready(segment, sends=True):
@@ -63,6 +65,16 @@ class Lanes:
                     await self._ready(segment, sends=True)
                 await wiring.combine(segment.lo, segment.hi, payload, received_left=received_left)
             self._count(self._writes, segment)
+
+    def _post_ahead(self, lane: Lane, number: int, posted: deque[asyncio.Future[Payload]]) -> None:
+        """Say where the next segments go, as far as that is known: a reduction is received beside the buffer."""
+        segments = lane.segments
+        following = number + len(posted)
+        while len(posted) < POSTED and following < len(segments):
+            if not lane.reduces[following] and not self._is_ready(segments[following], sends=True):
+                return
+            posted.append(self._post(lane, following))
+            following += 1
 
     async def _finish(self, lane: Lane) -> None:
         for segment in lane.segments:
@@ -73,7 +85,7 @@ class Lanes:
     def _post(self, lane: Lane, number: int) -> asyncio.Future[Payload]:
         segment, wiring = lane.segments[number], self._wiring
         if lane.reduces[number]:
-            into = wiring.scratch((lane.peer, number % 2), segment.hi - segment.lo)
+            into = wiring.scratch((lane.peer, number % POSTED), segment.hi - segment.lo)
         else:
             into = wiring.memory.place(segment.lo, segment.hi)
         return wiring.post(lane.peer, segment, segment.step, into, segment.offset, segment.total)

@@ -6,7 +6,7 @@ The executor names ranges by the plan's addresses, in elements. It never learns 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,20 +17,41 @@ from hcsim.runtime.channel import Payload, Phantom
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+KEPT_BYTES = 32 * 2**20
+"""How much scratch memory is kept between operations."""
+
+
+class ScratchPool:
+    """Rooms beside the buffers, used again: the system takes longer to clear fresh memory than we to fill it."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self, size_bytes: int) -> memoryview:
+        """A room of at least that size."""
+        for number, room in enumerate(self._free):
+            if size_bytes <= room.nbytes <= 2 * size_bytes:
+                return self._free.pop(number)
+        return np.empty(size_bytes, np.uint8).data
+
+    def give_back(self, rooms: Iterable[memoryview]) -> None:
+        """Rooms that nothing writes into any more."""
+        self._free.extend(rooms)
+        while sum(room.nbytes for room in self._free) > KEPT_BYTES:
+            self._free.pop(0)
+
 
 class Memory(Protocol):
     """A range of elements that can be sent, received into, combined and finished."""
 
     element_bytes: int
+    is_phantom: bool
 
     def payload(self, lo: int, hi: int) -> Payload:
         """The range, to be sent."""
 
     def place(self, lo: int, hi: int) -> memoryview | None:
         """The range, to be received into; None when it has no bytes of its own."""
-
-    def scratch(self, size_bytes: int) -> memoryview | None:
-        """Room for what is received and then combined."""
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """Combine the range with what was received, which is the left or the right operand."""
@@ -41,6 +62,8 @@ class Memory(Protocol):
 
 class PhantomMemory:
     """Sizes alone."""
+
+    is_phantom = True
 
     def __init__(self, element_bytes: int = 1) -> None:
         self.element_bytes = element_bytes
@@ -58,10 +81,6 @@ class PhantomMemory:
         """See `Memory.place`."""
         return None
 
-    def scratch(self, size_bytes: int) -> memoryview | None:
-        """See `Memory.scratch`."""
-        return None
-
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""
 
@@ -74,6 +93,8 @@ class ArrayMemory:
 
     A range that is sent or received lies within one of them.
     """
+
+    is_phantom = False
 
     def __init__(
         self,
@@ -100,10 +121,6 @@ class ArrayMemory:
         return self._bytes[which][(lo - start) * size : (hi - start) * size]
 
     place = payload
-
-    def scratch(self, size_bytes: int) -> memoryview | None:
-        """See `Memory.scratch`."""
-        return np.empty(size_bytes, np.uint8).data
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""

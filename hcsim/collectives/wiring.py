@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from hcsim.collectives.memory import Memory
+from hcsim.collectives.memory import Memory, ScratchPool
 from hcsim.runtime.channel import Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
@@ -61,13 +61,14 @@ class Progress:
 class Wiring:
     """An operation's memory, its links, and the headers between them."""
 
-    def __init__(self, ticket: Ticket, memory: Memory, device: Device) -> None:
+    def __init__(self, ticket: Ticket, memory: Memory, pool: ScratchPool, device: Device) -> None:
         self.ticket = ticket
         self.memory = memory
         self.links: dict[int, Link] = {}
+        self._pool = pool
         self._device = device
         self._size = memory.element_bytes
-        self._rooms: dict[tuple[int, int], memoryview | None] = {}
+        self._rooms: dict[tuple[int, int], memoryview] = {}
 
     async def send(self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None) -> None:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
@@ -91,11 +92,17 @@ class Wiring:
 
     def scratch(self, which: tuple[int, int], elements: int) -> memoryview | None:
         """Room beside the buffer for that many elements, under a name by which it is used again."""
+        if self.memory.is_phantom:
+            return None
         size_bytes = elements * self._size
         room = self._rooms.get(which)
         if room is None or room.nbytes < size_bytes:
-            room = self._rooms[which] = self.memory.scratch(size_bytes)
-        return None if room is None else room[:size_bytes]
+            room = self._rooms[which] = self._pool.take(size_bytes)
+        return room[:size_bytes]
+
+    def done(self) -> None:
+        """All went well, so nothing writes into the scratch rooms any more."""
+        self._pool.give_back(self._rooms.values())
 
     async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """Combine what was received with the range."""

@@ -26,6 +26,9 @@ Tag: TypeAlias = tuple[int, int, int, int, int]
 EARLY_LIMIT_BYTES = 64 * 2**20
 """How much a peer may send that nobody has asked for yet."""
 
+SPARE = 4
+"""Buffers of early segments that are kept to be used again: fresh memory costs more than the copy."""
+
 
 class Receipt:
     """Somebody waits for one segment."""
@@ -56,6 +59,7 @@ class Link:
         self._posted: dict[Tag, Receipt] = {}
         self._early: dict[Tag, tuple[Header, Payload]] = {}
         self._early_bytes = 0
+        self._spare: list[memoryview] = []
         self._drained: asyncio.Future[None] | None = None
         self._error: HcsimError | None = None
         self.leaving = False
@@ -136,9 +140,12 @@ class Link:
                 str(self.peer_rank),
             )
         receipt = self._posted.get((header.group, header.operation, header.bucket, header.step, header.offset))
-        if receipt is None or receipt.into is None or header.length != receipt.into.nbytes:
-            return None
-        return receipt.into
+        if receipt is not None and receipt.into is not None and header.length == receipt.into.nbytes:
+            return receipt.into
+        for number, room in enumerate(self._spare):
+            if room.nbytes == header.length:
+                return self._spare.pop(number)
+        return None
 
     def _landed(self, header: Header, payload: Payload) -> None:
         self.received_bytes += header.length
@@ -167,6 +174,9 @@ class Link:
             return
         if into is not None and payload is not into and not isinstance(payload, Phantom):
             into[:] = payload  # it came, at least in part, before its place was known
+            if len(self._spare) < SPARE:
+                self._spare.append(payload)
+            payload = into
         receipt.arrived.set_result(payload)
 
     def _freed(self, size_bytes: int) -> None:

@@ -15,9 +15,10 @@ another resource. So where a flow fails that was just filled, its part is filled
 the new offenders.
 
 Cost: O(its uses) for a flow that is alone in its resources or disturbs nobody; else proportional to
-the flows whose rates change and their neighbours, not to all. A change fades by the ratio of the coefficients at each hop (0.03
-for acknowledgements) and ends below `TOLERANCE`. Should repairs not end soon, which rounding could
-cause, all flows met so far are filled as one region that can only grow.
+the flows whose rates change and their neighbours, not to all. A change fades by the ratio of the
+coefficients at each hop (0.03 for acknowledgements) and ends below `TOLERANCE`. Should repairs not
+end soon, which rounding could cause, all flows met so far are filled as one region that can only
+grow.
 """
 
 from __future__ import annotations

@@ -121,9 +121,11 @@ def test_all_to_all_in_equal_and_unequal_parts(virtual, world):
             data = [part(group.rank, size(group.rank, to), to=to) for to in range(world)]
             received = None if size is even else [size(sender, group.rank) for sender in range(world)]
             result = await group.all_to_all(data, received)
-            for sender in range(world):
-                if not is_part(result[sender], sender, size(sender, group.rank), to=group.rank):
-                    wrong.append(f"{size.__name__} from {sender}")
+            wrong += [
+                f"{size.__name__} from {sender}"
+                for sender in range(world)
+                if not is_part(result[sender], sender, size(sender, group.rank), to=group.rank)
+            ]
         return wrong
 
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []

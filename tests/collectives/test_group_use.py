@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import numpy as np
 import pytest
@@ -47,13 +48,31 @@ def test_buckets_may_be_started_in_unlike_order(cluster):
     assert cluster.run(3, program) == [[3 * 10**n for n in range(6)]] * 3
 
 
+@pytest.mark.xfail(strict=True, reason="a link stops reading when too much has come that nobody waits for yet")
+def test_a_large_bucket_that_comes_early_does_not_stop_the_one_that_is_waited_for(virtual):
+    async def program(group: Group) -> bool:
+        def start(bucket: int) -> Awaitable[Phantom]:
+            return group.broadcast(Phantom(1 << 30), 1, bucket=bucket)
+
+        if group.rank == 1:
+            both = start(0), start(1)
+            await both[0]
+            await both[1]
+        else:
+            await start(0)
+            await start(1)
+        return True
+
+    assert virtual.run(2, program) == [True, True]
+
+
 def test_subgroups_work_beside_each_other_and_the_whole(cluster):
     async def program(group: Group) -> list[float]:
-        pair, trio, even = (0, 1), (4, 2, 3), (0, 2, 4)
+        pair, trio, even = (0, 1), (2, 4, 3), (0, 2, 4)  # 2 and 4 are neighbours in two of them
         mine = [group.subgroup(ranks) for ranks in (pair, trio, even) if group.rank in ranks]
         assert [sub.size for sub in mine] == [len(ranks) for ranks in (pair, trio, even) if group.rank in ranks]
         arrays = [np.full(100, 10.0**group.rank) for _ in range(len(mine) + 1)]
-        pending = [sub.all_reduce(array) for sub, array in zip((*mine, group), arrays, strict=True)]
+        pending = [sub.all_reduce(array, algorithm="ring") for sub, array in zip((*mine, group), arrays, strict=True)]
         for each in pending:
             await each
         return [float(array[0]) for array in arrays]

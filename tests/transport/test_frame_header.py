@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -61,10 +62,8 @@ def test_every_single_bit_that_flips_is_noticed():
     for bit in range(8 * HEADER_BYTES):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        try:
+        with suppress(RemoteProtocolError):
             taken.append((bit, decoded(bytes(damaged))))
-        except RemoteProtocolError as error:
-            assert error.peer == "mini"
     assert taken == []
 
 

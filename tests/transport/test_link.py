@@ -190,7 +190,7 @@ def test_who_said_goodbye_has_left_after_all_it_sent_has_come(stripes):
     async def body(link: Link, theirs: list[Channel]) -> None:
         size = 50 << 20
         waiting, never = post(link, None, 0, total=size), post(link, room(3), 1)
-        await theirs[0].send(header(size), Phantom(size))
+        await theirs[-1].send(header(size), Phantom(size))
         for channel in theirs:
             await channel.send(Header(0, Kind.BYE))
             await channel.close()
@@ -206,7 +206,7 @@ def test_an_abort_is_handed_on_with_its_reason():
     async def body(link: Link, theirs: list[Channel]) -> None:
         heard = asyncio.get_running_loop().create_future()
         link.on_abort = lambda header, text: heard.set_result((header.operation, text))
-        text = "no time".encode()
+        text = b"no time"
         await theirs[0].send(Header(len(text), Kind.ABORT, operation=4), memoryview(text))
         assert await heard == (4, "no time")
 
@@ -217,7 +217,7 @@ def test_stripes_take_turns():
     async def body(link: Link, theirs: list[Channel]) -> None:
         for step in range(6):
             await link.send(header(3, step), memoryview(b"abc"))
-        found = [[(await channel.recv(lambda _: None))[0].step for _ in range(2)] for channel in theirs]
-        assert sorted(sum(found, [])) == list(range(6))
+        found = [(await channel.recv(lambda _: None))[0].step for channel in theirs for _ in range(2)]
+        assert sorted(found) == list(range(6))
 
     with_link(body, stripes=3)

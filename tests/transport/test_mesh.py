@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from hcsim.config import parse_scenario
-from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused, UsageError
+from hcsim.errors import ChannelBroken, ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
@@ -95,9 +96,7 @@ def test_a_caller_that_does_not_belong_here_is_told_why_and_let_go(what):
         mesh = await opened(ours, 0)
         channel, header, text = await call(caller, hello)
         assert header.kind is Kind.ABORT
-        pytest.raises(ValueError, match=reason) if False else None
-        with pytest.raises(AssertionError, match=reason):
-            raise AssertionError(text.decode())
+        assert re.search(reason, text.decode())
         with pytest.raises(ChannelBroken):
             await channel.recv(lambda _: None)
         assert mesh.links == {}
@@ -132,26 +131,25 @@ def test_a_refused_dialler_raises_with_the_reason():
 
 
 def test_whoever_answers_with_another_rank_is_not_believed():
-    async def body(one: VirtualHost, other: VirtualHost, _: VirtualHost) -> None:
-        # At rank 1's address somebody answers who is rank 0 of a group in another order.
-        swapped = ("mac-2:1000", "mac-1:1000", "mac-3:1000")
-        impostor = await opened(one, 1, addresses=swapped)
-        mesh = await opened(other, 2, addresses=("mac-1:1000", "mac-2:1000", "mac-3:1000"))
+    async def body(one: VirtualHost, _: VirtualHost, caller: VirtualHost) -> None:
+        # At rank 0's address sits one who thinks that it is rank 1.
+        impostor = await opened(one, 1, addresses=("mac-2:1000", "mac-1:1000", "mac-3:1000"))
+        mesh = await opened(caller, 2)
         with pytest.raises(PeerRefused, match="should be rank 0, but says it is rank 1"):
             await mesh.link(0)
         for each in (impostor, mesh):
             await each.close(*GOODBYE)
 
-    # The hosts listen under their own names, so the impostor sits at mac-1.
     run(body)
 
 
+_LARGE = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, name="x" * HELLO_LIMIT_BYTES))
 STRANGE = {
     "no hello": (Header(3, Kind.DATA), b"abc"),
     "an unreadable hello": (Header(3, Kind.HELLO), b"\xc1\xc1\xc1"),
     "an empty hello": (Header(0, Kind.HELLO), b""),
-    "a hello of other fields": (Header(6, Kind.HELLO), msgspec.msgpack.encode({"a": 1})[:6].ljust(6, b"\xc0")),
-    "a hello too large": (Header(HELLO_LIMIT_BYTES + 1, Kind.HELLO), bytes(HELLO_LIMIT_BYTES + 1)),
+    "a hello of other fields": (Header(4, Kind.HELLO), msgspec.msgpack.encode({"a": 1})),
+    "a hello too large": (Header(len(_LARGE), Kind.HELLO), _LARGE),
 }
 
 
@@ -230,7 +228,9 @@ def test_a_rank_outside_its_group_is_refused():
     run(body)
 
 
-@pytest.mark.parametrize("wire", [{"stripes": 0}, {"segment_bytes": 0}, {"segment_bytes": 2**30}, {"connect_timeout_s": 0}])
+@pytest.mark.parametrize(
+    "wire", [{"stripes": 0}, {"segment_bytes": 0}, {"segment_bytes": 2**30}, {"connect_timeout_s": 0}]
+)
 def test_a_wire_that_cannot_work_is_refused(wire):
     with pytest.raises(UsageError, match="a wire has"):
         Wire(**wire)
@@ -274,7 +274,4 @@ def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
         async with asyncio.timeout(20.0):
             await main()
 
-    try:
-        asyncio.run(bounded())
-    except ChannelError as error:
-        pytest.fail(f"a member could not connect: {error}")
+    asyncio.run(bounded())

@@ -200,7 +200,7 @@ def test_slow_start_doubles_the_window_every_round_trip():
 
 
 def test_slow_start_ends_at_the_rate_of_the_line():
-    """The line carries 1.25 MB per round trip. After 7 round trips 14,480 × 127 bytes are through, the rest goes at 12.5 MB/s."""
+    """The line carries 1.25 MB per round trip. Seven move 14,480 × 127 bytes; the rest goes at 12.5 MB/s."""
     (took_s,) = arrivals_s(long_line(without("slow_start")), [("a", "b", SIZE)])
     assert took_s == pytest.approx(0.7 + (100 * MB - 14_480 * 127) / 12.5e6 + 0.05, rel=0.02)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -67,8 +68,10 @@ def test_a_full_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, li
 
 
 def test_a_tree_with_an_inner_rank_on_one_side_pays_for_equal_shares():
-    """Four ranks, 0 above 1 and 2, 1 above 3. Up, 2 α + 2 B: 2's message is there before 1's comes. Down, the root serves
-    both children at once, at half the rate each, so 1 can pass it on after 2 B: 2 α + 3 B, where serving 1 first would be 2 B.
+    """Four ranks: 0 above 1 and 2, and 1 above 3. Up takes 2 α + 2 B, since 2's message is through before 1's starts.
+
+    Down, the root serves both children at once at half the rate each, so that 1 passes on after 2 B: 2 α + 3 B. The
+    formula, with one child after the other, has 2 B.
     """
     buffer_s, latency_s = 8_400_000 / 125e6, 0.1e-3
     assert simulated_s("tree", 4, LINKS[0]) == pytest.approx(4 * latency_s + 5 * buffer_s, rel=0.01)
@@ -80,6 +83,6 @@ def test_the_formulas_tell_the_algorithms_apart():
         simulated_s(algorithm, 8, LINKS[0])
         for algorithm in ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling")
     )
-    gaps = [later / earlier for earlier, later in zip(times_s, times_s[1:], strict=False)]
+    gaps = [later / earlier for earlier, later in pairwise(times_s)]
     assert max(gaps) > 1.3
     assert times_s[-1] / times_s[0] > 7

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from hcsim.config import Attachment, Cable, Ethernet, Node, Scenario, Thunderbolt, idealised, load_scenario
 from hcsim.units import BitRate
 
-FLAT = ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling")
+FLAT = ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct")
 THUNDERBOLT_BPS = BitRate(16.4e9)
 """TCP over a Thunderbolt 4 bridge, in the faster direction of a measured pair."""
 

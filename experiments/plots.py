@@ -34,6 +34,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "centralized": {"color": "#d55e00", "marker": "s", "linestyle": ":"},
     "recursive_doubling": {"color": "#cc79a7", "marker": "D", "linestyle": "-."},
     "halving_doubling": {"color": "#000000", "marker": "x", "linestyle": (0, (5, 1))},
+    "direct": {"color": "#56b4e9", "marker": "P", "linestyle": (0, (1, 1))},
     "hierarchical": {"color": "#e69f00", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
 }
 """Okabe and Ito's colours, which the colour-blind can tell apart; marker and line tell them apart too."""

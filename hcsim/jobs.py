@@ -25,7 +25,8 @@ import numpy as np
 from hcsim import rng
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import dtype_named
-from hcsim.collectives.group import Data, Group, Options
+from hcsim.collectives.data import Data
+from hcsim.collectives.group import Group, Options
 from hcsim.collectives.memory import Array
 from hcsim.collectives.plan import split
 from hcsim.collectives.select import choose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hcsim.collectives import (
     centralized,
+    direct,
     dissemination,
     halving_doubling,
     hierarchical,
@@ -23,12 +24,12 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "all_gather": {
         "ring": ring.all_gather,
         "recursive_doubling": recursive_doubling.all_gather,
-        "centralized": centralized.all_gather,
+        "direct": direct.all_gather,
     },
     "reduce_scatter": {
         "ring": ring.reduce_scatter,
         "halving": halving_doubling.reduce_scatter,
-        "centralized": centralized.reduce_scatter,
+        "direct": direct.reduce_scatter,
     },
     "all_to_all": {"pairwise": pairwise.all_to_all},
     "gather": {"tree": tree.gather, "centralized": centralized.gather},

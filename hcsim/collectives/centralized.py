@@ -1,12 +1,8 @@
-"""One rank in the middle, or everybody with everybody: a single step each way.
+"""One rank in the middle: a single step each way.
 
-Reduce, broadcast, gather, scatter and all_reduce go through the root, whose link carries everything:
-an all_reduce costs 2 (latency + (n - 1) L / bandwidth). With two or three ranks, or with short messages
-and a well-connected root, nothing is quicker.
-
-All_gather and reduce_scatter have no one middle. Each part is collected at, or spread by, the
-rank it belongs to, directly: one latency, and every link carries (n - 1) / n L. Through a root
-it would be two latencies and (n - 1) L on its link. The price is a message per pair of ranks.
+Everything goes through the root, whose link carries all of it: an all_reduce costs
+2 (latency + (n - 1) L / bandwidth). With two or three ranks, or with short messages and a
+well-connected root, little is quicker.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from hcsim.collectives.plan import Plan, Recv, Reduce, Send, offsets
 from hcsim.collectives.shape import Shape, finished
 
 
-def _others(rank: int, shape: Shape, step: int) -> list[int]:
+def others(rank: int, shape: Shape, step: int) -> list[int]:
     """Everybody else, from the next rank on, upwards or downwards: so all start with different peers."""
     return [(rank + step * distance) % shape.world for distance in range(1, shape.world)]
 
@@ -32,7 +28,7 @@ def broadcast(rank: int, shape: Shape) -> Plan:
     """The root sends to everybody."""
     if rank != shape.root:
         return ((Recv(shape.root, 0, shape.length),),)
-    return (tuple(Send(peer, 0, shape.length) for peer in _others(rank, shape, 1)),)
+    return (tuple(Send(peer, 0, shape.length) for peer in others(rank, shape, 1)),)
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
@@ -45,7 +41,7 @@ def gather(rank: int, shape: Shape) -> Plan:
     cuts = offsets(shape.counts)
     if rank != shape.root:
         return ((Send(shape.root, cuts[rank], cuts[rank + 1]),),)
-    return (tuple(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in _others(rank, shape, 1)),)
+    return (tuple(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),)
 
 
 def scatter(rank: int, shape: Shape) -> Plan:
@@ -53,19 +49,4 @@ def scatter(rank: int, shape: Shape) -> Plan:
     cuts = offsets(shape.counts)
     if rank != shape.root:
         return ((Recv(shape.root, cuts[rank], cuts[rank + 1]),),)
-    return (tuple(Send(peer, cuts[peer], cuts[peer + 1]) for peer in _others(rank, shape, 1)),)
-
-
-def all_gather(rank: int, shape: Shape) -> Plan:
-    """Everybody sends the own part to everybody."""
-    cuts = offsets(shape.counts)
-    sends = [Send(peer, cuts[rank], cuts[rank + 1]) for peer in _others(rank, shape, 1)]
-    return ((*sends, *(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in _others(rank, shape, -1))),)
-
-
-def reduce_scatter(rank: int, shape: Shape) -> Plan:
-    """Everybody sends each part to the rank it belongs to."""
-    cuts = offsets(shape.counts)
-    own = (cuts[rank], cuts[rank + 1])
-    sends = [Send(peer, cuts[peer], cuts[peer + 1]) for peer in _others(rank, shape, 1)]
-    return finished(((*sends, *(Reduce(peer, *own) for peer in _others(rank, shape, -1))),), *own)
+    return (tuple(Send(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),)

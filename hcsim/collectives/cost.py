@@ -171,6 +171,7 @@ def closed_form(
         ring                 2 (n - 1) (α + B / n)
         recursive_doubling   log2(n) (α + B)                           n a power of two
         halving_doubling     2 log2(n) α + 2 (n - 1) / n B             n a power of two
+        direct               2 (α + (n - 1) / n B)                     every port serves n - 1 peers
         centralized          2 (α + (n - 1) B)                         the root's port serves one at a time
         tree                 2 max over ranks v of depth(v) α + Σ places(v) B
 
@@ -182,6 +183,8 @@ def closed_form(
         return 0.0
     if algorithm == "ring":
         return 2 * (n - 1) * (alpha_s + buffer_s / n)
+    if algorithm == "direct":
+        return 2 * (alpha_s + (n - 1) / n * buffer_s)
     if algorithm == "centralized":
         return 2 * (alpha_s + (n - 1) * buffer_s)
     if algorithm == "tree":

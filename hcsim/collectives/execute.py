@@ -39,7 +39,7 @@ class Execution:
             await self._side_by_side()
         else:
             await self._guarded(self._in_order, self._schedule.rounds)
-        self._wiring.done()
+        await self._guarded(self._done, None)
 
     async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule.cells)
@@ -74,6 +74,9 @@ class Execution:
     async def _open(self, state: Progress, peer: int) -> None:
         state.doing, state.peer = "opening a link to", peer
         self._wiring.links[peer] = await self._link_to(peer)
+
+    async def _done(self, state: Progress, _: None) -> None:
+        self._wiring.done()
 
     async def _in_order(self, state: Progress, rounds: tuple[Round, ...]) -> None:
         wiring = self._wiring

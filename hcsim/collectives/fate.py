@@ -79,6 +79,8 @@ class Fate:
 
     def _forget(self, task: asyncio.Task[object]) -> None:
         self._busy.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough
 
 
 _GAVE_UP = "rank {} gave up: "

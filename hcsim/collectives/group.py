@@ -18,12 +18,23 @@ import msgspec
 import numpy as np
 
 from hcsim.collectives.algorithms import plan
-from hcsim.collectives.arithmetic import check, combiner, finisher
 from hcsim.collectives.cost import Links
+from hcsim.collectives.data import (
+    Data,
+    DataT,
+    copy_into,
+    empty_like,
+    kind_of,
+    length_of,
+    moving,
+    part_of,
+    reducing,
+    writable,
+)
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
 from hcsim.collectives.measure import measure_links
-from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory
+from hcsim.collectives.memory import Memory
 from hcsim.collectives.order import ring_order
 from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
 from hcsim.collectives.schedule import Schedule, schedule
@@ -36,8 +47,6 @@ from hcsim.runtime.host import Host
 from hcsim.transport.mesh import Membership, Mesh
 
 T = TypeVar("T")
-Data: TypeAlias = Array | Phantom
-DataT = TypeVar("DataT", bound=Data)
 Pending: TypeAlias = asyncio.Task[T]
 """An operation on its way."""
 
@@ -139,28 +148,31 @@ class Group:
 
     def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Combine everybody's data; everybody gets the result, in place."""
-        shape = self._shape(length=_length(data))
-        return self._start("all_reduce", shape, _reducing(data, op, self.size), lambda: data, algorithm, bucket, op)
+        shape = self._shape(length=length_of(data))
+        return self._start(
+            "all_reduce", shape, reducing(writable(data), op, self.size), lambda: data, algorithm, bucket, op
+        )
 
     def reduce(
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
     ) -> Pending[DataT]:
         """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
-        shape = self._shape(length=_length(data), root=self._rank(root))
-        work = data if self.rank == root or isinstance(data, Phantom) else data.copy()
-        return self._start("reduce", shape, _reducing(work, op, self.size), lambda: data, algorithm, bucket, op)
+        shape = self._shape(length=length_of(data), root=self._rank(root))
+        work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
+        return self._start("reduce", shape, reducing(work, op, self.size), lambda: data, algorithm, bucket, op)
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Everybody gets the root's data, in place."""
-        shape = self._shape(length=_length(data), root=self._rank(root))
-        return self._start("broadcast", shape, _moving([data]), lambda: data, algorithm, bucket)
+        shape = self._shape(length=length_of(data), root=self._rank(root))
+        memory = moving([data if self.rank == root else writable(data)])
+        return self._start("broadcast", shape, memory, lambda: data, algorithm, bucket)
 
     def all_gather(
         self, data: Data, counts: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
     ) -> Pending[list[Data]]:
         """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements."""
         whole, shape, parts = self._parts_of(data, counts)
-        return self._start("all_gather", shape, _moving([whole]), lambda: parts, algorithm, bucket)
+        return self._start("all_gather", shape, moving([whole]), lambda: parts, algorithm, bucket)
 
     def gather(
         self,
@@ -174,28 +186,28 @@ class Group:
         """The root gets everybody's data, by rank; the others get None."""
         whole, shape, parts = self._parts_of(data, counts, root=self._rank(root))
         result = parts if self.rank == root else None
-        return self._start("gather", shape, _moving([whole]), lambda: result, algorithm, bucket)
+        return self._start("gather", shape, moving([whole]), lambda: result, algorithm, bucket)
 
     def scatter(
         self, data: Sequence[Data] | None, into: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0
     ) -> Pending[DataT]:
         """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length."""
-        _moving([into])  # refuses a target whose elements are not in one piece: a copy of it would be filled
-        counts = (_length(into),) * self.size
+        moving([into])  # refuses a target whose elements are not in one piece: a copy of it would be filled
+        counts = (length_of(into),) * self.size
         shape = self._shape(counts=counts, root=self._rank(root))
-        whole = _empty_like(into, sum(counts))
+        whole = empty_like(into, sum(counts))
         cuts = offsets(counts)
         if self.rank == root:
             if data is None or len(data) != self.size:
                 raise UsageError(f"the root of a scatter has one part for each of the {self.size} ranks")
             for part, lo, hi in zip(data, cuts, cuts[1:], strict=False):
-                _copy(_slice(whole, lo, hi), part)
+                copy_into(part_of(whole, lo, hi), part)
 
         def result() -> DataT:
-            _copy(into, _slice(whole, cuts[self.rank], cuts[self.rank + 1]))
+            copy_into(into, part_of(whole, cuts[self.rank], cuts[self.rank + 1]))
             return into
 
-        return self._start("scatter", shape, _moving([whole]), result, algorithm, bucket)
+        return self._start("scatter", shape, moving([whole]), result, algorithm, bucket)
 
     def reduce_scatter(
         self,
@@ -207,14 +219,14 @@ class Group:
         bucket: int = 0,
     ) -> Pending[Data]:
         """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`)."""
-        length = _length(data)
+        length = length_of(data)
         cuts = offsets(counts) if counts is not None else split(length, self.size)
         shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if len(cuts) != self.size + 1 or cuts[-1] != length:
             raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
         work = data if isinstance(data, Phantom) else data.reshape(-1).copy()
-        part = _slice(work, cuts[self.rank], cuts[self.rank + 1])
-        return self._start("reduce_scatter", shape, _reducing(work, op, self.size), lambda: part, algorithm, bucket, op)
+        part = part_of(work, cuts[self.rank], cuts[self.rank + 1])
+        return self._start("reduce_scatter", shape, reducing(work, op, self.size), lambda: part, algorithm, bucket, op)
 
     def all_to_all(
         self, data: Sequence[Data], received: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
@@ -222,31 +234,31 @@ class Group:
         """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths."""
         if len(data) != self.size:
             raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
-        sent = tuple(_length(part) for part in data)
+        sent = tuple(length_of(part) for part in data)
         coming = tuple(received) if received is not None else sent
         shape = self._shape(sent=sent, received=coming)
         cuts = offsets(coming)
         if cuts[-1] and len(coming) == self.size and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
-        whole = _empty_like(data[0], cuts[-1])
-        parts = [_slice(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
-        _copy(parts[self.rank], data[self.rank])
-        return self._start("all_to_all", shape, _moving([*data, whole]), lambda: parts, algorithm, bucket)
+        whole = empty_like(data[0], cuts[-1])
+        parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
+        copy_into(parts[self.rank], data[self.rank])
+        return self._start("all_to_all", shape, moving([*data, whole]), lambda: parts, algorithm, bucket)
 
     def barrier(self, *, bucket: int = 0) -> Pending[None]:
         """Return when everybody has called it."""
-        return self._start("barrier", self._shape(), _moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
+        return self._start("barrier", self._shape(), moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
 
     # Point to point.
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
-        rounds: Plan = ((Send(self._peer(to), 0, _length(data)),),)
+        rounds: Plan = ((Send(self._peer(to), 0, length_of(data)),),)
         return self._point_to_point("send", rounds, data, to, tag)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
-        rounds: Plan = ((Recv(self._peer(source), 0, _length(data)),),)
+        rounds: Plan = ((Recv(self._peer(source), 0, length_of(writable(data))),),)
         return self._point_to_point("recv", rounds, data, source, tag)
 
     async def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> DataT:
@@ -270,7 +282,7 @@ class Group:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
-        key = (operation, algorithm, shape, op, _kind(memory))
+        key = (operation, algorithm, shape, op, kind_of(memory))
         known = self._known.get(key)
         if known is None:
             known = self._keep(key, self._plan(operation, algorithm, shape, op, memory))
@@ -282,12 +294,12 @@ class Group:
         """What we do, and a digest of what all ranks must agree on."""
         rounds = plan(operation, algorithm, self.rank, shape)
         lanes = self._lanes(rounds if op == "mean" else _unfinished(rounds), memory)
-        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), _kind(memory))
+        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), kind_of(memory))
         return lanes, zlib.crc32(repr(agreed).encode())
 
     def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
-        memory = _moving([data])
-        ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(_kind(memory).encode()))
+        memory = moving([data])
+        ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(kind_of(memory).encode()))
         ticket = msgspec.structs.replace(ticket, group=ticket.group | _POINT_TO_POINT)
         lanes = self._lanes(rounds, memory)
         return self._spawn(lanes, memory, ticket, lambda: data)
@@ -353,14 +365,16 @@ class Group:
 
     def _parts_of(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Data, Shape, list[Data]]:
         """Room for everybody's data, with ours in its place."""
-        sizes = tuple(counts) if counts is not None else (_length(data),) * self.size
+        sizes = tuple(counts) if counts is not None else (length_of(data),) * self.size
         shape = self._shape(counts=sizes, root=root)
-        if sizes[self.rank] != _length(data):
-            raise UsageError(f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {_length(data)}")
+        if sizes[self.rank] != length_of(data):
+            raise UsageError(
+                f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {length_of(data)}"
+            )
         cuts = offsets(sizes)
-        whole = _empty_like(data, cuts[-1])
-        parts = [_slice(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
-        _copy(parts[self.rank], data)
+        whole = empty_like(data, cuts[-1])
+        parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
+        copy_into(parts[self.rank], data)
         if counts is None and not isinstance(data, Phantom):
             parts = [part.reshape(data.shape) for part in parts if not isinstance(part, Phantom)]
         return whole, shape, parts
@@ -374,45 +388,6 @@ class Group:
         if self._rank(rank) == self.rank:
             raise UsageError(f"rank {rank} cannot send to itself or receive from itself")
         return rank
-
-
-def _length(data: Data) -> int:
-    return data.nbytes if isinstance(data, Phantom) else int(data.size)
-
-
-def _kind(memory: Memory) -> str:
-    return memory.dtype.char if isinstance(memory, ArrayMemory) else "phantom"
-
-
-def _reducing(data: Data, op: str, world: int) -> Memory:
-    if isinstance(data, Phantom):
-        check(op, np.dtype(np.float32))
-        return PhantomMemory()
-    return ArrayMemory([data], combine=combiner(op, data.dtype), finisher=finisher(op, world))
-
-
-def _moving(parts: Sequence[Data]) -> Memory:
-    arrays = [part for part in parts if not isinstance(part, Phantom)]
-    if not arrays:
-        return PhantomMemory()
-    if len(arrays) < len(parts) or any(array.dtype != arrays[0].dtype for array in arrays):
-        raise UsageError("the parts must all be arrays of one dtype, or all phantoms")
-    return ArrayMemory(arrays)
-
-
-def _empty_like(data: Data, length: int) -> Data:
-    return Phantom(length) if isinstance(data, Phantom) else np.empty(length, data.dtype)
-
-
-def _slice(data: Data, lo: int, hi: int) -> Data:
-    return Phantom(hi - lo) if isinstance(data, Phantom) else data.reshape(-1)[lo:hi]
-
-
-def _copy(target: Data, source: Data) -> None:
-    if _length(target) != _length(source):
-        raise UsageError(f"a part has {_length(source)} elements where {_length(target)} are expected")
-    if not isinstance(target, Phantom) and not isinstance(source, Phantom):
-        np.copyto(target.reshape(-1), source.reshape(-1))
 
 
 def _unfinished(rounds: Plan) -> Plan:

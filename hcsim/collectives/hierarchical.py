@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hcsim.collectives import centralized, halving_doubling, recursive_doubling, ring, tree
+from hcsim.collectives import centralized, direct, halving_doubling, recursive_doubling, ring, tree
 from hcsim.collectives.plan import Finish, Plan
 from hcsim.collectives.shape import Planner, Shape
 from hcsim.errors import UsageError
@@ -30,6 +30,7 @@ CROSS: dict[str, Planner] = {
     "centralized": centralized.all_reduce,
     "recursive_doubling": recursive_doubling.all_reduce,
     "halving_doubling": halving_doubling.all_reduce,
+    "direct": direct.all_reduce,
 }
 """Among the leaders."""
 

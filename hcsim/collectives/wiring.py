@@ -101,7 +101,10 @@ class Wiring:
         return room[:size_bytes]
 
     def done(self) -> None:
-        """All went well, so nothing writes into the scratch rooms any more."""
+        """All went well here, so nothing writes into the scratch rooms any more."""
+        ticket = self.ticket
+        for link in self.links.values():
+            link.check_over(ticket.group, ticket.operation, ticket.bucket)
         self._pool.give_back(self._rooms.values())
 
     async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:

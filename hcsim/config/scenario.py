@@ -45,7 +45,7 @@ class Tcp(Table, frozen=True):
     ack_share: Share = Share(0.03)
     """Part of a stream's rate that its acknowledgements take of the way back."""
     restart_after_idle: bool = False
-    loss_model: Literal["mathis", "cubic", "bbr", "none"] = "bbr"
+    loss_model: Literal["mathis", "pftk", "cubic", "bbr", "none"] = "bbr"
     headers: bool = True
     """Goodput is rate × (mtu − header) / (mtu + framing)."""
     header_bytes: Bytes = Bytes(52)
@@ -86,6 +86,8 @@ class Scenario(Table, frozen=True):
     seed: int = 1
     effects: Literal["all", "ideal"] = "all"
     """With "ideal" only latency and bandwidth are left: see `idealised`."""
+    routes: Literal["fastest", "service_order"] = "fastest"
+    """How a host with several links picks one: the fastest way, or the first of its `links` that leads there."""
     media: tuple[AnyMedium, ...] = field(name="medium", default=())
     wan: tuple[Wan, ...] = ()
     tcp: Tcp = Tcp()

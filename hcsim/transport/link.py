@@ -1,10 +1,10 @@
 """A link: all messages between us and one peer, told apart by their tags.
 
 Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
-payload straight into its posted place; a frame that nobody has posted for yet is kept, up to a
-limit, and then the pump stops reading: the peer feels it as back-pressure. The tag is
-(group, operation, bucket, step, offset), so messages of operations that are in flight together
-cannot take each other's places, in whatever order they come.
+payload straight into its posted place. A frame that nobody has posted for yet is kept; beyond a
+limit the pump stops reading while nobody waits for anything, and the peer feels it as
+back-pressure. The tag is (group, operation, bucket, step, offset), so messages of operations that
+are in flight together cannot take each other's places, in whatever order they come.
 
 A link fails as a whole. Whoever waits on it gets the error, and so does everyone who asks later.
 """
@@ -23,11 +23,14 @@ from hcsim.runtime.host import Host
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
 
-EARLY_LIMIT_BYTES = 64 * 2**20
-"""How much a peer may send that nobody has asked for yet."""
+EARLY_LIMIT_BYTES = 8 * 2**20
+"""How much may come that nobody has asked for yet before we stop reading, unless somebody waits."""
+EARLY_MOST_BYTES = 4 * 2**30
+"""How much may come in any case; a peer that sends more is wrong."""
 
 SPARE = 4
-"""Buffers of early segments that are kept to be used again: fresh memory costs more than the copy."""
+"""Buffers of early segments, of all links together, that are kept to be used again: fresh memory costs
+more than the copy."""
 
 
 class Receipt:
@@ -45,7 +48,9 @@ class Receipt:
 class Link:
     """A connection to one peer, over one channel or striped over several."""
 
-    def __init__(self, host: Host, peer_rank: int, our_epoch: int, channels: Sequence[Channel]) -> None:
+    def __init__(
+        self, host: Host, peer_rank: int, our_epoch: int, channels: Sequence[Channel], spare: list[memoryview]
+    ) -> None:
         self.peer_rank = peer_rank
         self.channels = tuple(channels)
         self.on_abort: Callable[[Header, str], None] | None = None
@@ -59,8 +64,8 @@ class Link:
         self._posted: dict[Tag, Receipt] = {}
         self._early: dict[Tag, tuple[Header, Payload]] = {}
         self._early_bytes = 0
-        self._spare: list[memoryview] = []
-        self._drained: asyncio.Future[None] | None = None
+        self._spare = spare
+        self._wanted: asyncio.Future[None] | None = None
         self._error: HcsimError | None = None
         self.leaving = False
         """The peer said goodbye."""
@@ -87,13 +92,22 @@ class Link:
         receipt = Receipt(arrived, into, signature, total)
         if tag in self._early:
             header, payload = self._early.pop(tag)
-            self._freed(header.length)
+            self._early_bytes -= header.length
             self._settle(header, payload, receipt)
         elif self._error is not None:
             _disappoint(arrived, self._error)
         else:
             self._posted[tag] = receipt
+        if self._wanted is not None:
+            self._wanted.set_result(None)
+            self._wanted = None
         return arrived
+
+    def check_over(self, group: int, operation: int, bucket: int) -> None:
+        """An operation is over here: whatever else has come for it shows that the peer does another one."""
+        for tag, (header, _) in self._early.items():
+            if tag[:3] == (group, operation, bucket):
+                raise self._disagreement(header, 0)
 
     def fail(self, error: HcsimError) -> None:
         """Accept no more; everyone who waits on the link gets the error."""
@@ -119,9 +133,9 @@ class Link:
     async def _pump(self, channel: Channel) -> None:
         try:
             while True:
-                if self._early_bytes > EARLY_LIMIT_BYTES:
-                    self._drained = self._drained or self._loop.create_future()
-                    await asyncio.shield(self._drained)
+                if self._early_bytes > EARLY_LIMIT_BYTES and not self._posted:
+                    self._wanted = self._wanted or self._loop.create_future()
+                    await asyncio.shield(self._wanted)
                 header, payload = await channel.recv(self._place)
                 self._landed(header, payload)
         except ChannelError as error:
@@ -159,6 +173,10 @@ class Link:
                 raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
             self._early[tag] = (header, payload)
             self._early_bytes += header.length
+            if self._early_bytes > EARLY_MOST_BYTES:
+                raise RemoteProtocolError(
+                    f"rank {self.peer_rank} sent {self._early_bytes} bytes that nobody asked for", str(self.peer_rank)
+                )
         elif not receipt.arrived.done():  # it may have been cancelled meanwhile
             self._settle(header, payload, receipt)
 
@@ -178,13 +196,6 @@ class Link:
                 self._spare.append(payload)
             payload = into
         receipt.arrived.set_result(payload)
-
-    def _freed(self, size_bytes: int) -> None:
-        self._early_bytes -= size_bytes
-        if self._drained is not None and self._early_bytes <= EARLY_LIMIT_BYTES:
-            if not self._drained.done():
-                self._drained.set_result(None)
-            self._drained = None
 
     def _disagreement(self, header: Header, total: int) -> HcsimError:
         detail = f"it sent a message of {header.total} bytes, we expect {total}" if header.total != total else ""

@@ -85,6 +85,7 @@ class Mesh:
         self._complete: dict[int, asyncio.Future[None]] = {}
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._spare: list[memoryview] = []
         self._strangers = 0
         self._closed = False
 
@@ -159,7 +160,7 @@ class Mesh:
             did = "did not answer" if rank < us.rank else "did not call"
             raise DeadlineExceeded(f"rank {rank} {did} within {us.wire.connect_timeout_s:g} s") from None
         self._called.pop(rank, None)
-        link = self.links[rank] = Link(self.host, rank, us.epoch, channels)
+        link = self.links[rank] = Link(self.host, rank, us.epoch, channels, self._spare)
         if self.on_link is not None:
             self.on_link(link)
         return link

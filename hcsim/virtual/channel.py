@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.virtual.network import Message, Stream
+from hcsim.virtual.stream import Message, Stream
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost

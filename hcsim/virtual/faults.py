@@ -6,7 +6,7 @@ nothing at random, so a failing list can be shortened without changing the rest 
 
 from __future__ import annotations
 
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import TYPE_CHECKING
 
 from hcsim.config import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle
@@ -94,11 +94,16 @@ def _restore(world: World, change: LinkChange) -> None:
 
 @apply.register(Reset)
 def reset(fault: Reset, world: World) -> None:
-    """Every connection between the two breaks, whatever is on it."""
+    """Every connection between the two breaks: at once, or else when half of a frame has left."""
     here, there = fault.between
     for channel in list(world.host(here).channels):
         if channel.peer == there:
-            channel.reset("connection reset")
+            break_it = partial(channel.reset, "connection reset")
+            if fault.mid_frame:
+                for stream in channel.streams:
+                    stream.when_half_sent(break_it)
+            else:
+                break_it()
 
 
 @apply.register(ClockJump)

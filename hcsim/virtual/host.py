@@ -16,7 +16,7 @@ from hcsim.virtual.channel import VirtualChannel, VirtualListener
 from hcsim.virtual.device import VirtualDevice
 from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.loop import OWNER
-from hcsim.virtual.network import NS
+from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
     from hcsim.config import Machine

@@ -13,7 +13,8 @@ takes of each, so the sharing model needs to know nothing about media.
 - WAN: an uplink and a downlink per home; homes meet in the core.
 
 Goodput of a wire is line rate × (MTU − headers)/(MTU + framing). Media of one home are bridged
-by its router, Thunderbolt is not. Among several routes the one with the highest rate wins.
+by its router, Thunderbolt is not. Among several routes the one with the highest rate wins, or, as on
+a Mac with its service order, the first of the sender's links that leads there.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Path:
     """A route in one direction."""
 
     hops: tuple[Hop, ...]
+    medium: str = ""
+    """What it leaves the sender by."""
 
     @property
     def latency_s(self) -> float:
@@ -123,6 +126,7 @@ class Topology:
     def __post_init__(self) -> None:
         self.capacities: dict[str, float] = {}
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
+        self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
         self._cables = nx.Graph()
         self._paths: dict[tuple[str, str], Path] = {}
         media = {medium.name: medium for medium in self.scenario.media}
@@ -205,7 +209,7 @@ class Topology:
                 rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
                 wire = self.resource(f"{medium.name}.{source}→{target}", rate)
                 hops[source] = Hop(((wire, 1.0),), cable.latency_s, mtu=medium.mtu, rate_bytes_ps=rate)
-            graph.add_edge(a, b, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
+            graph.add_edge(a, b, medium=medium.name, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
         tree = nx.minimum_spanning_tree(graph, weight="weight")
         for node in sorted(tree.nodes):
             if medium.forwarding_bps and tree.degree(node) > 1:
@@ -220,6 +224,10 @@ class Topology:
         candidates = [*self._bridged(source, target), *self._over_thunderbolt(source, target)]
         if not candidates:
             raise ConfigError(f"there is no route from {source} to {target}: they share no medium, home or WAN")
+        if self.scenario.routes == "service_order":
+            order = self._service_order[source]
+            first = min((path.medium for path in candidates), key=order.index)
+            candidates = [path for path in candidates if path.medium == first]
         return max(candidates, key=lambda path: (path.rate_bytes_ps, -path.latency_s))
 
     def _bridged(self, source: str, target: str) -> list[Path]:
@@ -227,10 +235,10 @@ class Topology:
         for out in self._ports[source]:
             for into in self._ports[target]:
                 if out.medium.home == into.medium.home:
-                    paths.append(Path((out.out, into.into)))
+                    paths.append(Path((out.out, into.into), out.medium.name))
                 elif out.medium.home in self._uplinks and into.medium.home in self._uplinks:
                     up, down = self._uplinks[out.medium.home][0], self._uplinks[into.medium.home][1]
-                    paths.append(Path((out.out, up, down, into.into)))
+                    paths.append(Path((out.out, up, down, into.into), out.medium.name))
         return paths
 
     def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
@@ -243,7 +251,7 @@ class Topology:
             if here != source and "forwards" in graph.nodes[here]:
                 hops.append(graph.nodes[here]["forwards"])
             hops.append(graph.edges[here, there]["hops"][here])
-        return [Path(tuple(hops))]
+        return [Path(tuple(hops), graph.edges[nodes[0], nodes[1]]["medium"])]
 
 
 def changed(scenario: Scenario, change: LinkChange) -> Scenario:

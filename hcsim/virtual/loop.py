@@ -29,7 +29,6 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
-from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack, cast
 
@@ -38,6 +37,7 @@ from simpy.resources.base import Get, Put
 
 from hcsim.errors import Deadlock, UsageError
 from hcsim.virtual.deadlock import describe
+from hcsim.virtual.handles import Callback, Environment, NumberedTask, new_callback
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -51,82 +51,6 @@ _FEWEST_WORTH_SWEEPING = 64
 _CLOSED = "the virtual loop is closed"
 
 _log = logging.getLogger(__name__)
-
-
-class Environment(simpy.Environment):
-    """SimPy's, with a clock that the loop can move, and a count of the events that wait in it."""
-
-    waiting = 0
-
-    def schedule(
-        self, event: simpy.Event, priority: simpy.events.EventPriority = simpy.events.NORMAL, delay: float = 0
-    ) -> None:
-        """See `simpy.Environment.schedule`."""
-        self.waiting += 1
-        super().schedule(event, priority, delay)
-
-    def step(self) -> None:
-        """See `simpy.Environment.step`."""
-        self.waiting -= 1
-        super().step()
-
-    def advance(self, now_ns: int) -> None:
-        """Let time pass in which no event of SimPy's happens."""
-        self._now = now_ns
-
-
-class Callback(asyncio.TimerHandle):
-    """A call that is ready or, with a deadline, a timer. Its callback is None when it was cancelled.
-
-    `loop` is set while it waits in the loop's heap of timers, `context` is None for the world's own.
-    It has no `__init__`, which would double the cost of making one.
-    """
-
-    __slots__ = ("args", "callback", "context", "deadline_ns", "loop")
-
-    loop: VirtualLoop | None
-    deadline_ns: int
-    callback: Any
-    args: tuple[Any, ...]
-    context: Any
-
-    def cancel(self) -> None:
-        """Do not run. Harmless when it has run."""
-        loop, self.loop = self.loop, None
-        self.callback = None
-        self.args = ()
-        if loop is not None:
-            loop._count_cancelled_timer()
-
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self.callback is None
-
-    def when(self) -> float:
-        """A timer's deadline in seconds."""
-        return self.deadline_ns / 1e9
-
-    def __repr__(self) -> str:
-        return f"<callback {self.callback!r}>"
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-
-_new_callback = partial(object.__new__, Callback)
-
-
-class _Task(asyncio.Task[T]):
-    """A task that hashes as its number: `TaskGroup` cancels in the order of a set, which is else that of addresses."""
-
-    __slots__ = ("_number",)
-
-    def __init__(self, number: int, coro: Any, **kwargs: Any) -> None:
-        self._number = number  # First, because asyncio hashes the task while it makes it.
-        super().__init__(coro, **kwargs)
-
-    def __hash__(self) -> int:
-        return self._number
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
@@ -179,7 +103,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run the callback in this instant, after what is ready already."""
         if self._closed:
             raise RuntimeError(_CLOSED)
-        handle = _new_callback()
+        handle = new_callback()
         handle.loop = None
         handle.callback = callback
         handle.args = args
@@ -214,7 +138,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if self._closed:
             raise RuntimeError(_CLOSED)
         self._timers_set = number = self._timers_set + 1
-        timer = _new_callback()
+        timer = new_callback()
         timer.loop = self
         timer.deadline_ns = deadline_ns
         timer.callback = callback
@@ -251,7 +175,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if self._closed:
             raise RuntimeError(_CLOSED)
         self._tasks_made = number = self._tasks_made + 1
-        task: asyncio.Task[T] = _Task(number, coro, loop=self, name=name or f"task-{number}", context=context, **kwargs)
+        task: asyncio.Task[T] = NumberedTask(
+            number, coro, loop=self, name=name or f"task-{number}", context=context, **kwargs
+        )
         self._tasks[task] = OWNER.get() if context is None else context.get(OWNER)
         task.add_done_callback(self._tasks.pop)
         return task

@@ -18,7 +18,8 @@ from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.links import Path, Topology, changed
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.machines import machine_of
-from hcsim.virtual.network import NS, Gate, Network, Stream
+from hcsim.virtual.network import Gate, Network
+from hcsim.virtual.stream import NS, Stream
 
 T = TypeVar("T")
 

@@ -48,7 +48,6 @@ def test_buckets_may_be_started_in_unlike_order(cluster):
     assert cluster.run(3, program) == [[3 * 10**n for n in range(6)]] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="a link stops reading when too much has come that nobody waits for yet")
 def test_a_large_bucket_that_comes_early_does_not_stop_the_one_that_is_waited_for(virtual):
     async def program(group: Group) -> bool:
         def start(bucket: int) -> Awaitable[Phantom]:

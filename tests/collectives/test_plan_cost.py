@@ -19,7 +19,9 @@ def links(world: int, **fields: float) -> Links:
     return Links(((1.0,) * world,) * world, ((100.0,) * world,) * world, **fields)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized", "recursive_doubling", "halving_doubling"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "tree", "centralized", "direct", "recursive_doubling", "halving_doubling"]
+)
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 32])
 def test_uncut_messages_cost_the_closed_form(algorithm: str, world: int) -> None:
     made = plans("all_reduce", algorithm, Shape(world=world, length=100 * world))
@@ -28,7 +30,7 @@ def test_uncut_messages_cost_the_closed_form(algorithm: str, world: int) -> None
         assert price(made, Links.uniform(world, alpha_s, beta_bytes), 4, UNCUT) == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized", "direct"])
 @pytest.mark.parametrize("world", [3, 5, 6, 7, 9, 13, 17, 21])
 @pytest.mark.parametrize("arity", [2, 3, 4])
 def test_some_closed_forms_hold_for_any_world(algorithm: str, world: int, arity: int) -> None:

@@ -37,7 +37,7 @@ def with_link(body: Callable[[Link, list[Channel]], Awaitable[Any]], stripes: in
         listener = await us.listen(f"{us.name}:1000")
         theirs = [await them.connect(listener.address) for _ in range(stripes)]
         ours = [await listener.accept() for _ in range(stripes)]
-        link = Link(us, 1, OUR_EPOCH, ours)
+        link = Link(us, 1, OUR_EPOCH, ours, [])
         try:
             return await body(link, theirs)
         finally:

@@ -269,7 +269,6 @@ def test_a_reset_breaks_every_connection_between_the_two_and_no_other():
     world.run(main())
 
 
-@pytest.mark.xfail(strict=True, reason="the virtual world resets at once, whether or not a frame is under way")
 def test_a_reset_waits_until_part_of_a_frame_has_arrived():
     world = world_with(Reset(at_s=1.0, between=("a", "b")))
 

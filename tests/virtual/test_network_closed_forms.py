@@ -52,6 +52,7 @@ def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: in
     [
         *[("ring", world) for world in (2, 3, 4, 5, 7, 8)],
         *[("centralized", world) for world in (2, 3, 4, 5, 7, 8)],
+        *[("direct", world) for world in (2, 3, 4, 5, 7, 8)],
         *[("recursive_doubling", world) for world in (2, 4, 8)],
         *[("halving_doubling", world) for world in (2, 4, 8)],
         *[("tree", world) for world in (2, 3, 7, 15)],
@@ -81,7 +82,7 @@ def test_the_formulas_tell_the_algorithms_apart():
     """Otherwise the comparisons above would say little."""
     times_s = sorted(
         simulated_s(algorithm, 8, LINKS[0])
-        for algorithm in ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling")
+        for algorithm in ("ring", "tree", "centralized", "direct", "recursive_doubling", "halving_doubling")
     )
     gaps = [later / earlier for earlier, later in pairwise(times_s)]
     assert max(gaps) > 1.3

@@ -1,0 +1,351 @@
+"""A stream: one direction of a connection, as TCP would carry it.
+
+While it has something to send it is one flow; its rate is its share of the network, bounded by
+
+    rate ≤ min(window, cwnd)/RTT, and ≤ the loss model's cap
+
+cwnd starts at ten segments and grows by what was sent, at each round trip and at each message's
+end, so it doubles every RTT under load. A message arrives one latency (plus jitter, plus what a
+loss or a full queue costs) after its last byte left, never before the one ahead of it. A stream
+stops between two messages while the receiver has a window's worth unread.
+
+Consecutive messages of a busy stream need no new sharing: the flow just goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import ceil, inf, sqrt
+from typing import TYPE_CHECKING
+
+from hcsim.config import Tcp
+from hcsim.rng import stream as random_stream
+from hcsim.virtual.links import Path, merged
+from hcsim.virtual.sharing import Flow
+
+if TYPE_CHECKING:
+    from hcsim.virtual.network import Gate, Network
+
+RTO_S = 0.2
+"""TCP's smallest retransmission time-out: what a loss in a message's last packets costs."""
+TAIL_PACKETS = 3
+"""A loss among these has no three duplicate ACKs behind it, so only the time-out finds it."""
+
+NS = 1_000_000_000
+
+
+class Message:
+    """Something that travels: its size on the wire, and what happens when it has arrived."""
+
+    __slots__ = ("args", "arrive", "label", "size_bytes")
+
+    def __init__(
+        self, size_bytes: int, label: tuple[str | int, ...], arrive: Callable[..., None], *args: object
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.label = label
+        self.arrive = arrive
+        self.args = args
+
+
+class Stream:
+    """One direction of a connection."""
+
+    __slots__ = (
+        "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns", "_jitter",
+        "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues",
+        "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven", "acks_blocked", "blocked",
+        "dead", "flow", "gates", "name", "on_room", "outstanding", "queue", "queued_bytes",
+    )  # fmt: skip
+
+    def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
+        tcp = net.tcp
+        self._net = net
+        self._loop = net.loop
+        self.name = name
+        self.queue: deque[Message] = deque()
+        self.queued_bytes = 0
+        self.outstanding = 0
+        """Bytes that left and that the receiver has not read."""
+        self.on_room: Callable[[], None] | None = None
+        self.blocked = False
+        """A partition holds what we send."""
+        self.acks_blocked = False
+        """A partition holds the acknowledgements: after one window's worth we wait."""
+        self.dead = False
+        self._at_half: Callable[[], None] | None = None
+        self._held: list[Message] = []
+        self._unacknowledged = 0
+        self.gates: tuple[Gate, ...] = ()
+        self._retime(there, back)
+        uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
+        self.flow = Flow(number, uses, there.weight, inf) if uses else None
+        self._mss = there.mtu - tcp.header_bytes
+        self._cwnd = float(tcp.initial_window_segments * self._mss) if tcp.slow_start else inf
+        self._jitter = random_stream(net.seed, "jitter", name)
+        self._packet_loss = there.loss
+        self._loss = random_stream(net.seed, "loss", name)
+        self._loss_bound = loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there)
+        self._queues = tuple(hop.queue for hop in there.hops if hop.queue is not None)
+        self._uneven = bool(there.jitter_s or there.loss or self._queues)
+        self._rate = 0.0
+        self._remaining = 0.0
+        self._changed_ns = 0
+        self._arrival_ns = 0
+        self._idle_since_ns = 0
+        self._acked_from = 0.0
+        self._due = 0
+        self._ticking = False
+        if self.flow is not None:
+            self.flow.bound = self._bound()
+
+    def _retime(self, there: Path, back: Path) -> None:
+        self._latency_ns = round(there.latency_s * NS)
+        self._jitter_s = there.jitter_s
+        self._rtt_s = there.latency_s + back.latency_s + there.jitter_s + back.jitter_s
+
+    def push(self, message: Message) -> None:
+        """Queue a message behind those that are already there."""
+        self.queue.append(message)
+        self.queued_bytes += message.size_bytes
+        if len(self.queue) == 1:
+            self._begin()
+
+    def consumed(self, size_bytes: int) -> None:
+        """The receiver has read that much; a stream that waited for room goes on."""
+        if self.acks_blocked:
+            self._unacknowledged += size_bytes
+            return
+        stalled = self.outstanding >= self._net.tcp.window_bytes
+        self.outstanding -= size_bytes
+        if stalled and self.queue and self.outstanding < self._net.tcp.window_bytes:
+            # The news of the open window takes its time to get back to the sender.
+            self._loop.call_at_ns(self._loop.now_ns + self._latency_ns, self._resume)
+
+    def obstruct(self, *, data: bool, acks: bool) -> None:
+        """Say what a partition holds back from now on: what we send, the acknowledgements of it, or both."""
+        if data and not self.blocked and self._remaining > 0.0:
+            self._pause()
+        opened = (self.blocked and not data) or (self.acks_blocked and not acks)
+        self.blocked, self.acks_blocked = data, acks
+        if not opened:
+            return
+        if not acks:
+            self.outstanding -= self._unacknowledged
+            self._unacknowledged = 0
+        # TCP notices at its next retransmission.
+        when = self._loop.now_ns + round(RTO_S * NS)
+        if not data:
+            self._arrival_ns = max(self._arrival_ns, when)
+            held, self._held = self._held, []
+            for message in held:
+                self._loop.call_at_ns(when, self._arrive, message)
+        self._loop.call_at_ns(when, self._resume)
+
+    def when_half_sent(self, act: Callable[[], None]) -> None:
+        """Do something when part of a message has left: the one under way, or else the next."""
+        self._at_half = act
+        if self._rate > 0.0:
+            self.rate_changed(self._rate)
+
+    def kill(self) -> None:
+        """Nothing more leaves and nothing more arrives."""
+        self.dead = True
+        self._due += 1
+        self.queue.clear()
+        self.queued_bytes = 0
+        if self._remaining > 0.0 and self.flow is not None:
+            self._remaining = 0.0
+            self._rate = 0.0
+            self._net.stop(self.flow)
+
+    def reroute(self, there: Path, back: Path) -> None:
+        """The path changed under us: another latency, loss, or cost per byte."""
+        self._retime(there, back)
+        self._packet_loss = there.loss
+        self._uneven = bool(there.jitter_s or there.loss or self._queues)
+        self._loss_bound = loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there)
+        if self.flow is None:
+            return
+        uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
+        if uses != self.flow.uses:
+            sending = self._rate > 0.0
+            if sending:
+                self._pause()
+            self.flow = Flow(self.flow.id, uses, there.weight, self._bound())
+            if sending:
+                self._net.start(self)
+        else:
+            self._net.bound(self.flow, self._bound())
+
+    # The life of the message at the head of the queue.
+
+    def _begin(self) -> None:
+        if self.blocked or self.dead or self.outstanding >= self._net.tcp.window_bytes:
+            return
+        message = self.queue[0]
+        if self.flow is None:
+            self._left(message)
+            return
+        if self._net.tcp.restart_after_idle:
+            self._restart_if_idle()
+        self._remaining = self._acked_from = float(message.size_bytes)
+        self._changed_ns = self._loop.now_ns
+        for gate in self.gates:
+            gate.watch()
+        self._net.start(self)
+
+    def _resume(self) -> None:
+        """Go on after a stall or a partition, unless that happened already."""
+        if self.dead or self.blocked or not self.queue:
+            return
+        if self._remaining > 0.0:
+            if self._rate == 0.0:
+                self._changed_ns = self._loop.now_ns
+                self._net.start(self)
+        else:
+            self._begin()
+
+    def _pause(self) -> None:
+        self._advance(self._loop.now_ns)
+        self._due += 1
+        self._rate = 0.0
+        assert self.flow is not None
+        self._net.stop(self.flow)
+
+    def rate_changed(self, rate: float) -> None:
+        """Take a new rate from now on, and work out anew when the message will have left."""
+        loop = self._loop
+        self._advance(loop.now_ns)
+        self._rate = rate
+        self._due += 1
+        if rate > 0.0:
+            loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS), self._sent, self._due)
+            if self._at_half is not None:
+                loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
+                self._at_half = None
+            if self._cwnd < self._net.tcp.window_bytes and not self._ticking:
+                self._ticking = True
+                loop.call_at_ns(loop.now_ns + round(self._rtt_s * NS), self._tick)
+
+    def _advance(self, now_ns: int) -> None:
+        if self._rate > 0.0:
+            self._remaining = max(self._remaining - self._rate * ((now_ns - self._changed_ns) / NS), 1e-9)
+        self._changed_ns = now_ns
+
+    def _sent(self, due: int) -> None:
+        if due != self._due or self.dead:
+            return
+        message = self.queue[0]
+        self._remaining = 0.0
+        if self._cwnd < self._net.tcp.window_bytes:
+            self._grow(0.0)
+        self._left(message)
+
+    def _left(self, message: Message) -> None:
+        """The head's last byte is out: it will arrive; the next one follows at once."""
+        net = self._net
+        now = self._loop.now_ns
+        self.queue.popleft()
+        self.queued_bytes -= message.size_bytes
+        self.outstanding += message.size_bytes
+        arrival = now + self._latency_ns
+        if self._uneven:
+            arrival += self._delay_ns(message.size_bytes)
+        if arrival < self._arrival_ns:
+            arrival = self._arrival_ns
+        self._arrival_ns = arrival
+        self._loop.call_at_ns(arrival, self._arrive, message)
+        if self.on_room is not None:
+            self.on_room()
+        if self.queue and not self.blocked and self.outstanding < net.tcp.window_bytes:
+            if self.flow is None:
+                self._begin()
+                return
+            self._remaining = self._acked_from = float(self.queue[0].size_bytes)
+            self._changed_ns = now
+            self._due += 1
+            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), self._sent, self._due)
+        elif self.flow is not None:
+            self._rate = 0.0
+            self._idle_since_ns = now
+            net.stop(self.flow)
+
+    def _arrive(self, message: Message) -> None:
+        if self.dead:
+            return
+        if self.blocked:  # it was in the air when the way closed, and will have to be sent again
+            self._held.append(message)
+            return
+        self._net.trace.record(self._loop.now_ns, "deliver", self.name, *message.label)
+        message.arrive(*message.args)
+
+    def _delay_ns(self, size_bytes: int) -> int:
+        """What jitter, loss and full queues add to the latency of one message."""
+        delay_s = 0.0
+        if self._jitter_s > 0.0:
+            delay_s += self._jitter.expovariate(1.0 / self._jitter_s)
+        if self._packet_loss > 0.0:
+            delay_s += self._retransmission_s(size_bytes)
+        for resource, buffer_bytes in self._queues:
+            if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
+                delay_s += buffer_bytes / resource.capacity
+        return round(delay_s * NS)
+
+    def _retransmission_s(self, size_bytes: int) -> float:
+        """One round trip when a packet of the message is hit, a time-out when it is one of the last."""
+        packets = ceil(size_bytes / self._mss)
+        tail = min(packets, TAIL_PACKETS)
+        draw = self._loss.random()
+        kept_tail = (1.0 - self._packet_loss) ** tail
+        if draw < 1.0 - kept_tail:
+            return max(RTO_S, self._rtt_s)
+        return self._rtt_s if draw < 1.0 - kept_tail * (1.0 - self._packet_loss) ** (packets - tail) else 0.0
+
+    # The congestion window.
+
+    def _bound(self) -> float:
+        window = min(float(self._net.tcp.window_bytes), self._cwnd)
+        return min(window / self._rtt_s if self._rtt_s > 0.0 else inf, self._loss_bound)
+
+    def _grow(self, remaining: float) -> None:
+        """What was sent since the last look has been (or will be) acknowledged: the window opens by it."""
+        self._cwnd += self._acked_from - remaining
+        self._acked_from = remaining
+        assert self.flow is not None
+        self._net.bound(self.flow, self._bound())
+
+    def _tick(self) -> None:
+        """A round trip has passed."""
+        self._ticking = False
+        if self._remaining <= 0.0 or self._rate <= 0.0 or self.dead:
+            return
+        self._advance(self._loop.now_ns)
+        self._grow(self._remaining)
+        # A stream held back by its share rather than by its window needs no further ticks.
+        if self._cwnd < self._net.tcp.window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
+            self._ticking = True
+            self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick)
+
+    def _restart_if_idle(self) -> None:
+        idle_s = (self._loop.now_ns - self._idle_since_ns) / NS
+        if self._net.tcp.slow_start and idle_s > max(RTO_S, self._rtt_s):
+            self._cwnd = float(self._net.tcp.initial_window_segments * self._mss)
+            assert self.flow is not None
+            self._net.bound(self.flow, self._bound())
+
+
+def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
+    """What TCP can sustain when each packet is lost with the path's probability."""
+    loss = path.loss
+    if loss <= 0.0 or rtt_s <= 0.0 or tcp.loss_model == "none":
+        return inf
+    if tcp.loss_model == "mathis":
+        return mss / rtt_s * sqrt(1.5 / loss)
+    if tcp.loss_model == "pftk":  # Padhye, Firoiu, Towsley and Kurose, with one ACK per packet
+        timeouts = RTO_S * min(1.0, 3.0 * sqrt(3.0 * loss / 8.0)) * loss * (1.0 + 32.0 * loss**2)
+        return mss / (rtt_s * sqrt(2.0 * loss / 3.0) + timeouts)
+    if tcp.loss_model == "cubic":
+        return float(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s)
+    return path.rate_bytes_ps * (1.0 - loss)

@@ -40,7 +40,7 @@ from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
-from hcsim.collectives.wiring import Ticket, Wiring
+from hcsim.collectives.wiring import POINT_TO_POINT, Ticket, Wiring
 from hcsim.errors import CollectiveError, CollectiveTimeout, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
@@ -50,8 +50,6 @@ T = TypeVar("T")
 Pending: TypeAlias = asyncio.Task[T]
 """An operation on its way."""
 
-_POINT_TO_POINT = 1 << 31
-"""Set in the group number of point-to-point messages, which are counted apart."""
 _PLANS_KEPT = 64
 
 
@@ -140,7 +138,7 @@ class Group:
         if len({*members}) != len(members) or self._members[self.rank] not in members:
             raise UsageError(f"a subgroup names each of its ranks once, and ours ({self.rank}) too: {list(ranks)}")
         nth = self._children[members] = self._children.get(members, 0) + 1
-        number = zlib.crc32(repr((self._number, members, nth)).encode()) & (_POINT_TO_POINT - 1)
+        number = zlib.crc32(repr((self._number, members, nth)).encode()) & (POINT_TO_POINT - 1)
         plain = msgspec.structs.replace(self.options, order=(), groups=(), links=None)
         return Group(self._fate, members, number, options or plain)
 
@@ -300,7 +298,7 @@ class Group:
     def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
         memory = moving([data])
         ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(kind_of(memory).encode()))
-        ticket = msgspec.structs.replace(ticket, group=ticket.group | _POINT_TO_POINT)
+        ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
         lanes = self._lanes(rounds, memory)
         return self._spawn(lanes, memory, ticket, lambda: data)
 

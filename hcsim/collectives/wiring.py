@@ -14,6 +14,10 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
 
 
+POINT_TO_POINT = 1 << 31
+"""Set in the group number of point-to-point messages, which are counted apart."""
+
+
 class Ticket(msgspec.Struct, frozen=True):
     """What identifies one operation on the wire, and to people."""
 
@@ -103,8 +107,9 @@ class Wiring:
     def done(self) -> None:
         """All went well here, so nothing writes into the scratch rooms any more."""
         ticket = self.ticket
-        for link in self.links.values():
-            link.check_over(ticket.group, ticket.operation, ticket.bucket)
+        if not ticket.group & POINT_TO_POINT:  # there the peer's numbers are its own
+            for link in self.links.values():
+                link.check_over(ticket.group, ticket.operation, ticket.bucket)
         self._pool.give_back(self._rooms.values())
 
     async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:

@@ -144,10 +144,11 @@ class Stream:
         self._loop.call_at_ns(when, self._resume)
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
-        """Do something when part of a message has left: the one under way, or else the next."""
-        self._at_half = act
-        if self._rate > 0.0:
-            self.rate_changed(self._rate)
+        """Do something when part of a message has left: now, or half-way through the next of several packets."""
+        if self._rate > 0.0 and self._loop.now_ns > self._changed_ns and self.queue[0].size_bytes > self._mss:
+            act()
+        else:
+            self._at_half = act
 
     def kill(self) -> None:
         """Nothing more leaves and nothing more arrives."""
@@ -222,7 +223,7 @@ class Stream:
         self._due += 1
         if rate > 0.0:
             loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS), self._sent, self._due)
-            if self._at_half is not None:
+            if self._at_half is not None and self.queue[0].size_bytes > self._mss:
                 loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
                 self._at_half = None
             if self._cwnd < self._net.tcp.window_bytes and not self._ticking:

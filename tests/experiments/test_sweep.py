@@ -44,7 +44,7 @@ def test_every_point_has_a_row_and_a_digest(tmp_path: Path) -> None:
     assert [entry["name"] for entry in manifest["scenarios"]] == ["four-macs-1gbe", "4-ideal-ports"]
 
 
-@pytest.mark.parametrize("size_bytes", [16 << 10, 1 << 20])
+@pytest.mark.parametrize("size_bytes", [64 << 10, 1 << 20])
 def test_the_simulator_agrees_with_the_textbook(size_bytes: int) -> None:
     for cluster in textbook():
         for algorithm in cluster.algorithms:

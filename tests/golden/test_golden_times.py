@@ -16,7 +16,7 @@ from hcsim import Group, Options, Phantom, simulate
 from hcsim.config import shipped_scenarios
 
 KEPT = Path(__file__).with_name("times.json")
-ALGORITHMS = ("ring", "tree", "centralized", "halving_doubling")
+ALGORITHMS = ("ring", "tree", "centralized", "direct", "halving_doubling")
 
 
 def times_s(scenario: str) -> dict[str, float]:

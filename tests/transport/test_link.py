@@ -104,7 +104,7 @@ def test_beyond_the_limit_early_frames_stay_with_the_sender():
 
 
 def test_every_stripe_goes_on_when_the_early_frames_are_taken():
-    size = 8 << 20
+    size = 1 << 20
     count = 4 * EARLY_LIMIT_BYTES // size
 
     async def body(link: Link, theirs: list[Channel]) -> None:

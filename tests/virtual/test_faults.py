@@ -14,7 +14,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.channel import VirtualChannel
-from hcsim.virtual.network import RTO_S
+from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
 
 LATENCY_S = 1e-3

@@ -13,7 +13,6 @@ from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
 
-
 POINT_TO_POINT = 1 << 31
 """Set in the group number of point-to-point messages, which are counted apart."""
 

@@ -142,8 +142,8 @@ def bare_free_ring(rounds: int, nodes: int, delay_s: float) -> None:
     env.run()
 
 
-def our_ring(rounds: int, rates_bps: Sequence[float], payload: Payload) -> None:
-    """As the bare rings, through channels."""
+def our_ring(rounds: int, rates_bps: Sequence[float], payload: Payload, *, ideal: bool = True) -> None:
+    """As the bare rings, through channels; not ideal, flows share with each other's acknowledgements."""
     header = Header(payload.nbytes)
 
     async def node(host: VirtualHost, rank: int, addresses: Sequence[str]) -> None:
@@ -155,7 +155,7 @@ def our_ring(rounds: int, rates_bps: Sequence[float], payload: Payload) -> None:
             await there.send(header, payload)
             await back.recv(_anywhere)
 
-    run_world(rates_bps, node)
+    run_world(rates_bps, node, ideal=ideal)
 
 
 def _anywhere(_header: Header) -> None:
@@ -173,9 +173,10 @@ def our_all_reduces(count: int, ranks: int) -> None:
     run_world(list(repeat(LINK_BPS, ranks)), node)
 
 
-def run_world(rates_bps: Sequence[float], node: Program) -> None:
+def run_world(rates_bps: Sequence[float], node: Program, *, ideal: bool = True) -> None:
     """Run a program on nodes with these rates; it gets its host, its rank, and where each rank listens."""
-    world = World(ring_scenario(rates_bps))
+    scenario = ring_scenario(rates_bps)
+    world = World(idealised(scenario) if ideal else scenario)
     ranks = {host.name: rank for rank, host in enumerate(world.hosts)}
     addresses = [f"{host.name}:{PORT}" for host in world.hosts]
     for outcome in world.run_on_all(lambda host: node(host, ranks[host.name], addresses)):
@@ -184,11 +185,11 @@ def run_world(rates_bps: Sequence[float], node: Program) -> None:
 
 
 def ring_scenario(rates_bps: Sequence[float]) -> Scenario:
-    """Nodes on one switch, each with its own rate; latency and bandwidth are the only effects."""
+    """Nodes on one switch, each with its own rate."""
     switch = Ethernet("switch", BitRate(FAST_BPS), latency_s=Seconds(LATENCY_S))
     links = [Attachment("switch", BitRate(rate_bps)) for rate_bps in rates_bps]
     nodes = tuple(Node(f"node-{rank}", "ideal", switch.home, (link,)) for rank, link in enumerate(links))
-    return idealised(Scenario("ring", nodes, media=(switch,)))
+    return Scenario("ring", nodes, media=(switch,))
 
 
 def all_reduce_case(ranks: int, count: int) -> Case:
@@ -222,6 +223,13 @@ def cases() -> list[Case]:
             flows,
             lambda: bare_ring(flows // RING, UNLIKE_BPS, FLOW_BYTES),
             lambda: our_ring(flows // RING, UNLIKE_BPS, Phantom(FLOW_BYTES)),
+            RING,
+        ),
+        Case(
+            "tcp-flows",
+            flows,
+            lambda: bare_ring(flows // RING, UNLIKE_BPS, FLOW_BYTES),
+            lambda: our_ring(flows // RING, UNLIKE_BPS, Phantom(FLOW_BYTES), ideal=False),
             RING,
         ),
         all_reduce_case(8, 200),
@@ -273,7 +281,7 @@ def _cell(value: str | int | float | None) -> str:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Cases to measure.")] = "timers,messages,flows,all-reduces",
+    only: Annotated[str, typer.Option(help="Cases to measure.")] = "timers,messages,flows,tcp-flows,all-reduces",
     turns: Annotated[int, typer.Option(min=1, max=100, help="Turns of each, of which the median counts.")] = 5,
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per case to this file.")] = None,
 ) -> None:

@@ -14,7 +14,7 @@ from hcsim.collectives.schedule import Lane, Segment
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Payload
 
-POSTED = 3
+POSTED = 2
 """Segments of a lane that have their place: the one that is coming, and those behind it."""
 
 

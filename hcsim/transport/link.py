@@ -23,7 +23,7 @@ from hcsim.runtime.host import Host
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
 
-EARLY_LIMIT_BYTES = 8 * 2**20
+EARLY_LIMIT_BYTES = 2**20
 """How much may come that nobody has asked for yet before we stop reading, unless somebody waits."""
 EARLY_MOST_BYTES = 4 * 2**30
 """How much may come in any case; a peer that sends more is wrong."""
@@ -31,6 +31,7 @@ EARLY_MOST_BYTES = 4 * 2**30
 SPARE = 4
 """Buffers of early segments, of all links together, that are kept to be used again: fresh memory costs
 more than the copy."""
+WORTH_KEEPING_BYTES = 64 * 1024
 
 
 class Receipt:
@@ -136,8 +137,8 @@ class Link:
                 if self._early_bytes > EARLY_LIMIT_BYTES and not self._posted:
                     self._wanted = self._wanted or self._loop.create_future()
                     await asyncio.shield(self._wanted)
-                header, payload = await channel.recv(self._place)
-                self._landed(header, payload)
+                # Not by name: a payload is part of somebody's array, which must not live on because we wait.
+                self._landed(*await channel.recv(self._place))
         except ChannelError as error:
             self._stripes_open -= 1
             if not self.leaving:
@@ -192,7 +193,7 @@ class Link:
             return
         if into is not None and payload is not into and not isinstance(payload, Phantom):
             into[:] = payload  # it came, at least in part, before its place was known
-            if len(self._spare) < SPARE:
+            if len(self._spare) < SPARE and payload.nbytes >= WORTH_KEEPING_BYTES:
                 self._spare.append(payload)
             payload = into
         receipt.arrived.set_result(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable
 
 import numpy as np
@@ -209,3 +210,22 @@ def test_what_has_no_meaning_is_refused_at_once_and_does_no_harm(virtual, what):
         return float((await group.all_reduce(np.ones(1)))[0])
 
     assert virtual.run(2, program, options=Options(timeout_s=1.0)) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("length", [100, 100_000])
+def test_an_array_is_let_go_when_its_operation_is_over(cluster, algorithm, length):
+    async def program(group: Group) -> bool:
+        array = np.ones(length, np.float32).view(Weak)
+        watched = weakref.ref(array)
+        await group.all_reduce(array, algorithm=algorithm)
+        del array
+        gone = watched() is None
+        await group.barrier()
+        return gone
+
+    assert cluster.run(4, program, wire=Wire(segment_bytes=65536)) == [True] * 4
+
+
+class Weak(np.ndarray):
+    """An array that can be watched."""

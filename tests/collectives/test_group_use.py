@@ -220,9 +220,8 @@ def test_an_array_is_let_go_when_its_operation_is_over(cluster, algorithm, lengt
         watched = weakref.ref(array)
         await group.all_reduce(array, algorithm=algorithm)
         del array
-        gone = watched() is None
         await group.barrier()
-        return gone
+        return watched() is None
 
     assert cluster.run(4, program, wire=Wire(segment_bytes=65536)) == [True] * 4
 

@@ -84,7 +84,7 @@ def test_a_payload_lands_in_the_place_of_its_tag_whatever_the_order():
 
 
 def test_beyond_the_limit_early_frames_stay_with_the_sender():
-    size = 8 << 20
+    size = EARLY_LIMIT_BYTES // 4
     count = 4 * EARLY_LIMIT_BYTES // size
 
     async def body(link: Link, theirs: list[Channel]) -> None:
@@ -104,7 +104,7 @@ def test_beyond_the_limit_early_frames_stay_with_the_sender():
 
 
 def test_every_stripe_goes_on_when_the_early_frames_are_taken():
-    size = 1 << 20
+    size = EARLY_LIMIT_BYTES // 4
     count = 4 * EARLY_LIMIT_BYTES // size
 
     async def body(link: Link, theirs: list[Channel]) -> None:

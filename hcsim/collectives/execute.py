@@ -25,10 +25,17 @@ T = TypeVar("T")
 class Execution:
     """One operation on its way."""
 
-    def __init__(self, schedule: Schedule, wiring: Wiring, link_to: Callable[[int], Awaitable[Link]]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        wiring: Wiring,
+        link_to: Callable[[int], Awaitable[Link]],
+        on_cancel: Callable[[], None],
+    ) -> None:
         self._schedule = schedule
         self._wiring = wiring
         self._link_to = link_to
+        self._on_cancel = on_cancel
         self._progress: list[Progress] = []
 
     async def run(self) -> None:
@@ -65,6 +72,9 @@ class Execution:
         try:
             await run(state, what)
             state.doing = ""
+        except asyncio.CancelledError:
+            self._on_cancel()
+            raise
         except CollectiveError:
             raise
         except HcsimError as error:

@@ -29,7 +29,9 @@ class Fate:
         self.error: HcsimError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[object], None] = {}
+        self._cutting = False
         mesh.on_link = self._adopt
+        mesh.on_newer = self._left_behind
 
     def keep(self, task: asyncio.Task[object]) -> None:
         """Hold on to an operation until it is done."""
@@ -72,9 +74,16 @@ class Fate:
             CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase="told by a peer")
         )
 
+    def cutting(self) -> None:
+        """An operation is being cancelled, which may cut a frame: what breaks now is not the reason for anything."""
+        self._cutting = True
+
+    def _left_behind(self, rank: int, epoch: int) -> None:
+        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase="told by a peer"))
+
     def _link_failed(self, link: Link, error: HcsimError) -> None:
         # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.
-        if not link.leaving:
+        if not link.leaving and not self._cutting:
             self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
 
     def _forget(self, task: asyncio.Task[object]) -> None:

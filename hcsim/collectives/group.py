@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -51,6 +52,8 @@ Pending: TypeAlias = asyncio.Task[T]
 """An operation on its way."""
 
 _PLANS_KEPT = 64
+IN_FLIGHT = 8
+"""Collectives of one bucket that move bytes at once; further ones wait, so that a rank cannot flood a slower one."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +86,7 @@ class Group:
         self._counts: dict[tuple[str, int, int], int] = {}
         self._children: dict[tuple[int, ...], int] = {}
         self._known: dict[object, tuple[Schedule, int]] = {}
+        self._lines: dict[int, deque[Pending[Any]]] = {}
 
     @classmethod
     async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
@@ -94,8 +98,9 @@ class Group:
     async def reopen(self) -> Group:
         """After a failure: the same group anew, under the next epoch. Every member has to call it."""
         await self.close()
-        us = msgspec.structs.replace(self._fate.mesh.us, epoch=self._fate.mesh.us.epoch + 1)
-        return await Group.open(self._fate.mesh.host, us, self.options)
+        mesh = self._fate.mesh
+        us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
+        return await Group.open(mesh.host, us, self.options)
 
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
@@ -290,12 +295,13 @@ class Group:
 
     def _plan(self, operation: str, algorithm: str, shape: Shape, op: str, memory: Memory) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""
-        rounds = plan(operation, algorithm, self.rank, shape)
+        rounds = self._by_true_rank(plan(operation, algorithm, self.rank, shape))
         lanes = self._lanes(rounds if op == "mean" else _unfinished(rounds), memory)
         agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), kind_of(memory))
         return lanes, zlib.crc32(repr(agreed).encode())
 
     def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
+        rounds = self._by_true_rank(rounds)
         memory = moving([data])
         ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(kind_of(memory).encode()))
         ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
@@ -304,17 +310,29 @@ class Group:
 
     def _spawn(self, lanes: Schedule, memory: Memory, ticket: Ticket, result: Callable[[], T]) -> Pending[T]:
         wiring = Wiring(ticket, memory, self._fate.scratch, self.host.device)
-        execution = Execution(lanes, wiring, self._link)
-        task = self._fate.mesh.host.spawn(self._carry_out(execution, ticket, result), name=str(ticket))
+        execution = Execution(lanes, wiring, self._fate.mesh.link, self._fate.cutting)
+        before = None if ticket.to_one else self._in_turn(ticket.bucket)
+        task = self.host.spawn(self._carry_out(execution, ticket, result, before), name=str(ticket))
+        if not ticket.to_one:
+            self._lines[ticket.bucket].append(task)
         self._fate.keep(task)
         return task
 
-    async def _carry_out(self, execution: Execution, ticket: Ticket, result: Callable[[], T]) -> T:
+    def _in_turn(self, bucket: int) -> Pending[Any] | None:
+        """The operation that has to end before another one of the bucket may begin."""
+        line = self._lines[bucket] = deque(task for task in self._lines.get(bucket, ()) if not task.done())
+        return line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
+
+    async def _carry_out(
+        self, execution: Execution, ticket: Ticket, result: Callable[[], T], before: Pending[Any] | None
+    ) -> T:
         fate, timeout_s = self._fate, self.options.timeout_s
-        if fate.error is not None:
-            raise CollectiveError(f"{ticket} was not started: {fate.error}") from fate.error
         try:
             async with fate.mesh.host.clock.timeout(timeout_s):
+                if before is not None:
+                    await asyncio.gather(asyncio.shield(before), return_exceptions=True)
+                if fate.error is not None:
+                    raise CollectiveError(f"{ticket} was not started: {fate.error}") from fate.error
                 await execution.run()
         except CollectiveError as error:
             fate.fail(error)
@@ -330,7 +348,20 @@ class Group:
             fate.fail(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
             await fate.ended()
             raise
+        except Exception as error:  # not ours, so the others cannot know: no memory, say
+            fate.fail(CollectiveError(f"{ticket} failed on rank {ticket.rank}: {error!r}", peer=ticket.rank))
+            await fate.ended()
+            raise
         return result()
+
+    def _by_true_rank(self, rounds: Plan) -> Plan:
+        """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
+        if self._members == tuple(range(self.size)):
+            return rounds
+        return tuple(
+            tuple(a if isinstance(a, Finish) else a._replace(peer=self._members[a.peer]) for a in actions)
+            for actions in rounds
+        )
 
     def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
         return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
@@ -345,15 +376,12 @@ class Group:
         us = self._fate.mesh.us
         if not 0 <= bucket < 1 << 16:
             raise UsageError(f"a bucket or tag is a number from 0 to 65535, not {bucket}")
-        return Ticket(name, self.rank, us.epoch, self._number, operation, bucket, signature)
+        return Ticket(name, us.rank, us.epoch, self._number, operation, bucket, signature)
 
     def _count(self, kind: str, peer: int, bucket: int) -> int:
         number = self._counts.get((kind, peer, bucket), 0)
         self._counts[kind, peer, bucket] = number + 1
         return number
-
-    async def _link(self, rank: int) -> Any:
-        return await self._fate.mesh.link(self._members[rank])
 
     def _shape(self, **sizes: Any) -> Shape:
         o = self.options

@@ -31,6 +31,11 @@ class Ticket(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.name} #{self.operation}"
 
+    @property
+    def to_one(self) -> bool:
+        """Whether it is a message from one rank to another rather than a collective."""
+        return bool(self.group & POINT_TO_POINT)
+
 
 class Range(Protocol):
     """Some elements of the buffer: an action, or a segment of one."""
@@ -106,7 +111,7 @@ class Wiring:
     def done(self) -> None:
         """All went well here, so nothing writes into the scratch rooms any more."""
         ticket = self.ticket
-        if not ticket.group & POINT_TO_POINT:  # there the peer's numbers are its own
+        if not ticket.to_one:  # there the peer's numbers are its own
             for link in self.links.values():
                 link.check_over(ticket.group, ticket.operation, ticket.bucket)
         self._pool.give_back(self._rooms.values())

@@ -45,6 +45,8 @@ class Kind(IntEnum):
     """The sender leaves in an orderly way and will send nothing more."""
     CONTROL = 4
     """A typed message of a component above the collectives."""
+    LATER = 5
+    """The answer to a hello that came too early: call again."""
 
 
 _KINDS = tuple(Kind)

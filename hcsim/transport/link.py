@@ -139,8 +139,10 @@ class Link:
                     await asyncio.shield(self._wanted)
                 # Not by name: a payload is part of somebody's array, which must not live on because we wait.
                 self._landed(*await channel.recv(self._place))
-        except ChannelError as error:
+        except Exception as error:
             self._stripes_open -= 1
+            if not isinstance(error, ChannelError):  # no memory for a frame, say
+                error = ChannelBroken(f"what came from rank {self.peer_rank} could not be taken: {error!r}")
             if not self.leaving:
                 self.fail(error)
             elif not self._stripes_open:  # until then what it sent before it left may still come
@@ -174,7 +176,7 @@ class Link:
                 raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
             self._early[tag] = (header, payload)
             self._early_bytes += header.length
-            if self._early_bytes > EARLY_MOST_BYTES:
+            if self._early_bytes > EARLY_MOST_BYTES and not isinstance(payload, Phantom):
                 raise RemoteProtocolError(
                     f"rank {self.peer_rank} sent {self._early_bytes} bytes that nobody asked for", str(self.peer_rank)
                 )

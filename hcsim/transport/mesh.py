@@ -2,14 +2,15 @@
 
 Both ends of a link know that they need it (every message has a sender and a receiver), so the
 higher rank dials and the lower one waits to be called. The first frame in each direction is a
-hello; a caller that does not belong here is told why and let go. Before its hello a caller may
+hello; a caller that does not belong here is told why and let go, and one from a later epoch is asked
+to call again, while we learn that ours is over. Before its hello a caller may
 send at most a few KiB, within a deadline, and only so many callers may be at that stage.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,6 +24,8 @@ HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
 PARTING_TIMEOUT_S = 0.25
+FIRST_BACKOFF_S = 0.02
+LAST_BACKOFF_S = 0.5
 MAX_FRAME_BYTES = 16 * 2**20
 
 
@@ -80,13 +83,16 @@ class Mesh:
         self.us = us
         self.links: dict[int, Link] = {}
         self.on_link: Callable[[Link], None] | None = None
+        self.on_newer: Callable[[int, int], None] | None = None
+        """Called with a rank that is ahead of us, and its epoch."""
+        self.newest_epoch = us.epoch
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
-        self._complete: dict[int, asyncio.Future[None]] = {}
+        self._complete: dict[int, asyncio.Future[Link]] = {}
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
-        self._strangers = 0
+        self._room_for_strangers = asyncio.Semaphore(MAX_STRANGERS)
         self._closed = False
 
     async def open(self) -> None:
@@ -151,27 +157,43 @@ class Mesh:
             async with self.host.clock.timeout(us.wire.connect_timeout_s):
                 if rank < us.rank:
                     channels = [await self._dial(rank, stripe) for stripe in range(us.wire.stripes)]
-                else:
-                    await self._when_complete(rank)
-                    channels = [self._called[rank][stripe] for stripe in range(us.wire.stripes)]
+                    return self._join(rank, channels)
+                called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+                self._complete[rank] = called
+                return await called
         except TimeoutError as error:
             if isinstance(error, HcsimError):
                 raise
             did = "did not answer" if rank < us.rank else "did not call"
             raise DeadlineExceeded(f"rank {rank} {did} within {us.wire.connect_timeout_s:g} s") from None
-        self._called.pop(rank, None)
-        link = self.links[rank] = Link(self.host, rank, us.epoch, channels, self._spare)
+
+    def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
+        """Make channels a link, which from now on hears what the peer says."""
+        link = self.links[rank] = Link(self.host, rank, self.us.epoch, channels, self._spare)
         if self.on_link is not None:
             self.on_link(link)
         return link
 
     async def _dial(self, rank: int, stripe: int) -> Channel:
+        """Call until somebody takes us in or says no; whoever is behind us by an epoch says: later."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            channel = await self._call(rank, stripe)
+            if channel is not None:
+                return channel
+            await self.host.clock.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+    async def _call(self, rank: int, stripe: int) -> Channel | None:
         us = self.us
         channel = await self.host.connect(us.addresses[rank], timeout_s=us.wire.connect_timeout_s)
         try:
             await _say(channel, Kind.HELLO, us, msgspec.msgpack.encode(_hello(us, us.rank, stripe)))
             channel.limit(HELLO_LIMIT_BYTES)
             kind, data = await _hear(channel)
+            if kind is Kind.LATER:
+                await channel.close()
+                return None
             if kind is Kind.ABORT:
                 raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {data.decode(errors='replace')}")
             theirs = _decode_hello(data, channel.peer)
@@ -186,11 +208,8 @@ class Mesh:
     async def _accept(self, listener: Listener) -> None:
         number = 0
         while True:
+            await self._room_for_strangers.acquire()  # further callers wait in the listener's queue
             channel = await listener.accept()
-            if self._strangers >= MAX_STRANGERS:
-                await channel.close()
-                continue
-            self._strangers += 1
             number += 1
             self.host.spawn(self._greet(channel), name=f"greet caller {number}")
 
@@ -203,18 +222,30 @@ class Mesh:
                 if kind is not Kind.HELLO:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
                 theirs = _decode_hello(data, channel.peer)
-                reason = self._objection(theirs)
-                if reason:
-                    await _say(channel, Kind.ABORT, self.us, reason.encode())
+                answer, reason = self._answer(theirs)
+                if answer is Kind.HELLO:
+                    self._take_in(theirs, channel)
+                    reply = msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0))
+                    await _say(channel, Kind.HELLO, self.us, reply)
+                else:
+                    await _say(channel, answer, self.us, reason.encode())
                     await channel.close()
-                    return
-                await _say(channel, Kind.HELLO, self.us, msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0)))
-            channel.limit(MAX_FRAME_BYTES)
-            self._take_in(theirs, channel)
         except (ChannelError, TimeoutError):
             await channel.close()
         finally:
-            self._strangers -= 1
+            self._room_for_strangers.release()
+
+    def _answer(self, theirs: Hello) -> tuple[Kind, str]:
+        """Take them in, refuse them and say why, or ask them to call again."""
+        us = self.us
+        if theirs.name == us.name and theirs.epoch > us.epoch:
+            # They gave our epoch up and went on; so must we.
+            self.newest_epoch = max(self.newest_epoch, theirs.epoch)
+            if self.on_newer is not None:
+                self.on_newer(theirs.rank, theirs.epoch)
+            return Kind.LATER, ""
+        reason = "the group is closed" if self._closed else self._objection(theirs)
+        return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 
     def _objection(self, theirs: Hello) -> str:
         us = self.us
@@ -229,15 +260,15 @@ class Mesh:
         return ""
 
     def _take_in(self, theirs: Hello, channel: Channel) -> None:
+        channel.limit(MAX_FRAME_BYTES)
         stripes = self._called.setdefault(theirs.rank, {})
         stripes[theirs.stripe] = channel
-        if len(stripes) == self.us.wire.stripes and theirs.rank in self._complete:
-            self._complete.pop(theirs.rank).set_result(None)
-
-    async def _when_complete(self, rank: int) -> None:
-        if len(self._called.get(rank, {})) < self.us.wire.stripes:
-            self._complete[rank] = asyncio.get_running_loop().create_future()
-            await self._complete[rank]
+        if len(stripes) == self.us.wire.stripes:
+            del self._called[theirs.rank]
+            link = self._join(theirs.rank, [stripes[stripe] for stripe in range(len(stripes))])
+            awaited = self._complete.pop(theirs.rank, None)
+            if awaited is not None and not awaited.done():
+                awaited.set_result(link)
 
 
 def _hello(us: Membership, rank: int, stripe: int) -> Hello:

@@ -145,6 +145,7 @@ class VirtualChannel:
         if self._end is None:
             self._ended(ChannelBroken(f"{self._peer} closed the connection", self._peer))
             self._out.kill()
+        self._in.kill()  # it has said its last word
 
     def _ended(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         self._end = error

@@ -54,12 +54,14 @@ def crash(fault: Crash, world: World) -> None:
 def pause(fault: Pause, world: World) -> None:
     """Alive but stuck: a lid closed, a process stopped. Its system still takes what fits its buffers."""
     host = world.host(fault.node)
+    host.pauses += 1
     world.loop.freeze(host)
     world.later(fault.duration_s, _thaw, world, host)
 
 
 def _thaw(world: World, host: VirtualHost) -> None:
-    if host.alive:
+    host.pauses -= 1
+    if host.alive and not host.pauses:
         world.trace.record(world.loop.now_ns, "fault", "thaw", host.name)
         world.loop.thaw(host)
 

@@ -61,6 +61,8 @@ class VirtualHost:
         self.device = VirtualDevice(self, machine)
         self.lan = VirtualLan(self)
         self.alive = True
+        self.pauses = 0
+        """How many faults hold it at the moment."""
         self.channels: dict[VirtualChannel, None] = {}
         self._listeners: dict[int, VirtualListener] = {}
         self._context = contextvars.copy_context()

@@ -60,8 +60,8 @@ class Network:
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended for good."""
-        if stream.flow is not None:
-            self._streams.pop(stream.flow.id, None)
+        if stream.flow is not None and self._streams.pop(stream.flow.id, None) is not None:
+            self.sharing.forget(stream.flow)
 
     def capacity(self, resource: Resource, capacity: float) -> None:
         """The resource has that capacity from now on (while nothing shuts it)."""

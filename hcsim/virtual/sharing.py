@@ -30,7 +30,7 @@ from operator import attrgetter
 
 from hcsim.errors import UsageError
 from hcsim.virtual.filling import TOLERANCE, Flow, Resource, fill, fill_alone, offenders
-from hcsim.virtual.tightness import admit, unfix
+from hcsim.virtual.tightness import admit, dismiss, unfix
 
 __all__ = ["Flow", "Resource", "Sharing"]
 
@@ -46,6 +46,7 @@ class Sharing:
     def __init__(self) -> None:
         self._noted: list[Flow] = []
         self._recast: dict[Resource, None] = {}
+        self._over: list[Flow] = []
 
     def start(self, flow: Flow) -> None:
         """The flow wants its share."""
@@ -78,6 +79,11 @@ class Sharing:
             unfix(resource)
             resource.capacity = capacity
             self._recast[resource] = None
+
+    def forget(self, flow: Flow) -> None:
+        """The flow will not be started again."""
+        self.stop(flow)
+        self._over.append(flow)
 
     def is_full(self, resource: Resource) -> bool:
         """Whether the flows take all there is, as of the last `solve`."""
@@ -140,6 +146,8 @@ class Sharing:
             for flow, _ in resource.flows.values():
                 if flow.limit is resource and not flow.inside:
                     _join(flow, region)
+        while self._over:
+            dismiss(self._over.pop())
         return region
 
 

@@ -53,10 +53,11 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns", "_jitter",
-        "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_packet_loss", "_queues",
-        "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven", "acks_blocked", "blocked",
-        "dead", "flow", "gates", "name", "on_room", "outstanding", "queue", "queued_bytes",
+        "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
+        "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
+        "_number", "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged",
+        "_uneven", "acks_blocked", "blocked", "dead", "flow", "gates", "name", "on_room", "outstanding", "queue",
+        "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
@@ -67,7 +68,7 @@ class Stream:
         self.queue: deque[Message] = deque()
         self.queued_bytes = 0
         self.outstanding = 0
-        """Bytes that left and that the receiver has not read."""
+        """Bytes that arrived and that the receiver has not read."""
         self.on_room: Callable[[], None] | None = None
         self.blocked = False
         """A partition holds what we send."""
@@ -77,6 +78,8 @@ class Stream:
         self._at_half: Callable[[], None] | None = None
         self._held: list[Message] = []
         self._unacknowledged = 0
+        self._not_before_ns = 0
+        self._number = number
         self.gates: tuple[Gate, ...] = ()
         self._retime(there, back)
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
@@ -114,12 +117,9 @@ class Stream:
 
     def consumed(self, size_bytes: int) -> None:
         """The receiver has read that much; a stream that waited for room goes on."""
-        if self.acks_blocked:
-            self._unacknowledged += size_bytes
-            return
-        stalled = self.outstanding >= self._net.tcp.window_bytes
+        stalled = not self._has_room()
         self.outstanding -= size_bytes
-        if stalled and self.queue and self.outstanding < self._net.tcp.window_bytes:
+        if stalled and self.queue and self._has_room():
             # The news of the open window takes its time to get back to the sender.
             self._loop.call_at_ns(self._loop.now_ns + self._latency_ns, self._resume)
 
@@ -132,15 +132,14 @@ class Stream:
         if not opened:
             return
         if not acks:
-            self.outstanding -= self._unacknowledged
             self._unacknowledged = 0
         # TCP notices at its next retransmission.
         when = self._loop.now_ns + round(RTO_S * NS)
         if not data:
-            self._arrival_ns = max(self._arrival_ns, when)
+            self._arrival_ns = self._not_before_ns = max(self._arrival_ns, when)
             held, self._held = self._held, []
             for message in held:
-                self._loop.call_at_ns(when, self._arrive, message)
+                self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
         self._loop.call_at_ns(when, self._resume)
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
@@ -160,6 +159,7 @@ class Stream:
             self._remaining = 0.0
             self._rate = 0.0
             self._net.stop(self.flow)
+        self._net.forget(self)
 
     def reroute(self, there: Path, back: Path) -> None:
         """The path changed under us: another latency, loss, or cost per byte."""
@@ -167,14 +167,16 @@ class Stream:
         self._packet_loss = there.loss
         self._uneven = bool(there.jitter_s or there.loss or self._queues)
         self._loss_bound = loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there)
-        if self.flow is None:
-            return
         uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
-        if uses != self.flow.uses:
-            sending = self._rate > 0.0
+        if self.flow is None:
+            if uses:
+                self.flow = Flow(self._number, uses, there.weight, self._bound())
+        elif uses != self.flow.uses:
+            sending = self.flow.wanted
             if sending:
                 self._pause()
-            self.flow = Flow(self.flow.id, uses, there.weight, self._bound())
+            self._net.sharing.forget(self.flow)
+            self.flow = Flow(self._number, uses, there.weight, self._bound())
             if sending:
                 self._net.start(self)
         else:
@@ -183,12 +185,13 @@ class Stream:
     # The life of the message at the head of the queue.
 
     def _begin(self) -> None:
-        if self.blocked or self.dead or self.outstanding >= self._net.tcp.window_bytes:
+        if self.flow is None:
+            while self.queue and not self.blocked and not self.dead and self._has_room():
+                self._left(self.queue[0])
+            return
+        if self.blocked or self.dead or not self._has_room():
             return
         message = self.queue[0]
-        if self.flow is None:
-            self._left(message)
-            return
         if self._net.tcp.restart_after_idle:
             self._restart_if_idle()
         self._remaining = self._acked_from = float(message.size_bytes)
@@ -196,6 +199,10 @@ class Stream:
         for gate in self.gates:
             gate.watch()
         self._net.start(self)
+
+    def _has_room(self) -> bool:
+        """Whether the receiver's window lets another message leave."""
+        return self.outstanding + self._unacknowledged < self._net.tcp.window_bytes
 
     def _resume(self) -> None:
         """Go on after a stall or a partition, unless that happened already."""
@@ -250,7 +257,8 @@ class Stream:
         now = self._loop.now_ns
         self.queue.popleft()
         self.queued_bytes -= message.size_bytes
-        self.outstanding += message.size_bytes
+        if self.acks_blocked:
+            self._unacknowledged += message.size_bytes
         arrival = now + self._latency_ns
         if self._uneven:
             arrival += self._delay_ns(message.size_bytes)
@@ -260,15 +268,14 @@ class Stream:
         self._loop.call_at_ns(arrival, self._arrive, message)
         if self.on_room is not None:
             self.on_room()
-        if self.queue and not self.blocked and self.outstanding < net.tcp.window_bytes:
-            if self.flow is None:
-                self._begin()
-                return
+        if self.flow is None:
+            return
+        if self.queue and not self.blocked and self._has_room():
             self._remaining = self._acked_from = float(self.queue[0].size_bytes)
             self._changed_ns = now
             self._due += 1
             self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), self._sent, self._due)
-        elif self.flow is not None:
+        else:
             self._rate = 0.0
             self._idle_since_ns = now
             net.stop(self.flow)
@@ -279,6 +286,10 @@ class Stream:
         if self.blocked:  # it was in the air when the way closed, and will have to be sent again
             self._held.append(message)
             return
+        if self._loop.now_ns < self._not_before_ns:  # what was held comes first
+            self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
+            return
+        self.outstanding += message.size_bytes
         self._net.trace.record(self._loop.now_ns, "deliver", self.name, *message.label)
         message.arrive(*message.args)
 

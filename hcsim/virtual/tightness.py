@@ -27,6 +27,13 @@ def admit(flow: Flow) -> None:
     flow.tight = tuple((resource, amount) for resource, amount in flow.uses if resource.tight)
 
 
+def dismiss(flow: Flow) -> None:
+    """Forget a flow that will not start again. What it made tight stays so."""
+    for resource, _ in flow.uses:
+        if flow in resource.members:
+            resource.members.remove(flow)
+
+
 def unfix(resource: Resource) -> None:
     """Take note that a resource's capacity changes."""
     if resource.fixed:

@@ -36,6 +36,7 @@ _LARGE_BYTES = 64 * 1024
 _BYTES_PER_TURN = 4 * 2**20
 """How much is read in a row before other tasks get their turn."""
 _SENDS_PER_TURN = 16
+_LINGER_S = 0.25
 _TLS_RECORD_BYTES = 16 * 1024
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -218,7 +219,13 @@ class TcpChannel:
 
     async def close(self) -> None:
         """End it; see `Channel.close`."""
-        self._end(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
+        if self._error is None:
+            self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
+            try:
+                if self._tls is None and self._unread():
+                    await self._drain()
+            finally:
+                self._sock.close()
 
     # -- receiving
 
@@ -318,13 +325,31 @@ class TcpChannel:
     def _end(self, error: ChannelError) -> ChannelError:
         """Close the socket; every later or waiting use raises the first error given here."""
         if self._error is None:
-            self._error = error
-            self._incoming.abandon(error)
-            self._outgoing.abandon(error)
-            with suppress(OSError):  # the peer may have been faster
-                self._sock.shutdown(socket.SHUT_WR)
+            self._stop(error)
             self._sock.close()
-        return self._error
+        return self._error or error
+
+    def _stop(self, error: ChannelError) -> None:
+        self._error = error
+        self._incoming.abandon(error)
+        self._outgoing.abandon(error)
+        with suppress(OSError):  # the peer may have been faster
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def _unread(self) -> bool:
+        """Whether something has come that nobody read: to close on it would reset the connection."""
+        try:
+            return bool(self._sock.recv(1))
+        except OSError:
+            return False
+
+    async def _drain(self) -> None:
+        """Let what we sent arrive: a reset would overtake it."""
+        rest = bytearray(_LARGE_BYTES)
+        with suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(_LINGER_S):
+                while await self._loop.sock_recv_into(self._sock, rest):
+                    pass
 
 
 def _fresh(error: ChannelError) -> ChannelError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from hcsim.collectives.lanes import Lanes
 from hcsim.collectives.plan import Action, Finish, Recv, Reduce, Round, Send
 from hcsim.collectives.schedule import Schedule
-from hcsim.collectives.wiring import Progress, Wiring
+from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.channel import Payload
 from hcsim.transport.link import Link
@@ -37,6 +37,11 @@ class Execution:
         self._link_to = link_to
         self._on_cancel = on_cancel
         self._progress: list[Progress] = []
+
+    @property
+    def ticket(self) -> Ticket:
+        """Which operation it is."""
+        return self._wiring.ticket
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""

@@ -12,12 +12,17 @@ arrays any more.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from hcsim.collectives.execute import Execution
 from hcsim.collectives.memory import ScratchPool
-from hcsim.errors import CollectiveError, HcsimError
+from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
+
+T = TypeVar("T")
 
 
 class Fate:
@@ -28,15 +33,60 @@ class Fate:
         self.scratch = ScratchPool()
         self.error: HcsimError | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._busy: dict[asyncio.Task[object], None] = {}
+        self._busy: dict[asyncio.Task[Any], None] = {}
         self._cutting = False
         mesh.on_link = self._adopt
         mesh.on_newer = self._left_behind
 
-    def keep(self, task: asyncio.Task[object]) -> None:
-        """Hold on to an operation until it is done."""
+    def see_through(
+        self,
+        execution: Execution,
+        result: Callable[[], T],
+        timeout_s: float,
+        before: asyncio.Task[Any] | None = None,
+    ) -> asyncio.Task[T]:
+        """Run an operation to its end, once `before` is over; if it fails, so does the group."""
+        work = self._run(execution, result, timeout_s, before)
+        task = self.mesh.host.spawn(work, name=str(execution.ticket))
         self._busy[task] = None
         task.add_done_callback(self._forget)
+        return task
+
+    async def _run(
+        self,
+        execution: Execution,
+        result: Callable[[], T],
+        timeout_s: float,
+        before: asyncio.Task[Any] | None,
+    ) -> T:
+        ticket = execution.ticket
+        try:
+            async with self.mesh.host.clock.timeout(timeout_s):
+                if before is not None:
+                    await asyncio.gather(asyncio.shield(before), return_exceptions=True)
+                if self.error is not None:
+                    raise CollectiveError(f"{ticket} was not started: {self.error}") from self.error
+                await execution.run()
+        except CollectiveError as error:
+            await self._broken(error)
+            raise
+        except TimeoutError:
+            peer, phase = execution.blame()
+            late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
+            await self._broken(late)
+            raise late from None
+        except asyncio.CancelledError:
+            await self._broken(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
+            raise
+        except Exception as error:  # not ours, so the others cannot know: no memory, say
+            text = f"{ticket} failed on rank {ticket.rank}: {error!r}"
+            await self._broken(CollectiveError(text, peer=ticket.rank))
+            raise
+        return result()
+
+    async def _broken(self, error: CollectiveError) -> None:
+        self.fail(error)
+        await self.ended()
 
     def fail(self, error: CollectiveError) -> None:
         """Break the group, for this reason; only the first one counts."""
@@ -86,7 +136,7 @@ class Fate:
         if not link.leaving and not self._cutting:
             self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
 
-    def _forget(self, task: asyncio.Task[object]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._busy.pop(task, None)
         if not task.cancelled():
             task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough

@@ -8,52 +8,41 @@ them, with a size and no data.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from hcsim.collectives.algorithms import plan
 from hcsim.collectives.cost import Links
 from hcsim.collectives.data import (
     Data,
     DataT,
     copy_into,
     empty_like,
-    kind_of,
     length_of,
     moving,
     part_of,
     reducing,
     writable,
 )
-from hcsim.collectives.execute import Execution
+from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
 from hcsim.collectives.fate import Fate
 from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.order import ring_order
-from hcsim.collectives.plan import Finish, Plan, Recv, Send, offsets, split
-from hcsim.collectives.schedule import Schedule, schedule
+from hcsim.collectives.plan import Plan, Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
-from hcsim.collectives.wiring import POINT_TO_POINT, Ticket, Wiring
-from hcsim.errors import CollectiveError, CollectiveTimeout, UsageError
+from hcsim.collectives.wiring import POINT_TO_POINT
+from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
 from hcsim.transport.mesh import Membership, Mesh
 
 T = TypeVar("T")
-Pending: TypeAlias = asyncio.Task[T]
-"""An operation on its way."""
-
-_PLANS_KEPT = 64
-IN_FLIGHT = 8
-"""Collectives of one bucket that move bytes at once; further ones wait, so that a rank cannot flood a slower one."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +72,8 @@ class Group:
         self.options = options
         self.rank = members.index(fate.mesh.us.rank)
         self.size = len(members)
-        self._counts: dict[tuple[str, int, int], int] = {}
         self._children: dict[tuple[int, ...], int] = {}
-        self._known: dict[object, tuple[Schedule, int]] = {}
-        self._lines: dict[int, deque[Pending[Any]]] = {}
+        self._dispatch = Dispatch(fate, members, number)
 
     @classmethod
     async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
@@ -257,12 +244,12 @@ class Group:
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
         rounds: Plan = ((Send(self._peer(to), 0, length_of(data)),),)
-        return self._point_to_point("send", rounds, data, to, tag)
+        return self._to_one("send", rounds, data, to, tag)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
         rounds: Plan = ((Recv(self._peer(source), 0, length_of(writable(data))),),)
-        return self._point_to_point("recv", rounds, data, source, tag)
+        return self._to_one("recv", rounds, data, source, tag)
 
     async def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> DataT:
         """Send and receive at the same time."""
@@ -270,7 +257,7 @@ class Group:
         await sending
         return await receiving
 
-    # How an operation is carried out.
+    # What the operations have in common.
 
     def _start(
         self,
@@ -285,103 +272,12 @@ class Group:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
-        key = (operation, algorithm, shape, op, kind_of(memory))
-        known = self._known.get(key)
-        if known is None:
-            known = self._keep(key, self._plan(operation, algorithm, shape, op, memory))
-        lanes, signature = known
-        ticket = self._ticket(operation, bucket, self._count("collective", 0, bucket), signature)
-        return self._spawn(lanes, memory, ticket, result)
+        request = Request(operation, algorithm, shape, op, bucket)
+        return self._dispatch.collective(request, memory, result, self.options.timeout_s)
 
-    def _plan(self, operation: str, algorithm: str, shape: Shape, op: str, memory: Memory) -> tuple[Schedule, int]:
-        """What we do, and a digest of what all ranks must agree on."""
-        rounds = self._by_true_rank(plan(operation, algorithm, self.rank, shape))
-        lanes = self._lanes(rounds if op == "mean" else _unfinished(rounds), memory)
-        agreed = (operation, algorithm, op, msgspec.structs.replace(shape, sent=(), received=()), kind_of(memory))
-        return lanes, zlib.crc32(repr(agreed).encode())
-
-    def _point_to_point(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
-        rounds = self._by_true_rank(rounds)
-        memory = moving([data])
-        ticket = self._ticket(name, tag, self._count(name, peer, tag), zlib.crc32(kind_of(memory).encode()))
-        ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
-        lanes = self._lanes(rounds, memory)
-        return self._spawn(lanes, memory, ticket, lambda: data)
-
-    def _spawn(self, lanes: Schedule, memory: Memory, ticket: Ticket, result: Callable[[], T]) -> Pending[T]:
-        wiring = Wiring(ticket, memory, self._fate.scratch, self.host.device)
-        execution = Execution(lanes, wiring, self._fate.mesh.link, self._fate.cutting)
-        before = None if ticket.to_one else self._in_turn(ticket.bucket)
-        task = self.host.spawn(self._carry_out(execution, ticket, result, before), name=str(ticket))
-        if not ticket.to_one:
-            self._lines[ticket.bucket].append(task)
-        self._fate.keep(task)
-        return task
-
-    def _in_turn(self, bucket: int) -> Pending[Any] | None:
-        """The operation that has to end before another one of the bucket may begin."""
-        line = self._lines[bucket] = deque(task for task in self._lines.get(bucket, ()) if not task.done())
-        return line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
-
-    async def _carry_out(
-        self, execution: Execution, ticket: Ticket, result: Callable[[], T], before: Pending[Any] | None
-    ) -> T:
-        fate, timeout_s = self._fate, self.options.timeout_s
-        try:
-            async with fate.mesh.host.clock.timeout(timeout_s):
-                if before is not None:
-                    await asyncio.gather(asyncio.shield(before), return_exceptions=True)
-                if fate.error is not None:
-                    raise CollectiveError(f"{ticket} was not started: {fate.error}") from fate.error
-                await execution.run()
-        except CollectiveError as error:
-            fate.fail(error)
-            await fate.ended()
-            raise
-        except TimeoutError:
-            peer, phase = execution.blame()
-            late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
-            fate.fail(late)
-            await fate.ended()
-            raise late from None
-        except asyncio.CancelledError:
-            fate.fail(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
-            await fate.ended()
-            raise
-        except Exception as error:  # not ours, so the others cannot know: no memory, say
-            fate.fail(CollectiveError(f"{ticket} failed on rank {ticket.rank}: {error!r}", peer=ticket.rank))
-            await fate.ended()
-            raise
-        return result()
-
-    def _by_true_rank(self, rounds: Plan) -> Plan:
-        """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
-        if self._members == tuple(range(self.size)):
-            return rounds
-        return tuple(
-            tuple(a if isinstance(a, Finish) else a._replace(peer=self._members[a.peer]) for a in actions)
-            for actions in rounds
-        )
-
-    def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
-        return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
-
-    def _keep(self, key: object, planned: tuple[Schedule, int]) -> tuple[Schedule, int]:
-        if len(self._known) >= _PLANS_KEPT:
-            self._known.pop(next(iter(self._known)))
-        self._known[key] = planned
-        return planned
-
-    def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
-        us = self._fate.mesh.us
-        if not 0 <= bucket < 1 << 16:
-            raise UsageError(f"a bucket or tag is a number from 0 to 65535, not {bucket}")
-        return Ticket(name, us.rank, us.epoch, self._number, operation, bucket, signature)
-
-    def _count(self, kind: str, peer: int, bucket: int) -> int:
-        number = self._counts.get((kind, peer, bucket), 0)
-        self._counts[kind, peer, bucket] = number + 1
-        return number
+    def _to_one(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
+        message = Message(name, peer, tag, rounds)
+        return self._dispatch.message(message, moving([data]), lambda: data, self.options.timeout_s)
 
     def _shape(self, **sizes: Any) -> Shape:
         o = self.options
@@ -414,8 +310,3 @@ class Group:
         if self._rank(rank) == self.rank:
             raise UsageError(f"rank {rank} cannot send to itself or receive from itself")
         return rank
-
-
-def _unfinished(rounds: Plan) -> Plan:
-    """Without `Finish`, which is the last action of its round."""
-    return tuple(actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in rounds)

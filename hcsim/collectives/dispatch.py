@@ -1,0 +1,132 @@
+"""From a request to a running operation: its plan, its place on the wire, and its turn.
+
+An operation's number is counted per bucket, so ranks may start buckets in unlike orders. Plans
+are kept: a training loop asks for the same few again and again. Collectives of one bucket move
+bytes a few at a time, so that a fast rank cannot flood a slow one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from hcsim.collectives.algorithms import plan
+from hcsim.collectives.data import kind_of
+from hcsim.collectives.execute import Execution
+from hcsim.collectives.fate import Fate
+from hcsim.collectives.memory import Memory
+from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.schedule import Schedule, schedule
+from hcsim.collectives.shape import Shape
+from hcsim.collectives.wiring import POINT_TO_POINT, Ticket, Wiring
+from hcsim.errors import UsageError
+
+T = TypeVar("T")
+Pending: TypeAlias = asyncio.Task[T]
+"""An operation on its way."""
+
+PLANS_KEPT = 64
+IN_FLIGHT = 8
+"""Collectives of one bucket that move bytes at once; further ones wait for their turn."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A collective that somebody asks for."""
+
+    operation: str
+    algorithm: str
+    shape: Shape
+    op: str
+    """The reduction, if it is one."""
+    bucket: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message to or from one rank."""
+
+    name: str
+    peer: int
+    tag: int
+    rounds: Plan
+
+
+class Dispatch:
+    """Starts a group's operations."""
+
+    def __init__(self, fate: Fate, members: tuple[int, ...], number: int) -> None:
+        self._fate = fate
+        self._members = members
+        self._number = number
+        self._rank = members.index(fate.mesh.us.rank)
+        self._counts: dict[tuple[str, int, int], int] = {}
+        self._plans: dict[object, tuple[Schedule, int]] = {}
+        self._lines: dict[int, list[Pending[Any]]] = {}
+
+    def collective(self, request: Request, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
+        """Start a collective; its result is what `result` says once it is over."""
+        bucket = request.bucket
+        lanes, signature = self._planned(request, memory)
+        ticket = self._ticket(request.operation, bucket, self._count("", 0, bucket), signature)
+        line = self._lines[bucket] = [task for task in self._lines.get(bucket, ()) if not task.done()]
+        before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
+        task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before)
+        line.append(task)
+        return task
+
+    def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
+        """Start to send or receive a message."""
+        lanes = self._lanes(self._by_true_rank(message.rounds), memory)
+        number = self._count(message.name, message.peer, message.tag)
+        ticket = self._ticket(message.name, message.tag, number, zlib.crc32(kind_of(memory).encode()))
+        ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
+        return self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s)
+
+    def _execution(self, lanes: Schedule, ticket: Ticket, memory: Memory) -> Execution:
+        fate = self._fate
+        wiring = Wiring(ticket, memory, fate.scratch, fate.mesh.host.device)
+        return Execution(lanes, wiring, fate.mesh.link, fate.cutting)
+
+    def _planned(self, request: Request, memory: Memory) -> tuple[Schedule, int]:
+        """What we do, and a digest of what all ranks must agree on."""
+        key = (request.operation, request.algorithm, request.shape, request.op, kind_of(memory))
+        if key not in self._plans:
+            if len(self._plans) >= PLANS_KEPT:
+                self._plans.pop(next(iter(self._plans)))
+            rounds = self._by_true_rank(plan(request.operation, request.algorithm, self._rank, request.shape))
+            lanes = self._lanes(rounds if request.op == "mean" else _unfinished(rounds), memory)
+            shape = msgspec.structs.replace(request.shape, sent=(), received=())
+            agreed = (request.operation, request.algorithm, request.op, shape, kind_of(memory))
+            self._plans[key] = lanes, zlib.crc32(repr(agreed).encode())
+        return self._plans[key]
+
+    def _by_true_rank(self, rounds: Plan) -> Plan:
+        """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
+        if self._members == tuple(range(len(self._members))):
+            return rounds
+        return tuple(
+            tuple(a if isinstance(a, Finish) else a._replace(peer=self._members[a.peer]) for a in actions)
+            for actions in rounds
+        )
+
+    def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
+        return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
+
+    def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
+        us = self._fate.mesh.us
+        if not 0 <= bucket < 1 << 16:
+            raise UsageError(f"a bucket or tag is a number from 0 to 65535, not {bucket}")
+        return Ticket(name, us.rank, us.epoch, self._number, operation, bucket, signature)
+
+    def _count(self, kind: str, peer: int, bucket: int) -> int:
+        number = self._counts.get((kind, peer, bucket), 0)
+        self._counts[kind, peer, bucket] = number + 1
+        return number
+
+
+def _unfinished(rounds: Plan) -> Plan:
+    """Without `Finish`, which is the last action of its round."""
+    return tuple(actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in rounds)

@@ -60,7 +60,7 @@ class Network:
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended for good."""
-        if stream.flow is not None and self._streams.pop(stream.flow.id, None) is not None:
+        if self._streams.pop(stream.number, None) is not None and stream.flow is not None:
             self.sharing.forget(stream.flow)
 
     def capacity(self, resource: Resource, capacity: float) -> None:

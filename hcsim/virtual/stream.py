@@ -55,8 +55,8 @@ class Stream:
     __slots__ = (
         "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
         "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
-        "_number", "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged",
-        "_uneven", "acks_blocked", "blocked", "dead", "flow", "gates", "name", "on_room", "outstanding", "queue",
+        "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
+        "acks_blocked", "blocked", "dead", "flow", "gates", "name", "number", "on_room", "outstanding", "queue",
         "queued_bytes",
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Stream:
         self._held: list[Message] = []
         self._unacknowledged = 0
         self._not_before_ns = 0
-        self._number = number
+        self.number = number
         self.gates: tuple[Gate, ...] = ()
         self._retime(there, back)
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
@@ -170,14 +170,17 @@ class Stream:
         uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
         if self.flow is None:
             if uses:
-                self.flow = Flow(self._number, uses, there.weight, self._bound())
+                self.flow = Flow(self.number, uses, there.weight, self._bound())
         elif uses != self.flow.uses:
             sending = self.flow.wanted
             if sending:
                 self._pause()
             self._net.sharing.forget(self.flow)
-            self.flow = Flow(self._number, uses, there.weight, self._bound())
-            if sending:
+            self.flow = Flow(self.number, uses, there.weight, self._bound()) if uses else None
+            if self.flow is None:  # nothing holds it back any more
+                self._remaining = 0.0
+                self._begin()
+            elif sending:
                 self._net.start(self)
         else:
             self._net.bound(self.flow, self._bound())

@@ -1,0 +1,224 @@
+"""How a group begins, breaks and begins anew, and what it bears meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hcsim import Group, Options, simulate
+from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.dispatch import IN_FLIGHT
+from hcsim.collectives.measure import partners
+from hcsim.config import parse_scenario
+from hcsim.errors import CollectiveError
+from hcsim.runtime.channel import Phantom
+
+MIB = 2**20
+LONG_S = 60.0
+
+
+async def failure(operation: Any) -> CollectiveError:
+    with pytest.raises(CollectiveError) as caught:
+        await operation
+    return caught.value
+
+
+# Ends and new beginnings.
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_meets_the_others_again_in_one_epoch(virtual, late):
+    async def program(group: Group) -> tuple[int, float, list[str]]:
+        failures: list[str] = []
+        if group.rank == late:
+            await group.host.clock.sleep(5.0)
+        while True:
+            try:
+                found = await group.all_reduce(np.full(3, group.rank + 1.0))
+            except CollectiveError as error:
+                failures.append(str(error))
+                assert len(failures) < 8
+                group = await group.reopen()
+            else:
+                return group.epoch, float(found[0]), failures
+
+    results = virtual.outcome(2, program, options=Options(timeout_s=2.0)).values()
+    assert [found for _, found, _ in results] == [3.0, 3.0]
+    assert results[0][0] == results[1][0] > 0
+    if late == 0:
+        assert any("rank 1 has moved on to epoch" in text for text in results[0][2])
+
+
+@pytest.mark.parametrize("closes_s", [0.06, 0.12, 0.16], ids=["connecting", "greeting", "greeted"])
+def test_a_caller_is_refused_at_once_while_the_group_closes(closes_s):
+    # A connection takes a round trip of 0.1 s, and the greeting arrives 0.05 s later.
+    scenario = parse_scenario(
+        """
+        name = "far"
+        effects = "ideal"
+        medium = [{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "50 ms" }]
+        node = [{ name = "mac", count = 2, machine = "ideal", links = ["switch"] }]
+        """,
+        "far",
+    )
+
+    async def program(group: Group) -> float:
+        clock = group.host.clock
+        if group.rank == 0:
+            await clock.sleep(closes_s)
+            await group.close()
+            await clock.sleep(100.0)
+        else:
+            error = await failure(group.recv(np.zeros(3), 0))
+            assert error.peer == 0
+        return clock.now()
+
+    _, told_s = simulate(scenario, program, options=Options(timeout_s=LONG_S)).values()
+    assert told_s < 1.0
+
+
+def test_a_peer_learns_why_a_group_ends_that_had_nothing_to_do_with_it(virtual):
+    async def program(group: Group) -> str:
+        clock = group.host.clock
+        if group.rank == 1:
+            return str(await failure(group.recv(np.ones(1), 0)))
+        if group.rank == 0:
+            await clock.sleep(1.0)
+            waiting = group.recv(np.ones(1), 2)
+            await clock.sleep(1.0)
+            waiting.cancel()
+        await clock.sleep(20.0)
+        return ""
+
+    told = virtual.outcome(3, program, options=Options(timeout_s=10.0)).values()[1]
+    assert told == "rank 0 gave up: recv #0 was cancelled on rank 0"
+
+
+def test_any_exception_on_one_rank_fails_the_operation_on_all_at_once(virtual, monkeypatch):
+    def no_room(size_bytes: int) -> memoryview:
+        raise MemoryError("no room")
+
+    async def program(group: Group) -> str:
+        clock = group.host.clock
+        await group.barrier()
+        began_s = clock.now()
+        if group.rank == 0:
+            monkeypatch.setattr(group._fate.scratch, "take", no_room)
+        with pytest.raises(MemoryError if group.rank == 0 else CollectiveError) as caught:
+            await group.all_reduce(np.ones(8), algorithm="ring")
+        assert clock.now() - began_s < 0.1
+        await clock.sleep(100.0)  # nobody is told by our leaving
+        return str(caught.value)
+
+    ours, *others = virtual.outcome(3, program, options=Options(timeout_s=LONG_S)).values()
+    assert ours == "no room"
+    for text in others:
+        assert "failed on rank 0: MemoryError('no room')" in text
+
+
+def test_errors_of_a_subgroup_name_ranks_of_the_whole_group(virtual):
+    async def program(group: Group) -> tuple[int | None, str]:
+        if group.rank == 2:
+            subgroup = group.subgroup([2, 3])
+            await subgroup.barrier()
+            error = await failure(subgroup.all_reduce(np.ones(3)))
+            return error.peer, str(error)
+        if group.rank == 3:
+            await group.subgroup([2, 3]).barrier()
+        await group.host.clock.sleep(50.0)
+        return None, ""
+
+    peer, text = virtual.outcome(4, program, options=Options(timeout_s=2.0)).values()[2]
+    assert peer == 3
+    assert "receiving from rank 3" in text
+
+
+# Much at once.
+
+
+def test_a_rank_may_start_many_large_operations_that_the_other_awaits_one_by_one(virtual):
+    count = 24
+
+    async def program(group: Group) -> int:
+        if group.rank == 1:
+            started = [group.all_reduce(Phantom(512 * MIB), algorithm="ring") for _ in range(count)]
+            return len([await each for each in started])
+        return len([await group.all_reduce(Phantom(512 * MIB), algorithm="ring") for _ in range(count)])
+
+    assert virtual.outcome(2, program, options=Options(timeout_s=600.0)).values() == [count, count]
+
+
+def test_more_operations_than_may_be_in_flight_complete_in_order(virtual):
+    count = 3 * IN_FLIGHT + 1
+
+    async def program(group: Group) -> tuple[list[int], list[float]]:
+        done: list[int] = []
+        started = [group.all_reduce(np.full(5, float(number + group.rank))) for number in range(count)]
+        for number, each in enumerate(started):
+            each.add_done_callback(lambda _, number=number: done.append(number))
+        return done, [float((await each)[4]) for each in started]
+
+    for done, found in virtual.outcome(3, program).values():
+        assert found == [3.0 * number + 3.0 for number in range(count)]
+        assert done == list(range(count))
+
+
+def test_eighty_ranks_get_in_at_one(virtual):
+    async def program(group: Group) -> int:
+        await group.all_reduce(Phantom(8), algorithm="centralized")
+        return group.rank
+
+    assert virtual.outcome(80, program, options=Options(timeout_s=LONG_S)).values() == list(range(80))
+
+
+# Measured links.
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_everybody_meets_everybody_once_and_both_in_the_same_round(size):
+    met = [partners(rank, size) for rank in range(size)]
+    for rank in range(size):
+        assert sorted(met[rank]) == [other for other in range(size) if other != rank]
+    # Who keeps to its list waits for nobody who waits for another: heads of the lists pair up until all are empty.
+    while any(met):
+        pairs = [(rank, met[rank][0]) for rank in range(size) if met[rank] and met[met[rank][0]][:1] == [rank]]
+        assert pairs
+        assert size % 2 or len(pairs) == size
+        for rank, _ in pairs:
+            del met[rank][0]
+
+
+def test_measured_links_are_those_of_the_scenario_and_equal_on_all_ranks(virtual):
+    async def program(group: Group) -> Any:
+        links = await group.measure()
+        assert group.options.links == links
+        return links
+
+    links, *others = virtual.outcome(4, program).values()
+    assert others == [links] * 3
+    for i in range(4):
+        for j in set(range(4)) - {i}:
+            assert links.latency_s[i][j] == pytest.approx(0.1e-3, rel=0.1)
+            assert links.bandwidth_Bps[i][j] == pytest.approx(125e6, rel=0.1)
+
+
+def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual):
+    names = [name for name in algorithms("all_reduce") if name != "hierarchical"]
+
+    async def program(group: Group) -> tuple[float, float, float]:
+        async def took_s(algorithm: str) -> float:
+            await group.barrier()
+            began_s = group.host.clock.now()
+            await group.all_reduce(Phantom(64 * MIB), algorithm=algorithm)
+            await group.barrier()
+            return group.host.clock.now() - began_s
+
+        by_rule_s = await took_s("auto")
+        await group.measure()
+        return by_rule_s, await took_s("auto"), min([await took_s(name) for name in names])
+
+    for by_rule_s, measured_s, fastest_s in virtual.outcome(3, program).values():
+        assert measured_s <= 1.01 * fastest_s
+        assert by_rule_s > 1.2 * fastest_s

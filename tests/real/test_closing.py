@@ -1,0 +1,79 @@
+"""What the other side still gets, and learns, when one side ends a connection or a group."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from hcsim import Group, Options, real_group
+from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.runtime.frame import Header
+
+FRAME = 2**16
+FRAMES = 40
+
+
+def test_close_with_unread_bytes_still_delivers_what_was_sent():
+    async def main() -> list[int]:
+        async with RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
+            listener = await other.listen("127.0.0.1:0")
+            near = await one.connect(listener.address)
+            far = await listener.accept()
+            await far.send(Header(100), memoryview(bytes(100)))  # nobody reads these
+            for number in range(FRAMES // 2):
+                await near.send(Header(FRAME, operation=number), memoryview(bytes(FRAME)))
+            numbers: list[int] = []
+
+            async def receive() -> None:
+                for _ in range(FRAMES):
+                    header, _ = await far.recv(lambda _: None)
+                    numbers.append(header.operation)
+                with pytest.raises(ChannelBroken, match="ended the connection between two frames"):
+                    await far.recv(lambda _: None)
+
+            async def send() -> None:
+                for number in range(FRAMES // 2, FRAMES):
+                    await near.send(Header(FRAME, operation=number), memoryview(bytes(FRAME)))
+                await near.close()
+
+            async with asyncio.timeout(20.0):
+                await asyncio.gather(send(), receive())
+            await listener.close()
+            return numbers
+
+    assert asyncio.run(main()) == list(range(FRAMES))
+
+
+def test_when_a_deadline_cuts_links_all_ranks_are_told_of_the_deadline(addresses):
+    peers = addresses(3)
+
+    async def main() -> list[CollectiveError]:
+        over = asyncio.Event()
+
+        async def all_reduce(group: Group) -> CollectiveError:
+            with pytest.raises(CollectiveError) as caught:
+                await group.all_reduce(np.ones(16 << 20, np.float32), algorithm="ring")
+            return caught.value
+
+        async def on_rank(rank: int) -> CollectiveError:
+            options = Options(timeout_s=1.0 if rank == 1 else 20.0)
+            async with real_group(rank, peers, options=options) as group:
+                await group.barrier()
+                if rank == 2:  # takes nothing, so that rank 1 gets stuck within a frame
+                    await over.wait()
+                error = await all_reduce(group)
+                if rank == 1:
+                    over.set()
+                return error
+
+        async with asyncio.timeout(20.0):
+            return await asyncio.gather(*map(on_rank, range(3)))
+
+    errors = asyncio.run(main())
+    assert isinstance(errors[1], CollectiveTimeout)
+    for error in errors:
+        assert "took longer than 1 s" in str(error)
+        assert "link to rank" not in str(error)

@@ -1,0 +1,288 @@
+"""What a stream does when the network changes under it."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim.config import AnyFault, LinkChange, Partition, Pause, Scenario, Tcp, load_scenario, parse_scenario
+from hcsim.errors import ChannelBroken
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.links import Hop, Path
+from hcsim.virtual.stream import RTO_S, loss_bound_bytes_ps
+from hcsim.virtual.world import World
+
+MIB = 2**20
+MB = 1_000_000
+
+
+def pair(
+    *faults: AnyFault, rate_bps: float = 1e9, latency: str = "0.1 ms", effects: str = "ideal", tcp: str = ""
+) -> Scenario:
+    scenario = parse_scenario(
+        f"""
+        name = "pair"
+        effects = "{effects}"
+        medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "{latency}" }}]
+        tcp = {{ {tcp} }}
+        [[node]]
+        name = "a"
+        machine = "ideal"
+        links = ["switch"]
+        [[node]]
+        name = "b"
+        machine = "ideal"
+        links = ["switch"]
+        """,
+        "pair",
+    )
+    return replace(scenario, media=(replace(scenario.media[0], rate_bps=rate_bps),), faults=faults)
+
+
+async def connected(world: World) -> tuple[VirtualChannel, VirtualChannel]:
+    near_host, far_host = world.hosts
+    listener = await far_host.listen(f"{far_host.name}:0")
+    near = await near_host.connect(listener.address)
+    far = await listener.accept()
+    far.limit(1 << 40)
+    await listener.close()
+    return near, far
+
+
+async def until(at_s: float) -> None:
+    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+
+
+async def received(channel: VirtualChannel, count: int) -> list[tuple[int, float]]:
+    """The next frames' numbers and when they came."""
+    loop = asyncio.get_running_loop()
+    return [((await channel.recv(lambda _: None))[0].operation, loop.time()) for _ in range(count)]
+
+
+SIDES = (("a",), ("b",))
+
+
+# Partitions.
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+def test_a_partition_shorter_than_the_way_neither_loses_nor_reorders(closes):
+    # Frames are sent from 1 s on, every 5 ms; they are all in the air when the way closes and opens again.
+    world = World(pair(Partition(at_s=1.09, sides=SIDES, duration_s=0.02), latency="100 ms"))
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        receiving = asyncio.create_task(received(far, 6))
+        await until(1.0)
+        for number in range(6):
+            await near.send(Header(0, operation=number))
+            await asyncio.sleep(0.005)
+        if closes:
+            await near.close()
+        found = await receiving
+        if closes:
+            with pytest.raises(ChannelBroken, match="closed"):
+                await far.recv(lambda _: None)
+        return found
+
+    found = world.run(main())
+    assert [number for number, _ in found] == list(range(6))
+    assert all(at_s >= 1.11 for _, at_s in found)
+    assert found[-1][1] <= 1.11 + RTO_S + 0.1
+
+
+def test_thousands_of_small_frames_wait_behind_a_partition():
+    world = World(pair(Partition(at_s=1.0, sides=SIDES, duration_s=1.0), rate_bps=inf))
+    count = 3000
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        await until(1.5)
+        receiving = asyncio.create_task(received(far, count))
+        for number in range(count):
+            await near.send(Header(0, operation=number))
+        return await receiving
+
+    found = world.run(main())
+    assert [number for number, _ in found] == list(range(count))
+    assert all(2.0 < at_s < 2.0 + 2 * RTO_S for _, at_s in found)
+
+
+# Wi-Fi.
+
+
+def wifi_arrivals_s(*faults: AnyFault) -> tuple[list[tuple[float, float]], list[float], list[float]]:
+    """When the gate was shut, and when messages arrived there and, after a second, back."""
+    scenario = load_scenario("two-macs-wifi")
+    air = replace(scenario.media[0], gate_every_s=5.0, gate_min_s=0.3, gate_max_s=0.3)
+    events: list[Any] = []
+    world = World(replace(scenario, media=(air,), seed=1, faults=faults), sink=events.extend)
+
+    async def send(channel: VirtualChannel, count: int) -> None:
+        for number in range(count):
+            await channel.send(Header(4 * MB, operation=number), Phantom(4 * MB))
+
+    async def main() -> tuple[list[float], list[float]]:
+        near, far = await connected(world)
+        _, there = await asyncio.gather(send(near, 40), received(far, 40))
+        await asyncio.sleep(1.0)
+        near.limit(1 << 40)
+        _, back = await asyncio.gather(send(far, 10), received(near, 10))
+        assert [number for number, _ in there + back] == [*range(40), *range(10)]
+        return [at_s for _, at_s in there], [at_s for _, at_s in back]
+
+    there, back = world.run(main())
+    world.trace.digest()
+    return [(event[0] / 1e9, event[3] / 1e9) for event in events if event[1] == "gate"], there, back
+
+
+def test_a_wifi_rate_change_while_the_gate_is_shut_does_not_open_it_and_holds_after_it():
+    gates, there, back = wifi_arrivals_s()
+    from_s, until_s = gates[0]
+    assert there[0] < from_s < until_s < there[-1]
+    half = load_scenario("two-macs-wifi").media[0].phy_rate_bps / 2
+    changed = LinkChange(at_s=(from_s + until_s) / 2, medium="air", rate_bps=half)
+    gates_after, there_after, back_after = wifi_arrivals_s(changed)
+    assert gates_after[0] == (from_s, until_s)
+    # What is in the air when the gate shuts may still come in, with its latency and jitter.
+    assert not [at_s for at_s in there_after if from_s + 0.05 < at_s <= until_s]
+    assert there_after[-1] > there[-1] + 0.5
+    assert back_after[-1] - back_after[0] > 1.1 * (back[-1] - back[0])
+
+
+# Rates.
+
+
+def test_large_messages_are_as_fast_as_small_ones_with_the_default_window():
+    def throughput_bps(size: int, count: int) -> float:
+        world = World(pair(rate_bps=500e6, latency="20 ms", effects="all", tcp="slow_start = false"))
+
+        async def main() -> float:
+            near, far = await connected(world)
+            began_s = world.loop.time()
+            receiving = asyncio.create_task(received(far, count))
+            for _ in range(count):
+                await near.send(Header(size), Phantom(size))
+            await receiving
+            return 8 * size * count / (world.loop.time() - began_s)
+
+        return world.run(main())
+
+    large, small = throughput_bps(4 * MIB, 40), throughput_bps(MIB, 160)
+    assert large == pytest.approx(small, rel=0.01)
+    assert large > 450e6
+
+
+def test_a_link_change_from_infinite_to_finite_rate_holds_for_a_connection_that_is_there():
+    world = World(pair(LinkChange(at_s=1.0, medium="switch", rate_bps=8e6), rate_bps=inf))
+
+    async def main() -> float:
+        near, far = await connected(world)
+        await until(2.0)
+        await near.send(Header(10 * MB - HEADER_BYTES), Phantom(10 * MB - HEADER_BYTES))
+        ((_, at_s),) = await received(far, 1)
+        return at_s
+
+    assert world.run(main()) == pytest.approx(12.0001)
+
+
+def test_a_link_is_infinitely_fast_again_when_its_change_has_ended():
+    world = World(pair(LinkChange(at_s=1.0, medium="switch", rate_bps=8e6, duration_s=4.0), rate_bps=inf))
+
+    async def main() -> float:
+        near, far = await connected(world)
+        await until(6.0)
+        await near.send(Header(10 * MB), Phantom(10 * MB))
+        ((_, at_s),) = await received(far, 1)
+        return at_s
+
+    assert world.run(main()) == pytest.approx(6.0001)
+
+
+def test_timeouts_make_pftk_slower_than_mathis_at_high_loss():
+    path = Path((Hop((), 0.01, loss=0.05),))
+    pftk, mathis = (loss_bound_bytes_ps(Tcp(loss_model=model), 1448, 0.02, path) for model in ("pftk", "mathis"))
+    assert 0 < pftk < 0.7 * mathis
+
+
+# Ends.
+
+
+@pytest.mark.parametrize(
+    "rate_bps",
+    [
+        1e9,
+        inf,
+    ],
+)
+def test_closed_connections_are_forgotten(rate_bps):
+    world = World(pair(rate_bps=rate_bps))
+
+    async def main() -> None:
+        for _ in range(100):
+            near, far = await connected(world)
+            await near.send(Header(1000), Phantom(1000))
+            await far.recv(lambda _: None)
+            await near.close()
+            await far.close()
+        await asyncio.sleep(1.0)
+
+    world.run(main())
+    assert not world.net._streams
+    # A flow that is over leaves its resources when the next one is shared out.
+    assert all(len(resource.members) <= 1 for resource in world.topology.resources.values())
+    assert not any(host.channels for host in world.hosts)
+
+
+# Pauses.
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wakes_s"),
+    [((1.0, 2.0), (2.0, 8.0), 10.0), ((1.0, 8.0), (2.0, 2.0), 9.0)],
+    ids=["one after the other", "one within the other"],
+)
+def test_overlapping_pauses_last_until_the_last_has_ended(first, second, wakes_s):
+    pauses = [Pause(at_s=at_s, node="a", duration_s=duration_s) for at_s, duration_s in (first, second)]
+    world = World(pair(*pauses))
+
+    async def program(host: Any) -> float:
+        await host.clock.sleep(1.5)
+        return world.loop.time()
+
+    assert world.run_on_all(program) == [pytest.approx(wakes_s), pytest.approx(1.5)]
+
+
+# Routes.
+
+
+@pytest.mark.parametrize(("routes", "medium"), [("service_order", "slow"), ("fastest", "quick")])
+def test_a_route_is_the_first_link_that_leads_there_or_the_fastest(routes, medium):
+    scenario = parse_scenario(
+        f"""
+        name = "routes"
+        routes = "{routes}"
+        medium = [
+            {{ kind = "ethernet", name = "slow", rate = "1 Gb/s" }},
+            {{ kind = "ethernet", name = "quick", rate = "10 Gb/s" }},
+        ]
+        [[node]]
+        name = "a"
+        machine = "ideal"
+        links = ["slow", "quick"]
+        [[node]]
+        name = "b"
+        machine = "ideal"
+        links = ["quick", "slow"]
+        """,
+        "routes",
+    )
+    topology = World(scenario).topology
+    assert topology.path("a", "b").medium == medium
+    assert topology.path("b", "a").medium == "quick"

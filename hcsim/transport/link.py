@@ -28,9 +28,8 @@ EARLY_LIMIT_BYTES = 2**20
 EARLY_MOST_BYTES = 4 * 2**30
 """How much may come in any case; a peer that sends more is wrong."""
 
-SPARE = 4
-"""Buffers of early segments, of all links together, that are kept to be used again: fresh memory costs
-more than the copy."""
+SPARE = 1
+"""Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
 WORTH_KEEPING_BYTES = 64 * 1024
 
 

@@ -146,4 +146,10 @@ class Execution:
 
 
 def _overlaps(recv: Recv, actions: Round, *kinds: type[Action]) -> bool:
-    return any(type(action) in kinds and action.lo < recv.hi and recv.lo < action.hi for action in actions)
+    lo, hi = recv.lo, recv.hi
+    for action in actions:
+        if type(action) not in kinds:
+            continue
+        if action.lo < hi and lo < action.hi:
+            return True
+    return False

@@ -304,17 +304,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             # What these make ready waits for the next round, so that the end is noticed.
             for _ in range(len(ready)):
                 handle = ready.popleft()
-                if handle.callback is not None and not (self._held and self._is_held(handle)):
-                    self._call(handle)
+                if handle.callback is None or (self._held and self._is_held(handle)):
+                    continue
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._report(handle, error)
 
-    def _call(self, handle: Callback) -> None:
-        try:
-            handle.context.run(handle.callback, *handle.args)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            message = f"a callback failed: {handle.callback!r}"
-            self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+    def _report(self, handle: Callback, error: BaseException) -> None:
+        message = f"a callback failed: {handle.callback!r}"
+        self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def _step(self) -> None:
         """Take SimPy's next event or our next timer, whichever is earlier."""
@@ -338,7 +339,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if self.on_timer is not None:
                 self.on_timer(number)
             if not (self._held and self._is_held(timer)):
-                self._call(timer)
+                self._ready.append(timer)
         elif event_ns != _NEVER_NS:
             self.now_ns = _whole_ns(event_ns)
             env.step()

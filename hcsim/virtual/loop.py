@@ -22,7 +22,6 @@ even a `finally` of its coroutines runs before the world is torn down.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import sys
 import weakref
@@ -30,7 +29,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from heapq import heapify, heappop, heappush
-from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import simpy
 from simpy.resources.base import Get, Put
@@ -38,10 +37,10 @@ from simpy.resources.base import Get, Put
 from hcsim.errors import Deadlock, UsageError
 from hcsim.virtual.deadlock import describe
 from hcsim.virtual.handles import Callback, Environment, NumberedTask, new_callback
+from hcsim.virtual.plain_loop import PlainLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
 """The host that the running code belongs to; None is the world itself."""
@@ -50,26 +49,15 @@ _NEVER_NS = cast(int, math.inf)  # As SimPy says when it has no event: such a ti
 _FEWEST_WORTH_SWEEPING = 64
 _CLOSED = "the virtual loop is closed"
 
-_log = logging.getLogger(__name__)
 
-
-def _refuse(*args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(
-        "the virtual world has no sockets, threads, processes, signals or task factories, and runs only until "
-        "something is complete: take channels and compute from the host"
-    )
-
-
-_ABSENT: Any = _refuse
-
-
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(PlainLoop):
     """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file.
 
     `on_timer`, if set, is called with the number of each timer that fires, the world's own excepted.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.env = Environment()
         """Plain SimPy processes live here."""
         self.now_ns = 0
@@ -87,9 +75,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._tasks: dict[asyncio.Task[Any], object] = {}
         self._tasks_made = 0
         self._asyncgens: weakref.WeakKeyDictionary[AsyncGenerator[Any, Any], None] = weakref.WeakKeyDictionary()
-        self._exception_handler: ExceptionHandler | None = None
         self._closed = False
-        self._debug = False
 
     # Time and callbacks.
 
@@ -368,14 +354,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._at_instant_end.clear()
         self._held.clear()
 
-    def get_debug(self) -> bool:
-        """Whether asyncio's debug mode is on."""
-        return self._debug
-
-    def set_debug(self, enabled: bool) -> None:
-        """Turn asyncio's debug mode on or off: futures then remember where they were made."""
-        self._debug = enabled
-
     # Async generators: as the standard loop, but closed in the order in which they were started.
 
     def _note_asyncgen(self, generator: AsyncGenerator[Any, Any]) -> None:
@@ -397,41 +375,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Nothing to do: there are no threads here."""
-
-    # Errors that no task receives.
-
-    def get_exception_handler(self) -> ExceptionHandler | None:
-        """The handler that was set."""
-        return self._exception_handler
-
-    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
-        """Handle such errors in another way than by logging them."""
-        self._exception_handler = handler
-
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log the error."""
-        _log.error("%s", context.get("message", "an error that no task receives"), exc_info=context.get("exception"))
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Hand an error that no task receives to the handler, as asyncio does."""
-        if self._exception_handler is None:
-            self.default_exception_handler(context)
-            return
-        try:
-            self._exception_handler(self, context)
-        except Exception as error:
-            self.default_exception_handler({"message": "the exception handler failed", "exception": error})
-            self.default_exception_handler(context)
-
-    # What asyncio's interface has beyond this.
-
-    create_connection = create_server = create_datagram_endpoint = start_tls = sendfile = _ABSENT
-    sock_accept = sock_connect = sock_recv = sock_recv_into = sock_recvfrom = sock_recvfrom_into = _ABSENT
-    sock_sendall = sock_sendto = sock_sendfile = getaddrinfo = getnameinfo = _ABSENT
-    add_reader = remove_reader = add_writer = remove_writer = connect_read_pipe = connect_write_pipe = _ABSENT
-    subprocess_exec = subprocess_shell = add_signal_handler = remove_signal_handler = _ABSENT
-    call_soon_threadsafe = run_in_executor = set_default_executor = _ABSENT
-    run_forever = stop = get_task_factory = set_task_factory = _ABSENT
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -113,8 +113,8 @@ async def timed(group: Group, algorithm: str, size_bytes: int, repeats: int) -> 
 
 
 def textbook() -> list[Cluster]:
-    """Where the formulas hold. The tree is full: a fair network serves siblings together, not in turn."""
-    return [ideal(8, tuple(name for name in FLAT if name != "tree")), ideal(7, ("tree",))]
+    """Where the formulas hold."""
+    return [ideal(8, FLAT)]
 
 
 def grid(places: list[Cluster], effort: Effort) -> list[tuple[Cluster, str, int]]:

@@ -173,10 +173,11 @@ def closed_form(
         halving_doubling     2 log2(n) α + 2 (n - 1) / n B             n a power of two
         direct               2 (α + (n - 1) / n B)                     every port serves n - 1 peers
         centralized          2 (α + (n - 1) B)                         the root's port serves one at a time
-        tree                 2 max over ranks v of depth(v) α + Σ places(v) B
+        tree                 up + down, over the ranks of the tree; 2 h (α + k B) for a full one of height h
 
-    A rank's places are those it and its ancestors have among their siblings, counted from 1: a parent
-    serves its children one after the other. For a full k-ary tree of height h it is 2 h (α + k B).
+    The messages that a rank sends, or receives, at one time share its port evenly. So going down, a parent
+    of c children is done with them after α + c B; going up, it has c messages after α and however long its
+    port is busy with them, from the first that is ready to the last.
     """
     n, buffer_s = world, size_bytes / beta_Bps
     if n == 1:
@@ -188,8 +189,7 @@ def closed_form(
     if algorithm == "centralized":
         return 2 * (alpha_s + (n - 1) * buffer_s)
     if algorithm == "tree":
-        places = [_places(v, arity) for v in range(n)]
-        return 2 * max(len(path) * alpha_s + sum(path) * buffer_s for path in places)
+        return _up_s(0, n, alpha_s, buffer_s, arity) + _down_s(0, n, alpha_s, buffer_s, arity)
     steps = n.bit_length() - 1
     if algorithm not in ("recursive_doubling", "halving_doubling") or n != 1 << steps:
         raise UsageError(f"there is no closed form for {algorithm} on {n} ranks")
@@ -198,10 +198,21 @@ def closed_form(
     return 2 * steps * alpha_s + 2 * (n - 1) / n * buffer_s
 
 
-def _places(v: int, arity: int) -> list[int]:
-    """The way from v up to the root of a complete tree, as places among siblings."""
-    path = []
-    while v > 0:
-        path.append((v - 1) % arity + 1)
-        v = (v - 1) // arity
-    return path
+def _children(v: int, world: int, arity: int) -> range:
+    return range(arity * v + 1, min(arity * v + arity, world - 1) + 1)
+
+
+def _up_s(v: int, world: int, alpha_s: float, buffer_s: float, arity: int) -> float:
+    """When v has its whole subtree's sum: a port that serves all that are ready is done when one in turn would be."""
+    ready_s = sorted(_up_s(child, world, alpha_s, buffer_s, arity) for child in _children(v, world, arity))
+    waiting = [ready + (len(ready_s) - i) * buffer_s for i, ready in enumerate(ready_s)]
+    return alpha_s + max(waiting) if waiting else 0.0
+
+
+def _down_s(v: int, world: int, alpha_s: float, buffer_s: float, arity: int) -> float:
+    """How long after v has the result the last of its subtree has it."""
+    children = _children(v, world, arity)
+    if not children:
+        return 0.0
+    deepest = max(_down_s(child, world, alpha_s, buffer_s, arity) for child in children)
+    return alpha_s + len(children) * buffer_s + deepest

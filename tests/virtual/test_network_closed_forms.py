@@ -55,7 +55,7 @@ def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: in
         *[("direct", world) for world in (2, 3, 4, 5, 7, 8)],
         *[("recursive_doubling", world) for world in (2, 4, 8)],
         *[("halving_doubling", world) for world in (2, 4, 8)],
-        *[("tree", world) for world in (2, 3, 7, 15)],
+        *[("tree", world) for world in (2, 3, 4, 5, 6, 7, 8, 9, 15)],
     ],
 )
 def test_an_all_reduce_takes_the_time_of_its_formula(algorithm, world, link):
@@ -63,18 +63,18 @@ def test_an_all_reduce_takes_the_time_of_its_formula(algorithm, world, link):
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize(("world", "arity"), [(4, 3), (13, 3), (5, 4)])
-def test_a_full_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, link):
+@pytest.mark.parametrize(("world", "arity"), [(4, 3), (8, 3), (13, 3), (5, 4), (8, 4), (8, 7)])
+def test_a_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, link):
     assert simulated_s("tree", world, link, arity) == pytest.approx(textbook_s("tree", world, link, arity), rel=0.01)
 
 
 def test_a_tree_with_an_inner_rank_on_one_side_pays_for_equal_shares():
     """Four ranks: 0 above 1 and 2, and 1 above 3. Up takes 2 α + 2 B, since 2's message is through before 1's starts.
 
-    Down, the root serves both children at once at half the rate each, so that 1 passes on after 2 B: 2 α + 3 B. The
-    formula, with one child after the other, has 2 B.
+    Down, the root serves both children at once at half the rate each, so that 1 passes on after 2 B: 2 α + 3 B.
     """
     buffer_s, latency_s = 8_400_000 / 125e6, 0.1e-3
+    assert textbook_s("tree", 4, LINKS[0]) == pytest.approx(4 * latency_s + 5 * buffer_s)
     assert simulated_s("tree", 4, LINKS[0]) == pytest.approx(4 * latency_s + 5 * buffer_s, rel=0.01)
 
 

@@ -17,7 +17,7 @@ from hcsim.runtime.channel import Payload, Phantom
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-KEPT_BYTES = 12 * 2**20
+KEPT_BYTES = 8 * 2**20
 """How much scratch memory is kept between operations."""
 
 

@@ -208,7 +208,12 @@ class TcpChannel:
         except RemoteProtocolError as error:
             self._end(error)
             raise
-        view = _checked(place(header), header)
+        where = place(header)
+        while isinstance(where, asyncio.Future):
+            await asyncio.shield(where)
+            self._raise_if_over(self._error)
+            where = place(header)
+        view = _checked(where, header)
         start += HEADER_BYTES
         have = min(self._ahead_end - start, header.length)
         view[:have] = self._ahead[start : start + have]

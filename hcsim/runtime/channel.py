@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -32,9 +33,10 @@ class Phantom:
 Payload: TypeAlias = memoryview | Phantom
 """Bytes (a contiguous view of format "B"), or their phantom."""
 
-Place: TypeAlias = Callable[[Header], memoryview | None]
-"""Says where a frame's payload goes: a writable view of `header.length` bytes, or None
-to have it allocated. It is called for a phantom too, and its answer is then not used."""
+Place: TypeAlias = Callable[[Header], "memoryview | asyncio.Future[None] | None"]
+"""Says where a frame's payload goes: a writable view of `header.length` bytes, or None to have it
+allocated, or a future: the payload then stays where it is, and the question is asked again once the
+future is done. It is called for a phantom too, of which only such a future matters."""
 
 EMPTY = memoryview(b"")
 

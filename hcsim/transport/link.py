@@ -1,9 +1,9 @@
 """A link: all messages between us and one peer, told apart by their tags.
 
 Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
-payload straight into its posted place. A frame that nobody has posted for yet is kept; beyond a
-limit the pump stops reading while nobody waits for anything, and the peer feels it as
-back-pressure. The tag is (group, operation, bucket, step, offset), so messages of operations that
+payload straight into its posted place. A frame that nobody has posted for yet stays with the system,
+and the peer feels it as back-pressure, unless somebody waits for one behind it: then it is
+taken in and kept. The tag is (group, operation, bucket, step, offset), so messages of operations that
 are in flight together cannot take each other's places, in whatever order they come.
 
 A link fails as a whole. Whoever waits on it gets the error, and so does everyone who asks later.
@@ -23,10 +23,8 @@ from hcsim.runtime.host import Host
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
 
-EARLY_LIMIT_BYTES = 2**20
-"""How much may come that nobody has asked for yet before we stop reading, unless somebody waits."""
 EARLY_MOST_BYTES = 4 * 2**30
-"""How much may come in any case; a peer that sends more is wrong."""
+"""How much may come before somebody asks for it; a peer that sends more is wrong."""
 
 SPARE = 1
 """Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
@@ -133,9 +131,6 @@ class Link:
     async def _pump(self, channel: Channel) -> None:
         try:
             while True:
-                if self._early_bytes > EARLY_LIMIT_BYTES and not self._posted:
-                    self._wanted = self._wanted or self._loop.create_future()
-                    await asyncio.shield(self._wanted)
                 # Not by name: a payload is part of somebody's array, which must not live on because we wait.
                 self._landed(*await channel.recv(self._place))
         except Exception as error:
@@ -147,7 +142,7 @@ class Link:
             elif not self._stripes_open:  # until then what it sent before it left may still come
                 self.fail(_left(self.peer_rank))
 
-    def _place(self, header: Header) -> memoryview | None:
+    def _place(self, header: Header) -> memoryview | asyncio.Future[None] | None:
         if header.kind is not Kind.DATA:
             return None
         if header.epoch != self._our_epoch:
@@ -156,8 +151,12 @@ class Link:
                 str(self.peer_rank),
             )
         receipt = self._posted.get((header.group, header.operation, header.bucket, header.step, header.offset))
-        if receipt is not None and receipt.into is not None and header.length == receipt.into.nbytes:
-            return receipt.into
+        if receipt is not None:
+            into = receipt.into
+            return into if into is not None and into.nbytes == header.length else None
+        if not self._posted:  # nobody waits for anything behind it either
+            self._wanted = self._wanted or self._loop.create_future()
+            return self._wanted
         for number, room in enumerate(self._spare):
             if room.nbytes == header.length:
                 return self._spare.pop(number)

@@ -72,6 +72,33 @@ class VirtualChannel:
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
+        header, payload = await self._next()
+        if header.length > self._max_frame_bytes:
+            limit = self._max_frame_bytes
+            text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
+            error = RemoteProtocolError(text, self._peer)
+            self._finish(error)
+            raise error
+        where = place(header)
+        while isinstance(where, asyncio.Future):
+            await asyncio.shield(where)
+            if self._end is not None and not self._inbox:
+                raise self._again(self._end)
+            where = place(header)
+        self._inbox.popleft()
+        self._in.consumed(HEADER_BYTES + header.length)
+        if isinstance(payload, Phantom):
+            return header, payload
+        if where is None:
+            where = memoryview(bytearray(header.length))
+        elif where.nbytes != header.length:
+            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
+            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
+        where[:] = payload
+        return header, where
+
+    async def _next(self) -> tuple[Header, Payload]:
+        """The first frame that has come; it stays in the inbox."""
         while not self._inbox:
             if self._end is not None:
                 raise self._again(self._end)
@@ -82,24 +109,7 @@ class VirtualChannel:
                 await self._reader
             finally:
                 self._reader = None
-        header, payload = self._inbox.popleft()
-        self._in.consumed(HEADER_BYTES + header.length)
-        if header.length > self._max_frame_bytes:
-            limit = self._max_frame_bytes
-            text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
-            error = RemoteProtocolError(text, self._peer)
-            self._finish(error)
-            raise error
-        where = place(header)
-        if isinstance(payload, Phantom):
-            return header, payload
-        if where is None:
-            where = memoryview(bytearray(header.length))
-        elif where.nbytes != header.length:
-            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
-            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
-        where[:] = payload
-        return header, where
+        return self._inbox[0]
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""

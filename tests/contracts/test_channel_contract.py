@@ -140,6 +140,32 @@ def test_the_payload_lands_in_the_given_place(arena):
     arena.run(body)
 
 
+def test_a_payload_waits_until_its_place_is_known(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(4, step=1), memoryview(b"data"))
+        await client.send(Header(4, step=2), memoryview(b"next"))
+        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        tensor = bytearray(4)
+
+        def place(header):
+            return memoryview(tensor) if known.done() else known
+
+        receiving = right.spawn(server.recv(place), name="receive")
+        await right.clock.sleep(0.01)
+        assert not receiving.done()
+        receiving.cancel()  # nothing of it has been read, so nothing is lost
+        await asyncio.gather(receiving, return_exceptions=True)
+        receiving = right.spawn(server.recv(place), name="receive again")
+        await right.clock.sleep(0.01)
+        known.set_result(None)
+        header, _ = await receiving
+        assert (header.step, bytes(tensor)) == (1, b"data")
+        assert bytes((await server.recv(lambda _: None))[1]) == b"next"
+
+    arena.run(body)
+
+
 def test_place_is_asked_once_per_frame_even_for_an_empty_one(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

@@ -20,13 +20,13 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real.address import split_address
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import TlsFiles, client_context, handshake, server_context
+from hcsim.runtime.address import split_address
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.trace import Trace

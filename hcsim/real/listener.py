@@ -14,9 +14,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from hcsim.errors import ChannelClosed
-from hcsim.real.address import join_address
 from hcsim.real.tcp import TcpChannel, tune
 from hcsim.real.tls import handshake
+from hcsim.runtime.address import join_address
 
 _MAX_UNACCEPTED = 64
 _BACKLOG = 128

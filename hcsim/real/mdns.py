@@ -9,7 +9,7 @@ from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from hcsim.errors import UsageError
-from hcsim.real.address import join_address, split_address
+from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.lan import Service, Sighting
 
 SERVICE_TYPE = "_hcsim._tcp.local."

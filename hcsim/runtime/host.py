@@ -25,7 +25,6 @@ class Medium(Enum):
     THUNDERBOLT = "thunderbolt"
     ETHERNET = "ethernet"
     WIFI = "wifi"
-    WAN = "wan"
     UNKNOWN = "unknown"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
+from hcsim.runtime.address import split_address
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.virtual.channel import VirtualChannel, VirtualListener
 from hcsim.virtual.device import VirtualDevice
@@ -84,7 +85,7 @@ class VirtualHost:
     async def listen(self, address: str) -> VirtualListener:
         """See `runtime.host.Host.listen`."""
         host, port = split_address(address)
-        if host not in (self._name, "", "0.0.0.0"):
+        if host not in (self._name, "0.0.0.0"):
             raise UsageError(f"{self._name} cannot listen at {address}: that is not its name")
         if port == 0:
             port = next(free for free in range(FIRST_FREE_PORT, 65536) if free not in self._listeners)
@@ -183,11 +184,3 @@ def answered(answer: asyncio.Future[VirtualChannel | None], channel: VirtualChan
     """The answer to a connection request is back."""
     if not answer.done():
         answer.set_result(channel)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port` as its two parts."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise UsageError(f"{address!r} is not an address: write host:port")
-    return host, int(port)

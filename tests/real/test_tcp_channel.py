@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
-from hcsim.real.address import join_address, split_address
 from hcsim.real.tcp import TcpChannel, tune
+from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
 

@@ -19,7 +19,7 @@ from hcsim.collectives.data import kind_of
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.plan import Finish, Plan, renamed
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT, Ticket, Wiring
@@ -107,10 +107,7 @@ class Dispatch:
         """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
         if self._members == tuple(range(len(self._members))):
             return rounds
-        return tuple(
-            tuple(a if isinstance(a, Finish) else a._replace(peer=self._members[a.peer]) for a in actions)
-            for actions in rounds
-        )
+        return renamed(rounds, self._members)
 
     def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
         return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))

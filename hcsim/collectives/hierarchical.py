@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hcsim.collectives import centralized, direct, halving_doubling, recursive_doubling, ring, tree
-from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.plan import Finish, Plan, renamed
 from hcsim.collectives.shape import Planner, Shape
 from hcsim.errors import UsageError
 
@@ -40,10 +40,7 @@ def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) ->
     part = Shape(world=len(members), length=shape.length, arity=shape.arity)
     if rank not in members:
         return ((),) * len(planner(0, part))
-    rounds = planner(members.index(rank), part)
-    return tuple(
-        tuple(a if isinstance(a, Finish) else a._replace(peer=members[a.peer]) for a in actions) for actions in rounds
-    )
+    return renamed(planner(members.index(rank), part), members)
 
 
 def _within(rank: int, planner: Planner, shape: Shape) -> Plan:

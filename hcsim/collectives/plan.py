@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send the range's values to a peer."""
 
     peer: int
@@ -34,7 +36,7 @@ class Send(NamedTuple):
     hi: int
 
 
-class Recv(NamedTuple):
+class Recv(msgspec.Struct, frozen=True, gc=False):
     """Replace the range's values by what the peer sends."""
 
     peer: int
@@ -42,7 +44,7 @@ class Recv(NamedTuple):
     hi: int
 
 
-class Reduce(NamedTuple):
+class Reduce(msgspec.Struct, frozen=True, gc=False):
     """Combine the range's values with what the peer sends, the lower rank's on the left.
 
     The fixed side makes partners who exchange values compute the same bits."""
@@ -52,7 +54,7 @@ class Reduce(NamedTuple):
     hi: int
 
 
-class Finish(NamedTuple):
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """The range now holds the whole reduction: apply what comes last (the mean's division)."""
 
     lo: int
@@ -67,6 +69,14 @@ Plan: TypeAlias = tuple[Round, ...]
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:
     """Where each part starts, and at the end where the last one stops."""
     return (0, *accumulate(counts))
+
+
+def renamed(rounds: Plan, members: Sequence[int]) -> Plan:
+    """The plan of a smaller group, in which member i plays rank i, with its peers named as in the larger one."""
+    return tuple(
+        tuple(a if isinstance(a, Finish) else msgspec.structs.replace(a, peer=members[a.peer]) for a in actions)
+        for actions in rounds
+    )
 
 
 def split(length: int, parts: int) -> tuple[int, ...]:

@@ -93,6 +93,6 @@ def scatter(rank: int, shape: Shape) -> tuple[tuple[Send | Recv, ...], ...]:
 def gather(rank: int, shape: Shape) -> Plan:
     """A scatter, backwards."""
     return tuple(
-        tuple(Recv(*action) if isinstance(action, Send) else Send(*action) for action in actions)
+        tuple((Recv if isinstance(a, Send) else Send)(a.peer, a.lo, a.hi) for a in actions)
         for actions in reversed(scatter(rank, shape))
     )

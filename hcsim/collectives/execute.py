@@ -8,18 +8,16 @@ that its bytes find their place without a detour.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from hcsim.collectives.lanes import Lanes
 from hcsim.collectives.plan import Action, Finish, Recv, Reduce, Round, Send
-from hcsim.collectives.schedule import Schedule
+from hcsim.collectives.schedule import Lane, Schedule
 from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.channel import Payload
 from hcsim.transport.link import Link
-
-T = TypeVar("T")
 
 
 class Execution:
@@ -45,13 +43,17 @@ class Execution:
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
-        for peer in self._schedule.peers:
-            await self._guarded(self._open, peer)
+        with self._guarded() as state:
+            for peer in self._schedule.peers:
+                state.doing, state.peer = "opening a link to", peer
+                self._wiring.links[peer] = await self._link_to(peer)
         if self._schedule.lanes:
             await self._side_by_side()
         else:
-            await self._guarded(self._in_order, self._schedule.rounds)
-        await self._guarded(self._done, None)
+            with self._guarded() as state:
+                await self._in_order(state, self._schedule.rounds)
+        with self._guarded():
+            self._wiring.done()
 
     async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule.cells)
@@ -59,9 +61,13 @@ class Execution:
             async with asyncio.TaskGroup() as group:
                 for lane in self._schedule.lanes:
                     name = f"{self._wiring.ticket}: {lane.kind.__name__} {lane.peer}"
-                    group.create_task(self._guarded(lanes.run, lane), name=name)
+                    group.create_task(self._in_lane(lanes, lane), name=name)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+    async def _in_lane(self, lanes: Lanes, lane: Lane) -> None:
+        with self._guarded() as state:
+            await lanes.run(state, lane)
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, and what for: a receiver knows better than a sender who is late."""
@@ -71,11 +77,13 @@ class Execution:
                     return state.peer, str(state)
         return None, "waiting"
 
-    async def _guarded(self, run: Callable[[Progress, T], Awaitable[None]], what: T) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[Progress]:
+        """Name the operation, and what it was doing, in an error that ends it."""
         state = Progress()
         self._progress.append(state)
         try:
-            await run(state, what)
+            yield state
             state.doing = ""
         except asyncio.CancelledError:
             self._on_cancel()
@@ -86,20 +94,13 @@ class Execution:
             text = f"{self._wiring.ticket} failed while {state}: {error}"
             raise CollectiveError(text, peer=state.peer, phase=str(state)) from error
 
-    async def _open(self, state: Progress, peer: int) -> None:
-        state.doing, state.peer = "opening a link to", peer
-        self._wiring.links[peer] = await self._link_to(peer)
-
-    async def _done(self, state: Progress, _: None) -> None:
-        self._wiring.done()
-
     async def _in_order(self, state: Progress, rounds: tuple[Round, ...]) -> None:
         wiring = self._wiring
         rank = wiring.ticket.rank
-        posted: dict[tuple[int, int], asyncio.Future[Payload]] = {}
-        self._post(rounds, 0, posted)
+        ahead = self._post(rounds, 0)
         for step, actions in enumerate(rounds):
             state.step = step
+            posted, ahead = ahead, {}
             sending = True
             for number, action in enumerate(actions):
                 if isinstance(action, Send):
@@ -108,41 +109,41 @@ class Execution:
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
-                    self._post(rounds, step + 1, posted)
+                    ahead = self._post(rounds, step + 1)
                 if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
                     continue
                 state.doing, state.peer = "receiving from", action.peer
-                arrived = posted.pop((step, number), None)
+                arrived = posted.pop(number, None)
                 if arrived is None:
                     arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if isinstance(action, Reduce):
                     await wiring.combine(action.lo, action.hi, payload, received_left=action.peer < rank)
             if sending:
-                self._post(rounds, step + 1, posted)
+                ahead = self._post(rounds, step + 1)
 
-    def _post(
-        self, rounds: tuple[Round, ...], step: int, posted: dict[tuple[int, int], asyncio.Future[Payload]]
-    ) -> None:
-        """Say where a round's messages go, once the round before it has sent all it sends.
+    def _post(self, rounds: tuple[Round, ...], step: int) -> dict[int, asyncio.Future[Payload]]:
+        """Say where a round's messages go, once the round before it has sent all it sends; return them by number.
 
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
         wait for whatever still reads or writes its range.
         """
+        posted: dict[int, asyncio.Future[Payload]] = {}
         if step == len(rounds):
-            return
+            return posted
         wiring = self._wiring
         for number, action in enumerate(rounds[step]):
             if isinstance(action, Reduce):
                 room = wiring.scratch((step % 2, number), action.hi - action.lo)
-                posted[step, number] = wiring.post(action.peer, action, step, room)
+                posted[number] = wiring.post(action.peer, action, step, room)
             elif isinstance(action, Recv) and not (
                 _overlaps(action, rounds[step], Send)
                 or (step and _overlaps(action, rounds[step - 1], Recv, Reduce, Finish))
             ):
                 place = wiring.memory.place(action.lo, action.hi)
-                posted[step, number] = wiring.post(action.peer, action, step, place)
+                posted[number] = wiring.post(action.peer, action, step, place)
+        return posted
 
 
 def _overlaps(recv: Recv, actions: Round, *kinds: type[Action]) -> bool:

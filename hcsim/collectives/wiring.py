@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
@@ -78,7 +79,9 @@ class Wiring:
         self._size = memory.element_bytes
         self._rooms: dict[tuple[int, int], memoryview] = {}
 
-    async def send(self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None) -> None:
+    def send(
+        self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None
+    ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
         lo, hi, size, ticket = part.lo, part.hi, self._size, self.ticket
         length = (hi - lo) * size
@@ -86,7 +89,7 @@ class Wiring:
             length, Kind.DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
             ticket.signature, step, offset * size, length if total is None else total * size,
         )  # fmt: skip
-        await self.links[peer].send(header, self.memory.payload(lo, hi))
+        return self.links[peer].send(header, self.memory.payload(lo, hi))
 
     def post(
         self, peer: int, part: Range, step: int, into: memoryview | None, offset: int = 0, total: int | None = None

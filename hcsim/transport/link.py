@@ -12,8 +12,8 @@ A link fails as a whole. Whoever waits on it gets the error, and so does everyon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Payload, Phantom
@@ -75,14 +75,14 @@ class Link:
     def __repr__(self) -> str:
         return f"<link to rank {self.peer_rank} at {self.channels[0].peer}>"
 
-    async def send(self, header: Header, payload: Payload) -> None:
+    def send(self, header: Header, payload: Payload) -> Coroutine[Any, Any, None]:
         """Send one segment, on the stripe whose turn it is."""
         if self._error is not None:
             raise self._error
         channels = self.channels
         self._turn = (self._turn + 1) % len(channels)
-        await channels[self._turn].send(header, payload)
         self.sent_bytes += header.length
+        return channels[self._turn].send(header, payload)
 
     def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""

@@ -39,7 +39,7 @@ class Environment(simpy.Environment):
 class Callback(asyncio.TimerHandle):
     """A call that is ready or, with a deadline, a timer. Its callback is None when it was cancelled.
 
-    `loop` is set while it waits in the loop's heap of timers, `context` is None for the world's own.
+    `loop` is set while it waits in the loop's heap of timers.
     It has no `__init__`, which would double the cost of making one.
     """
 

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 
 import simpy
 from simpy.resources.base import Get, Put
@@ -44,6 +44,9 @@ Ts = TypeVarTuple("Ts")
 
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
 """The host that the running code belongs to; None is the world itself."""
+
+Timer: TypeAlias = tuple[int, int, Callback | None, Any, tuple[Any, ...]]
+"""Deadline, number, and what runs then. The world's own cannot be cancelled or held, and are just function and args."""
 
 _NEVER_NS = cast(int, math.inf)  # As SimPy says when it has no event: such a timer is no reason to go on.
 _FEWEST_WORTH_SWEEPING = 64
@@ -64,7 +67,7 @@ class VirtualLoop(PlainLoop):
         """The world's time."""
         self.on_timer: Callable[[int], None] | None = None
         self._ready: deque[Callback] = deque()
-        self._timers: list[tuple[int, int, Callback]] = []
+        self._timers: list[Timer] = []
         self._timers_set = 0
         self._timers_cancelled = 0
         self._at_instant_end: deque[Callable[[], object]] = deque()
@@ -110,16 +113,19 @@ class VirtualLoop(PlainLoop):
         """Run the callback at that time in seconds; a time that has passed is now."""
         return self._set_timer(_nanoseconds(when), callback, args, copy_context() if context is None else context)
 
-    def call_at_ns(self, when_ns: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> Callback:
-        """Run the callback at that time, as the world: no owner's fate stops it, and what it raises ends the run."""
-        return self._set_timer(when_ns, callback, args, None)
+    def call_at_ns(self, when_ns: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
+        """Run the callback at that time, as the world: nothing stops it, and what it raises ends the run."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        self._timers_set = number = self._timers_set + 1
+        heappush(self._timers, (when_ns, number, None, callback, args))
 
     def call_at_instant_end(self, callback: Callable[[], object]) -> None:
         """Run the callback, as the world, once nothing else is left to do in this instant."""
         self._at_instant_end.append(callback)
 
     def _set_timer(
-        self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+        self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context
     ) -> Callback:
         if self._closed:
             raise RuntimeError(_CLOSED)
@@ -130,7 +136,7 @@ class VirtualLoop(PlainLoop):
         timer.callback = callback
         timer.args = args
         timer.context = context
-        heappush(self._timers, (deadline_ns, number, timer))
+        heappush(self._timers, (deadline_ns, number, timer, None, ()))
         return timer
 
     def _count_cancelled_timer(self) -> None:
@@ -139,7 +145,7 @@ class VirtualLoop(PlainLoop):
             self._sweep_timers()
 
     def _sweep_timers(self) -> None:
-        self._timers[:] = [entry for entry in self._timers if entry[2].loop is not None]
+        self._timers[:] = [entry for entry in self._timers if entry[2] is None or entry[2].loop is not None]
         heapify(self._timers)
         self._timers_cancelled = 0
 
@@ -212,13 +218,13 @@ class VirtualLoop(PlainLoop):
         """End this owner as a crash does: its code runs no further line until the world is torn down."""
         self.freeze(owner)
         self._discarded.append(owner)
-        for _, _, timer in self._timers:
-            if timer.context is not None and timer.context.get(OWNER) is owner:
+        for _, _, timer, *_ in self._timers:
+            if timer is not None and timer.context.get(OWNER) is owner:
                 timer.loop = None
         self._sweep_timers()
 
     def _is_held(self, handle: Callback) -> bool:
-        held = None if handle.context is None else self._held.get(handle.context.get(OWNER))
+        held = self._held.get(handle.context.get(OWNER))
         if held is None:
             return False
         held.append(handle)
@@ -306,22 +312,26 @@ class VirtualLoop(PlainLoop):
     def _step(self) -> None:
         """Take SimPy's next event or our next timer, whichever is earlier."""
         timers, env = self._timers, self.env
-        while timers and timers[0][2].loop is None:
+        timer_ns = _NEVER_NS
+        while timers:
+            deadline_ns, number, timer, function, args = timers[0]
+            if timer is None or timer.loop is not None:
+                timer_ns = deadline_ns
+                break
             heappop(timers)
             self._timers_cancelled -= 1
         event_ns = env.peek() if env.waiting else _NEVER_NS
-        timer_ns = timers[0][0] if timers else _NEVER_NS
         if self._at_instant_end and timer_ns > self.now_ns < event_ns:
             self._at_instant_end.popleft()()
         elif timer_ns < event_ns:
-            _, number, timer = heappop(timers)
+            heappop(timers)
             if timer_ns > self.now_ns:
                 self.now_ns = timer_ns
                 env.advance(timer_ns)
-            timer.loop = None
-            if timer.context is None:
-                timer.callback(*timer.args)
+            if timer is None:
+                function(*args)
                 return
+            timer.loop = None
             if self.on_timer is not None:
                 self.on_timer(number)
             if not (self._held and self._is_held(timer)):

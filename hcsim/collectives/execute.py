@@ -100,9 +100,8 @@ class Execution:
         ahead = self._post(rounds, 0)
         for step, actions in enumerate(rounds):
             state.step = step
-            posted, ahead = ahead, {}
             sending = True
-            for number, action in enumerate(actions):
+            for action, arrived in zip(actions, ahead, strict=True):
                 if isinstance(action, Send):
                     state.doing, state.peer = "sending to", action.peer
                     await wiring.send(action.peer, action, step)
@@ -114,7 +113,6 @@ class Execution:
                     await wiring.finish(action.lo, action.hi)
                     continue
                 state.doing, state.peer = "receiving from", action.peer
-                arrived = posted.pop(number, None)
                 if arrived is None:
                     arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
@@ -123,26 +121,27 @@ class Execution:
             if sending:
                 ahead = self._post(rounds, step + 1)
 
-    def _post(self, rounds: tuple[Round, ...], step: int) -> dict[int, asyncio.Future[Payload]]:
-        """Say where a round's messages go, once the round before it has sent all it sends; return them by number.
+    def _post(self, rounds: tuple[Round, ...], step: int) -> list[asyncio.Future[Payload] | None]:
+        """Say where a round's messages go, once the round before it has sent all it sends.
 
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
         wait for whatever still reads or writes its range.
         """
-        posted: dict[int, asyncio.Future[Payload]] = {}
         if step == len(rounds):
-            return posted
+            return []
         wiring = self._wiring
+        posted: list[asyncio.Future[Payload] | None] = []
         for number, action in enumerate(rounds[step]):
+            arrived = None
             if isinstance(action, Reduce):
                 room = wiring.scratch((step % 2, number), action.hi - action.lo)
-                posted[number] = wiring.post(action.peer, action, step, room)
+                arrived = wiring.post(action.peer, action, step, room)
             elif isinstance(action, Recv) and not (
                 _overlaps(action, rounds[step], Send)
                 or (step and _overlaps(action, rounds[step - 1], Recv, Reduce, Finish))
             ):
-                place = wiring.memory.place(action.lo, action.hi)
-                posted[number] = wiring.post(action.peer, action, step, place)
+                arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
+            posted.append(arrived)
         return posted
 
 

@@ -70,6 +70,8 @@ class Progress:
 class Wiring:
     """An operation's memory, its links, and the headers between them."""
 
+    __slots__ = ("_device", "_pool", "_rooms", "_size", "links", "memory", "ticket")
+
     def __init__(self, ticket: Ticket, memory: Memory, pool: ScratchPool, device: Device) -> None:
         self.ticket = ticket
         self.memory = memory

@@ -140,7 +140,7 @@ class RealHost:
     def trace(self, kind: str, *fields: str | int | float) -> None:
         """Put an event into the trace, if one is kept."""
         if self._trace is not None:
-            self._trace.record(time.monotonic_ns(), kind, self.name, *fields)
+            self._trace.record((time.monotonic_ns(), kind, self.name, *fields))
 
     async def close(self) -> None:
         """End its tasks, listeners, announcements and worker thread. Channels belong to whoever opened them."""

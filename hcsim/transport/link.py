@@ -46,6 +46,12 @@ class Receipt:
 class Link:
     """A connection to one peer, over one channel or striped over several."""
 
+    __slots__ = (
+        "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_spare", "_stripes_open",
+        "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank", "received_bytes",
+        "sent_bytes",
+    )  # fmt: skip
+
     def __init__(
         self, host: Host, peer_rank: int, our_epoch: int, channels: Sequence[Channel], spare: list[memoryview]
     ) -> None:
@@ -88,7 +94,7 @@ class Link:
         """Say where the segment with that tag goes; the future has its payload once it is there."""
         arrived: asyncio.Future[Payload] = self._loop.create_future()
         receipt = Receipt(arrived, into, signature, total)
-        if tag in self._early:
+        if self._early and tag in self._early:
             header, payload = self._early.pop(tag)
             self._early_bytes -= header.length
             self._settle(header, payload, receipt)

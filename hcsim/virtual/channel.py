@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
@@ -20,6 +21,11 @@ MAX_FRAME_BYTES = 64 * 2**20
 class VirtualChannel:
     """One end of a connection."""
 
+    __slots__ = (
+        "_deliver", "_end", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer", "_reader",
+        "_send_buffer_bytes", "_trace", "_writers",
+    )  # fmt: skip
+
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream) -> None:
         self._host = host
         self._loop = host.loop
@@ -29,6 +35,7 @@ class VirtualChannel:
         self._out = outgoing
         self._in: Stream
         self._far: VirtualChannel
+        self._deliver: Callable[[Header, Payload], None]
         self._inbox: deque[tuple[Header, Payload]] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._writers: deque[asyncio.Future[None]] = deque()
@@ -44,6 +51,7 @@ class VirtualChannel:
         """Make two ends one connection."""
         near._far, far._far = far, near
         near._in, far._in = far._out, near._out
+        near._deliver, far._deliver = far._arrived, near._arrived
 
     @property
     def peer(self) -> str:
@@ -67,12 +75,23 @@ class VirtualChannel:
         # The sender may overwrite its buffer while the frame is still under way.
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
         label = (header.kind, header.operation, header.bucket, header.step, header.offset, header.length)
-        self._trace.record(self._loop.now_ns, "send", out.name, *label)
-        out.push(Message(HEADER_BYTES + header.length, label, self._far._arrived, header, kept))
+        self._trace.record((self._loop.now_ns, "send", out.name, *label))
+        out.push(Message(HEADER_BYTES + header.length, label, self._deliver, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
-        header, payload = await self._next()
+        inbox = self._inbox
+        while not inbox:
+            if self._end is not None:
+                raise self._again(self._end)
+            if self._reader is not None:
+                raise UsageError(f"two tasks receive from {self!r} at once")
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        header, payload = inbox[0]  # where it stays until it has a place
         if header.length > self._max_frame_bytes:
             limit = self._max_frame_bytes
             text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
@@ -82,10 +101,10 @@ class VirtualChannel:
         where = place(header)
         while isinstance(where, asyncio.Future):
             await asyncio.shield(where)
-            if self._end is not None and not self._inbox:
+            if self._end is not None and not inbox:
                 raise self._again(self._end)
             where = place(header)
-        self._inbox.popleft()
+        inbox.popleft()
         self._in.consumed(HEADER_BYTES + header.length)
         if isinstance(payload, Phantom):
             return header, payload
@@ -96,20 +115,6 @@ class VirtualChannel:
             raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
         where[:] = payload
         return header, where
-
-    async def _next(self) -> tuple[Header, Payload]:
-        """The first frame that has come; it stays in the inbox."""
-        while not self._inbox:
-            if self._end is not None:
-                raise self._again(self._end)
-            if self._reader is not None:
-                raise UsageError(f"two tasks receive from {self!r} at once")
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        return self._inbox[0]
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""

@@ -23,7 +23,7 @@ def schedule(world: World, fault: AnyFault) -> None:
 
 
 def _strike(world: World, fault: AnyFault) -> None:
-    world.trace.record(world.loop.now_ns, "fault", type(fault).__name__, repr(fault))
+    world.trace.record((world.loop.now_ns, "fault", type(fault).__name__, repr(fault)))
     apply(fault, world)
 
 
@@ -62,7 +62,7 @@ def pause(fault: Pause, world: World) -> None:
 def _thaw(world: World, host: VirtualHost) -> None:
     host.pauses -= 1
     if host.alive and not host.pauses:
-        world.trace.record(world.loop.now_ns, "fault", "thaw", host.name)
+        world.trace.record((world.loop.now_ns, "fault", "thaw", host.name))
         world.loop.thaw(host)
 
 
@@ -77,7 +77,7 @@ def partition(fault: Partition, world: World) -> None:
 
 
 def _heal(world: World, pairs: list[tuple[str, str]]) -> None:
-    world.trace.record(world.loop.now_ns, "fault", "heal", len(pairs))
+    world.trace.record((world.loop.now_ns, "fault", "heal", len(pairs)))
     world.mend(pairs)
 
 
@@ -90,7 +90,7 @@ def change_link(fault: LinkChange, world: World) -> None:
 
 
 def _restore(world: World, change: LinkChange) -> None:
-    world.trace.record(world.loop.now_ns, "fault", "restore", repr(change))
+    world.trace.record((world.loop.now_ns, "fault", "restore", repr(change)))
     world.restore_link(change)
 
 
@@ -123,5 +123,5 @@ def throttle(fault: Throttle, world: World) -> None:
 
 
 def _recover(world: World, fault: Throttle) -> None:
-    world.trace.record(world.loop.now_ns, "fault", "recover", fault.node)
+    world.trace.record((world.loop.now_ns, "fault", "recover", fault.node))
     world.host(fault.node).device.throttle /= fault.factor

@@ -127,7 +127,7 @@ class VirtualHost:
 
     def trace(self, kind: str, *fields: str | int | float) -> None:
         """See `runtime.host.Host.trace`."""
-        self.net.trace.record(self.loop.now_ns, kind, self._name, *fields)
+        self.net.trace.record((self.loop.now_ns, kind, self._name, *fields))
 
     # The world's side of a host.
 

@@ -25,6 +25,7 @@ import asyncio
 import math
 import sys
 import weakref
+from asyncio import Future
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
@@ -153,7 +154,7 @@ class VirtualLoop(PlainLoop):
 
     def create_future(self) -> asyncio.Future[Any]:
         """A future of this loop."""
-        return asyncio.Future(loop=self)
+        return Future(loop=self)
 
     def create_task(
         self,

@@ -45,13 +45,15 @@ class Network:
         assert stream.flow is not None
         self._started[stream.flow.id] = stream
         self.sharing.start(stream.flow)
-        self._touch()
+        if not self._settling:
+            self._touch()
 
     def stop(self, flow: Flow) -> None:
         """The flow gives its share back."""
         self._started.pop(flow.id, None)
         self.sharing.stop(flow)
-        self._touch()
+        if not self._settling:
+            self._touch()
 
     def bound(self, flow: Flow, bytes_ps: float) -> None:
         """The flow may not go faster than that."""
@@ -140,7 +142,7 @@ class Gate:
         if not self._net.sharing.is_used(self._air):
             self._armed = False
             return
-        self._net.trace.record(self._loop.now_ns, "gate", self._air.name, self._until_ns)
+        self._net.trace.record((self._loop.now_ns, "gate", self._air.name, self._until_ns))
         self._net.shut(self._air)
         self._loop.call_at_ns(self._until_ns, self._reopen)
 

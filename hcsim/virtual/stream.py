@@ -232,7 +232,7 @@ class Stream:
         self._rate = rate
         self._due += 1
         if rate > 0.0:
-            loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS), self._sent, self._due)
+            loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None and self.queue[0].size_bytes > self._mss:
                 loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
                 self._at_half = None
@@ -268,7 +268,7 @@ class Stream:
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival
-        self._loop.call_at_ns(arrival, self._arrive, message)
+        self._loop.call_at_ns(arrival, Stream._arrive, self, message)
         if self.on_room is not None:
             self.on_room()
         if self.flow is None:
@@ -277,7 +277,7 @@ class Stream:
             self._remaining = self._acked_from = float(self.queue[0].size_bytes)
             self._changed_ns = now
             self._due += 1
-            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), self._sent, self._due)
+            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
         else:
             self._rate = 0.0
             self._idle_since_ns = now
@@ -293,7 +293,7 @@ class Stream:
             self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
             return
         self.outstanding += message.size_bytes
-        self._net.trace.record(self._loop.now_ns, "deliver", self.name, *message.label)
+        self._net.trace.record((self._loop.now_ns, "deliver", self.name, *message.label))
         message.arrive(*message.args)
 
     def _delay_ns(self, size_bytes: int) -> int:

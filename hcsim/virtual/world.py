@@ -38,7 +38,7 @@ class World:
         self.scenario = scenario
         self.trace = Trace(sink)
         self.loop = VirtualLoop()
-        self.loop.on_timer = lambda number: self.trace.record(self.loop.now_ns, "timer", number)
+        self.loop.on_timer = lambda number: self.trace.record((self.loop.now_ns, "timer", number))
         self.net = Network(self.loop, scenario.tcp, scenario.seed, self.trace)
         self.topology = Topology(scenario)
         self._gates = {

@@ -10,8 +10,15 @@ from __future__ import annotations
 import hashlib
 import random
 
+import numpy as np
+
 
 def stream(seed: int, *name: str | int) -> random.Random:
     """The stream of that name: the same in every process, for every PYTHONHASHSEED."""
     text = "\x1f".join(str(part) for part in (seed, *name))
     return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest(), "big"))
+
+
+def generator(seed: int, *name: str | int) -> np.random.Generator:
+    """The same for arrays of numbers. numpy may make other numbers of the same stream in another version."""
+    return np.random.Generator(np.random.Philox(key=stream(seed, *name).getrandbits(128)))

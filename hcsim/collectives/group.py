@@ -39,6 +39,7 @@ from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.transport.mesh import Membership, Mesh
 
@@ -123,6 +124,11 @@ class Group:
     def bytes_sent(self) -> int:
         """Payload bytes that left this rank, in all groups over the same links."""
         return sum(link.sent_bytes for link in self._fate.mesh.links.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """The same with the frames' headers: all that this rank put on its channels for collectives."""
+        return sum(link.sent_bytes + HEADER_BYTES * link.sent_frames for link in self._fate.mesh.links.values())
 
     def subgroup(self, ranks: Sequence[int], options: Options | None = None) -> Group:
         """The group of some of our ranks, in that order. Its members call this, the others need not."""

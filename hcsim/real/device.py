@@ -33,6 +33,11 @@ class RealDevice:
         """As torch calls it."""
         return self._name
 
+    @property
+    def torch_name(self) -> str:
+        """The same."""
+        return self._name
+
     async def run(self, work: Work, function: Callable[[], T]) -> T:
         """Call the function; what the work would cost elsewhere does not matter here."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)

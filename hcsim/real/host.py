@@ -50,6 +50,8 @@ class RealOptions(msgspec.Struct, frozen=True):
     lan_interfaces: tuple[str, ...] = ()
     """Addresses to announce on; empty: all."""
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
+    device: str = "cpu"
+    """What it computes with, as torch calls it."""
 
 
 class RealHost:
@@ -57,7 +59,7 @@ class RealHost:
 
     def __init__(self, options: RealOptions, *, device: Device | None = None, trace: Trace | None = None) -> None:
         self._options = options
-        self._own_device = RealDevice()
+        self._own_device = RealDevice(options.device)
         self._device = device or self._own_device
         self._trace = trace
         self._clock = RealClock()

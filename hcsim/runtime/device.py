@@ -16,6 +16,8 @@ class Work(msgspec.Struct, frozen=True):
     flops: float = 0.0
     moved_bytes: float = 0.0
     """Bytes read from and written to memory."""
+    kernels: int = 1
+    """Pieces that are launched one after the other, each with the machine's overhead."""
 
 
 class Device(Protocol):
@@ -24,6 +26,10 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """For people: "M2 Ultra", "cuda:0", "cpu"."""
+
+    @property
+    def torch_name(self) -> str:
+        """Where torch really computes: "mps", "cuda", "cpu"."""
 
     async def run(self, work: Work, function: Callable[[], T]) -> T:
         """Call the function without holding up the network, and take the time the work takes."""

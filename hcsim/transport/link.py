@@ -49,7 +49,7 @@ class Link:
     __slots__ = (
         "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_spare", "_stripes_open",
         "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank", "received_bytes",
-        "sent_bytes",
+        "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Link:
         self.on_abort: Callable[[Header, str], None] | None = None
         self.on_failure: Callable[[Link, HcsimError], None] | None = None
         self.sent_bytes = 0
+        self.sent_frames = 0
         self.received_bytes = 0
         self._our_epoch = our_epoch
         self._turn = 0
@@ -88,6 +89,7 @@ class Link:
         channels = self.channels
         self._turn = (self._turn + 1) % len(channels)
         self.sent_bytes += header.length
+        self.sent_frames += 1
         return channels[self._turn].send(header, payload)
 
     def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:

@@ -32,10 +32,15 @@ class VirtualDevice:
         """The chip; "ideal" is one that takes no time."""
         return self._machine.name
 
+    @property
+    def torch_name(self) -> str:
+        """The simulator computes here, whatever it models."""
+        return "cpu"
+
     async def run(self, work: Work, function: Callable[[], T]) -> T:
         """See `runtime.device.Device.run`."""
         result = function()
-        lasts_s = seconds(self._machine, work.flops, work.moved_bytes, self.throttle)
+        lasts_s = seconds(self._machine, work, self.throttle)
         if lasts_s > 0.0:
             now_s = self._host.loop.time()
             self._busy_until_s = max(self._busy_until_s, now_s) + lasts_s

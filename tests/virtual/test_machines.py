@@ -4,42 +4,43 @@ import pytest
 
 from hcsim.config import CATALOGUE, Machine, Node, load_scenario, shipped_scenarios
 from hcsim.errors import ConfigError, UsageError
+from hcsim.runtime.device import Work
 from hcsim.virtual.machines import machine_of, seconds
 
 PLAIN = Machine("plain", 1e12, 1e11, efficiency_compute=0.5, efficiency_memory=0.25, overhead_s=1e-3)
 
 
 def test_work_is_bound_by_arithmetic_or_by_memory_whichever_is_slower() -> None:
-    assert seconds(PLAIN, flops=1e12, moved_bytes=0) == pytest.approx(2.001)
-    assert seconds(PLAIN, flops=0, moved_bytes=1e11) == pytest.approx(4.001)
-    assert seconds(PLAIN, flops=1e12, moved_bytes=1e11) == pytest.approx(4.001)
+    assert seconds(PLAIN, Work(1e12, 0)) == pytest.approx(2.001)
+    assert seconds(PLAIN, Work(0, 1e11)) == pytest.approx(4.001)
+    assert seconds(PLAIN, Work(1e12, 1e11)) == pytest.approx(4.001)
 
 
 def test_throttling_stretches_the_work_and_not_the_overhead() -> None:
-    assert seconds(PLAIN, flops=1e12, moved_bytes=0, throttle=0.5) == pytest.approx(4.001)
+    assert seconds(PLAIN, Work(1e12, 0), throttle=0.5) == pytest.approx(4.001)
 
 
 @pytest.mark.parametrize("throttle", [0.0, -1.0, 1.5, float("nan")])
 def test_a_throttle_outside_its_range_is_refused(throttle: float) -> None:
     with pytest.raises(UsageError):
-        seconds(PLAIN, 1.0, 1.0, throttle)
+        seconds(PLAIN, Work(1.0, 1.0), throttle)
 
 
 def test_a_fanless_machine_computes_at_its_sustained_rate() -> None:
     cooled, hot = CATALOGUE["M2"], CATALOGUE["M2 Air"]
-    work_s = seconds(cooled, 1e12, 0) - cooled.overhead_s
-    assert seconds(hot, 1e12, 0) - hot.overhead_s == pytest.approx(work_s / 0.6)
+    work_s = seconds(cooled, Work(1e12, 0)) - cooled.overhead_s
+    assert seconds(hot, Work(1e12, 0)) - hot.overhead_s == pytest.approx(work_s / 0.6)
 
 
 def test_the_ideal_machine_takes_no_time() -> None:
-    assert seconds(CATALOGUE["ideal"], 1e15, 1e12) == 0.0
+    assert seconds(CATALOGUE["ideal"], Work(1e15, 1e12)) == 0.0
 
 
 def test_every_catalogued_machine_takes_a_time_and_goes_by_its_own_name() -> None:
     for name, machine in CATALOGUE.items():
         assert machine.name == name
         if name != "ideal":
-            assert 0 < seconds(machine, 1e9, 1e6) < 1
+            assert 0 < seconds(machine, Work(1e9, 1e6)) < 1
 
 
 def test_a_node_brings_its_own_profile_or_names_one() -> None:
@@ -60,3 +61,8 @@ def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
 def test_shipped_scenarios_name_machines_that_exist(name: str) -> None:
     for node in load_scenario(name).nodes:
         assert machine_of(node) is CATALOGUE[node.machine]
+
+
+def test_every_kernel_costs_its_launch() -> None:
+    one, ten = (seconds(PLAIN, Work(1e12, 0, kernels)) for kernels in (1, 10))
+    assert ten - one == pytest.approx(9 * PLAIN.overhead_s)

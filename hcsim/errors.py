@@ -69,3 +69,11 @@ class CollectiveTimeout(CollectiveError, DeadlineExceeded):
 
 class Deadlock(HcsimError):
     """The virtual world has nothing left to do and tasks still wait; the text names each."""
+
+
+class CompressionError(HcsimError):
+    """A tensor cannot be encoded, or a payload is not what the tensor's compressor sends. `tensor` names it."""
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(f"{tensor}: {message}")
+        self.tensor = tensor

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 HCSIM = Path(__file__).parent.parent / "hcsim"
-COMPONENTS = ("transport", "collectives", "identity", "cluster", "training")
+COMPONENTS = ("transport", "collectives", "compressors", "identity", "cluster", "training")
 """Folders; those that do not exist yet have no files to check."""
 
 OFF_LIMITS = (
@@ -40,6 +40,17 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             assert node.level == 0, "imports are absolute here"
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The imports outside of functions, less those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            yield from run_on_import(node)
 
 
 def is_within(name: str, modules: tuple[str, ...]) -> bool:
@@ -126,17 +137,22 @@ def test_neither_world_knows_the_other(world: str, other: str) -> None:
         assert [name for name in names if is_within(name, (f"hcsim.{other}",))] == [], path
 
 
-def test_torch_is_imported_in_one_file_and_there_only_when_it_is_used() -> None:
-    importers = []
+def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
+    """At the top only by tasks that compute with it, whose modules are loaded when such a task is made."""
+    importers: dict[str, None] = {}
     for path in sources(HCSIM):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        importers += [name_of(path) for _, name, _ in imports(tree) if is_within(name, ("torch",))]
-        at_top = [name for node in tree.body for _, name, _ in imports(node) if not isinstance(node, ast.FunctionDef)]
-        assert not any(is_within(name, ("torch",)) for name in at_top), path
-    assert importers == ["real/device.py"]
+        importers |= dict.fromkeys(name_of(path) for _, name, _ in imports(tree) if is_within(name, ("torch",)))
+        if not name_of(path).startswith("training/tasks/"):
+            at_once = [name for node in run_on_import(tree) for _, name, _ in imports(node)]
+            assert not any(is_within(name, ("torch",)) for name in at_once), path
+    tasks = [f"training/tasks/{name}.py" for name in ("digits", "text", "torch_replica", "torch_task")]
+    assert sorted(importers) == ["compressors/cast.py", "real/device.py", *tasks]
 
 
-@pytest.mark.parametrize("module", ["hcsim", "hcsim.launch", "hcsim.cli"])
+@pytest.mark.parametrize(
+    "module", ["hcsim", "hcsim.launch", "hcsim.cli", "hcsim.cli.train", "hcsim.training.tasks.shapes"]
+)
 def test_the_ways_in_do_not_wait_for_heavy_libraries(module: str) -> None:
     heavy = f"import sys, {module}; print([name for name in ('torch', 'matplotlib', 'pandas') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, timeout=60, check=True)

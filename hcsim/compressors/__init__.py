@@ -1,0 +1,1 @@
+"""How a tensor shrinks: compressors, their encodings, and error feedback. Nothing here communicates."""

@@ -1,0 +1,162 @@
+"""What all compressors of this package share.
+
+A codec is written for flat arrays. `_encode` makes a payload; `_mix_body` checks one and puts, adds or subtracts
+what it says. Where elements stand for themselves this is done a chunk at a time (`ChunkedCompressor`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape, State
+from hcsim.compressors.encoding import (
+    CHUNK,
+    FLOAT_BYTES,
+    HEADER_BYTES,
+    Codec,
+    as_array,
+    check_header,
+    check_size,
+    header,
+)
+from hcsim.compressors.work import WORK, Factors
+from hcsim.errors import UsageError
+from hcsim.runtime.device import Work
+
+Unpack: TypeAlias = Callable[[int, Array], None]
+"""Decodes the elements from the given one on into an array; called with chunks in ascending order."""
+Mix: TypeAlias = np.ufunc | None
+"""How what is decoded meets what is there: None replaces it."""
+
+
+class BaseCompressor(ABC):
+    """A compressor that remembers nothing."""
+
+    codec: ClassVar[Codec]
+    kind: ClassVar[Kind]
+    sized: ClassVar[bool] = True
+    chunk: ClassVar[int] = CHUNK
+    """Elements that are worked on at a time."""
+    parameter: int = 0
+    """What the header says beside the codec."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._payloads: dict[str, Bytes] = {}
+        self._scratch: Array | None = None
+
+    @property
+    def spec(self) -> str:
+        """As it is written in files and tables."""
+        return self._spec
+
+    @abstractmethod
+    def size_bytes(self, shape: Shape) -> int:
+        """The size of the payload for such a tensor."""
+
+    @abstractmethod
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        """The payload with its header; refuses a NaN or an infinity."""
+
+    @abstractmethod
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        """Decode what stands behind a header that is right."""
+
+    def encode(self, tensor: Array, of: Ident) -> Bytes:
+        """The payload, valid until a tensor of that name is encoded again."""
+        return self._encode(as_array(tensor, of.name), tensor.shape, of)
+
+    def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """Put what the payload says into `out`."""
+        self._mix(payload, out, of, None)
+
+    def add(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """Add what the payload says to `out`."""
+        self._mix(payload, out, of, np.add)
+
+    def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """Take what the payload says from `out`."""
+        self._mix(payload, out, of, np.subtract)
+
+    def _mix(self, payload: Bytes, out: Array, of: Ident, mix: Mix) -> None:
+        flat = as_array(out, of.name)
+        check_header(payload, self._header(flat.size), of.name)
+        if self.sized:
+            check_size(payload, self.size_bytes(out.shape), of.name)
+        self._mix_body(payload[HEADER_BYTES:], flat, out.shape, of, mix)
+
+    def _header(self, elements: int) -> bytes:
+        return header(self.codec, self.parameter, elements)
+
+    def _payload(self, name: str, shape: Shape) -> Bytes:
+        """A payload with its header, to be filled.
+
+        It is the same memory as last time, since fresh pages cost more than filling them.
+        """
+        payload = self._payloads.get(name)
+        if payload is None or payload.size != self.size_bytes(shape):
+            payload = self._payloads[name] = np.empty(self.size_bytes(shape), np.uint8)
+        payload[:HEADER_BYTES] = np.frombuffer(self._header(prod(shape)), np.uint8)
+        return payload
+
+    @property
+    def scratch(self) -> Array:
+        """Memory for one chunk."""
+        if self._scratch is None:
+            self._scratch = np.empty(self.chunk, np.float32)
+        return self._scratch
+
+    def for_feedback(self) -> BaseCompressor:
+        """Most compressors send a part of the input as it is."""
+        return self
+
+    def encode_work(self, shape: Shape) -> Work:
+        """Measured; see `work`."""
+        return Work(moved_bytes=self._factors().encode * FLOAT_BYTES * prod(shape))
+
+    def decode_work(self, shape: Shape) -> Work:
+        """Measured; see `work`."""
+        return Work(moved_bytes=self._factors().decode * FLOAT_BYTES * prod(shape))
+
+    def _factors(self) -> Factors:
+        return WORK[self.codec.name.lower()]
+
+    def commit(self, step: int) -> None:  # noqa: B027 - there is nothing to do where nothing is remembered
+        """Nothing is remembered."""
+
+    def abandon(self, step: int) -> None:  # noqa: B027
+        """Nothing is remembered."""
+
+    def state(self) -> State:
+        """Nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Accepts nothing but nothing."""
+        if state:
+            raise UsageError(f"{self.spec} remembers nothing, but the state has {', '.join(sorted(state))}")
+
+
+class ChunkedCompressor(BaseCompressor):
+    """Decodes a chunk at a time, so that what is added to the tensor is still in the cache."""
+
+    @abstractmethod
+    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+        """Check all that can be checked before, and give what decodes chunks."""
+
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        unpack = self._unpacker(body, flat.size, of)
+        for lo in range(0, flat.size, self.chunk):
+            into = flat[lo : lo + self.chunk]
+            if mix is None:
+                unpack(lo, into)
+            else:
+                decoded = self.scratch[: into.size]
+                unpack(lo, decoded)
+                mix(into, decoded, out=into)

@@ -1,0 +1,154 @@
+"""`+ef`: error feedback. What was not sent in a step is added to the tensor of the next (Karimireddy et al. 2019).
+
+    compensated = tensor + residual;  payload = encode(compensated);  residual' = compensated − decode(payload)
+
+so over all steps everything is sent: Σ decoded + residual = Σ tensors. It wraps any compressor. A residual counts
+once its step is committed: an aborted step can be tried again as if it had never been.
+
+For those who encode the pieces of a tensor themselves: `compensated` gives the tensor with its residual; after
+the pieces were encoded, `keep` takes what was not sent of the whole, and `keep_more` a further error in a part of
+it, such as that of encoding a sum a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array, Bytes, Compressor, Ident, Kind, Linear, Rounds, Shape, State
+from hcsim.compressors.encoding import FLOAT_BYTES, as_array
+from hcsim.compressors.memory import Memory
+from hcsim.compressors.work import COMPENSATE
+from hcsim.errors import UsageError
+from hcsim.runtime.device import Work
+
+SUFFIX = "+ef"
+
+
+class Feedback:
+    """A compressor that sends later what the wrapped one leaves out."""
+
+    def __init__(self, inner: Compressor) -> None:
+        self._inner = inner.for_feedback()
+        self._memory = Memory("own/residual/")
+
+    @property
+    def inner(self) -> Compressor:
+        """The one that is wrapped."""
+        return self._inner
+
+    @property
+    def spec(self) -> str:
+        """The inner one's, and a suffix."""
+        return self._inner.spec + SUFFIX
+
+    @property
+    def kind(self) -> Kind:
+        """The inner one's."""
+        return self._inner.kind
+
+    @property
+    def sized(self) -> bool:
+        """The inner one's."""
+        return self._inner.sized
+
+    def size_bytes(self, shape: Shape) -> int:
+        """The inner one's."""
+        return self._inner.size_bytes(shape)
+
+    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+        """The inner one's."""
+        return cast(Linear, self._inner).round_bytes(shape)
+
+    def compensated(self, tensor: Array, of: Ident) -> Array:
+        """The tensor with what is still owed. It is the caller's until `keep`, or until it is asked for again."""
+        as_array(tensor, of.name)
+        kept = self._memory.kept(of.name, tensor.shape)
+        array = self._memory.propose(of.name, tensor.shape, of.step)
+        if kept is None:
+            np.copyto(array, tensor)
+        else:
+            with np.errstate(over="ignore"):  # an infinity is refused by name when it is encoded
+                np.add(tensor, kept, out=array)
+        return array
+
+    def keep(self, residual: Array, of: Ident) -> None:
+        """What was not sent of the compensated tensor; may be that array itself, changed in place."""
+        array = self._memory.proposed(of.name, of.step)
+        if residual.shape != array.shape:
+            raise UsageError(f"{of.name}: a residual of shape {residual.shape} for a tensor of shape {array.shape}")
+        if residual is not array:
+            np.copyto(array, residual)
+
+    def keep_more(self, error: Array, of: Ident, lo: int = 0) -> None:
+        """Add to the residual of this step, from the flat tensor's element `lo` on."""
+        part = self._memory.proposed(of.name, of.step).reshape(-1)[lo : lo + error.size]
+        if part.size != error.size:
+            raise UsageError(f"{of.name}: {error.size} elements from {lo} on are not within the tensor")
+        part += error.reshape(-1)
+
+    def encode(self, tensor: Array, of: Ident) -> Bytes:
+        """The payload of the compensated tensor."""
+        array = self.compensated(tensor, of)
+        payload = self._inner.encode(array, of)
+        self._inner.subtract(payload, array, of)
+        return payload
+
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+        """The inner one's, of the compensated tensor. Nothing is left unsent that is not kept here."""
+        into = tensor if total is None else total
+        yield from cast(Linear, self._inner).rounds(self.compensated(tensor, of), of, into)
+        if total is not None:
+            tensor.fill(0)
+
+    def decode(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """The inner one's."""
+        self._inner.decode(payload, out, of)
+
+    def add(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """The inner one's."""
+        self._inner.add(payload, out, of)
+
+    def subtract(self, payload: Bytes, out: Array, of: Ident) -> None:
+        """The inner one's."""
+        self._inner.subtract(payload, out, of)
+
+    def for_feedback(self) -> Compressor:
+        """Refused: what a second one would remember, the first has already."""
+        raise UsageError(f"{self.spec} has error feedback already")
+
+    def encode_work(self, shape: Shape) -> Work:
+        """Compensating, encoding, and taking away what was sent."""
+        size_bytes = FLOAT_BYTES * int(np.prod(shape))
+        parts = self._inner.encode_work(shape), self._inner.decode_work(shape)
+        return Work(
+            sum(part.flops for part in parts),
+            COMPENSATE * size_bytes + sum(part.moved_bytes for part in parts),
+        )
+
+    def decode_work(self, shape: Shape) -> Work:
+        """The inner one's."""
+        return self._inner.decode_work(shape)
+
+    def commit(self, step: int) -> None:
+        """The residuals of this step count."""
+        self._memory.commit(step)
+        self._inner.commit(step)
+
+    def abandon(self, step: int) -> None:
+        """The residuals are again what they were before this step."""
+        self._memory.abandon(step)
+        self._inner.abandon(step)
+
+    def state(self) -> State:
+        """The residuals, and what the inner one remembers."""
+        return self._memory.state() | self._inner.state()
+
+    def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """The residuals, and what the inner one remembers."""
+        mine = {key: array for key, array in state.items() if key.startswith(self._memory.prefix)}
+        self._inner.restore({key: array for key, array in state.items() if key not in mine})
+        self._memory.restore(mine)

@@ -1,0 +1,99 @@
+"""`zstd`: every bit, in fewer bytes.
+
+    payload: for each chunk of 2²⁰ elements the length of its frame (u32), then the zstd frames
+
+The exponents of a gradient's elements are much alike, their last bits are noise. So the four bytes of the elements
+are written apart, chunk by chunk: first all lowest bytes, last all bytes with sign and exponent; zstd then finds
+what repeats. On gradients of a transformer that gives a ratio of 1.65 at level 1, against 1.44 unsplit.
+
+How large a payload is depends on the data; without data it is taken to be of that ratio. What a frame claims
+to contain is compared with the chunk's size before it is decompressed: a small payload cannot ask for much memory.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import zstandard
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.codec import ChunkedCompressor, Unpack
+from hcsim.compressors.encoding import (
+    FLOAT_BYTES,
+    HEADER_BYTES,
+    Codec,
+    check_decoded,
+    check_input,
+)
+from hcsim.errors import CompressionError
+
+USUAL_RATIO = 1.65
+_LENGTH_BYTES = 4
+
+
+class Lossless(ChunkedCompressor):
+    """Higher level: a few bytes fewer, much slower. `ratio` is what is expected where there is no data."""
+
+    codec = Codec.ZSTD
+    kind = Kind.QUANTISED
+    sized = False
+    chunk = 1 << 20
+
+    def __init__(self, level: int | None = None, ratio: float = USUAL_RATIO) -> None:
+        super().__init__("zstd" if level is None else f"zstd:{level}")
+        self._level = 1 if level is None else level
+        self._ratio = ratio
+        self._planes = np.empty(FLOAT_BYTES * self.chunk, np.uint8)
+
+    def size_bytes(self, shape: Shape) -> int:
+        """An estimate."""
+        return HEADER_BYTES + math.ceil(FLOAT_BYTES * prod(shape) / self._ratio)
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        check_input(flat, of.name)
+        coder = zstandard.ZstdCompressor(level=self._level)
+        frames = [coder.compress(self._split(flat[lo : lo + self.chunk])) for lo in range(0, flat.size, self.chunk)]
+        lengths = np.array([len(frame) for frame in frames], "<u4").tobytes()
+        return np.frombuffer(b"".join((self._header(flat.size), lengths, *frames)), np.uint8)
+
+    def _split(self, chunk: Array) -> memoryview:
+        planes = self._planes[: chunk.nbytes].reshape(FLOAT_BYTES, chunk.size)
+        np.copyto(planes, chunk.view(np.uint8).reshape(chunk.size, FLOAT_BYTES).T)
+        return planes.data
+
+    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+        frames = _frames(body, -(-elements // self.chunk), of)
+        decoder = zstandard.ZstdDecompressor()
+
+        def unpack(lo: int, into: Array) -> None:
+            planes = _decompressed(decoder, frames[lo // self.chunk], into.nbytes, of)
+            joined = into.view(np.uint8).reshape(into.size, FLOAT_BYTES)
+            np.copyto(joined, planes.reshape(FLOAT_BYTES, into.size).T)
+            check_decoded(into, of.name)
+
+        return unpack
+
+
+def _frames(body: Bytes, count: int, of: Ident) -> list[memoryview]:
+    """The frame of each chunk, cut apart as their lengths say."""
+    start = _LENGTH_BYTES * count
+    if body.size < start:
+        raise CompressionError("the payload ends within its lengths", of.name)
+    ends = start + np.cumsum(body[:start].view("<u4"), dtype=np.int64)
+    expected = int(ends[-1]) if count else 0
+    if body.size != expected:
+        raise CompressionError(f"the payload has {body.size} bytes, but its lengths say {expected}", of.name)
+    return [body[lo:hi].data for lo, hi in pairwise((start, *ends))]
+
+
+def _decompressed(decoder: zstandard.ZstdDecompressor, frame: memoryview, size_bytes: int, of: Ident) -> Bytes:
+    try:
+        claimed = zstandard.frame_content_size(frame)
+        if claimed != size_bytes:
+            raise CompressionError(f"the payload unpacks to {claimed} bytes, but {size_bytes} were expected", of.name)
+        return np.frombuffer(decoder.decompress(frame, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as problem:
+        raise CompressionError(f"the payload cannot be decompressed ({problem})", of.name) from problem

@@ -1,0 +1,88 @@
+"""`onebit`: every element's sign, and one magnitude for the tensor: the mean of all magnitudes.
+
+    payload: the magnitude (f32), then a bit for each element, the lowest bit of a byte first; 1 is negative
+
+It decodes to ± the magnitude, which is the best single one: no other leaves less squared error (Seide et al. 2014,
+with one mean in place of two). Zero counts as positive. It is nothing without error feedback.
+The magnitude is rounded to 12 significant bits: sums of it are then exact, and encoding what was decoded gives the
+same again.
+"""
+
+from __future__ import annotations
+
+import math
+from math import prod
+
+import numpy as np
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.codec import ChunkedCompressor, Unpack
+from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, check_input
+from hcsim.errors import CompressionError
+
+_ONES = np.ones(CHUNK, np.float32)
+_SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)
+"""For each byte the signs of its eight elements."""
+
+
+class OneBit(ChunkedCompressor):
+    """A thirty-second of the bytes."""
+
+    codec = Codec.ONEBIT
+    kind = Kind.QUANTISED
+
+    def __init__(self) -> None:
+        super().__init__("onebit")
+        self._mask = np.empty(CHUNK, bool)
+
+    def size_bytes(self, shape: Shape) -> int:
+        """A bit for each element, in whole bytes, and a float."""
+        return HEADER_BYTES + FLOAT_BYTES + -(-prod(shape) // 8)
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        payload = self._payload(of.name, shape)
+        magnitude, packed = _parts(payload[HEADER_BYTES:])
+        total = 0.0
+        for lo in range(0, flat.size, CHUNK):
+            piece = flat[lo : lo + CHUNK]
+            negative = np.less(piece, 0, out=self._mask[: piece.size])
+            packed[lo // 8 : (lo + CHUNK) // 8] = np.packbits(negative, bitorder="little")
+            total += self._sum_of_magnitudes(piece, flat, of)
+        magnitude[0] = _rounded(total / max(1, flat.size))
+        return payload
+
+    def _sum_of_magnitudes(self, piece: Array, flat: Array, of: Ident) -> float:
+        magnitudes = np.abs(piece, out=self.scratch[: piece.size])
+        with np.errstate(all="ignore"):
+            total = float(np.dot(magnitudes, _ONES[: piece.size]))
+        if math.isfinite(total):
+            return total
+        check_input(flat, of.name)
+        return float(magnitudes.sum(dtype=np.float64))
+
+    def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
+        (magnitude,), packed = _parts(body)
+        if not 0 <= magnitude < np.inf:
+            raise CompressionError(f"the payload's magnitude is {magnitude}", of.name)
+        if elements % 8 and packed[-1] >> elements % 8:
+            raise CompressionError("the payload has signs of more elements than the tensor has", of.name)
+        decoded = _SIGNS * magnitude
+
+        def unpack(lo: int, into: Array) -> None:
+            whole = into.size // 8
+            first = lo // 8
+            # With "clip" numpy writes to `out` itself; no byte is out of range.
+            np.take(decoded, packed[first : first + whole], 0, into[: 8 * whole].reshape(whole, 8), "clip")
+            if into.size % 8:
+                into[8 * whole :] = decoded[packed[first + whole], : into.size % 8]
+
+        return unpack
+
+
+def _parts(body: Bytes) -> tuple[Array, Bytes]:
+    return body[:FLOAT_BYTES].view(np.float32), body[FLOAT_BYTES:]
+
+
+def _rounded(mean: float) -> float:
+    fraction, exponent = math.frexp(mean)
+    return min(math.ldexp(round(math.ldexp(fraction, 12)), exponent - 12), float(np.finfo(np.float32).max))

@@ -1,0 +1,177 @@
+"""`powersgd:RANK`: a matrix as the product of two thin ones (Vogels, Karimireddy, Jaggi 2019).
+
+The tensor is seen as a matrix M of its first dimension by the rest, m × n. With Q (n × r) from the last step:
+
+    P = M Q, summed over all ranks;  P̂ = P made orthonormal;  Q' = Mᵀ P̂, summed;  the total is P̂ Q'ᵀ
+
+Both maps are linear in M once Q and P̂ are shared, so factors are summed and the total is that of the sum of all
+matrices: the mean of gradients is compressed, not each alone. One power iteration for each step; since Q' is
+the next step's Q, the iterations add up. The first Q is drawn from the seed and the name, alike on all ranks.
+A column of Q' that is zero (a zero matrix, a lower rank) would stay so and is drawn again.
+
+Cost: 4 m n r FLOPs and two passes over M to encode, half of that to decode; (m + n) r floats are sent. A tensor
+that this does not make smaller, or that has fewer than two dimensions, is sent as it is.
+
+Factors are kept and sent transposed, r × m and r × n: long rows are what BLAS is quick with, twice as quick here.
+P̂ and the total are computed by each rank: on machines of one kind they are the same bits, on unlike ones
+they may differ in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape, State
+from hcsim.compressors.codec import BaseCompressor, Mix
+from hcsim.compressors.dense import exchange_dense
+from hcsim.compressors.draws import bits, uniform
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input, is_finite
+from hcsim.compressors.memory import Memory
+from hcsim.errors import CompressionError
+
+ROWS_BYTES = 1 << 20
+"""How much of a product is computed at a time where it is added to something."""
+
+
+class PowerSGD(BaseCompressor):
+    """Lower rank: fewer bytes, more left unsent."""
+
+    codec = Codec.POWERSGD
+    kind = Kind.LINEAR
+
+    def __init__(self, rank: int, seed: int) -> None:
+        super().__init__(f"powersgd:{rank}")
+        self.parameter = rank
+        self._seed = seed
+        self._memory = Memory("shared/q/")
+
+    def factors(self, shape: Shape) -> tuple[int, int, int] | None:
+        """Rows, columns and rank of what a tensor of this shape is sent as; None where it is sent as it is."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        rows, columns = shape[0], prod(shape[1:])
+        rank = min(self.parameter, rows, columns)
+        return (rows, columns, rank) if (rows + columns) * rank < rows * columns else None
+
+    def size_bytes(self, shape: Shape) -> int:
+        """Both factors."""
+        return HEADER_BYTES + sum(self.round_bytes(shape))
+
+    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+        """One factor, then the other; or the tensor at once."""
+        if (factors := self.factors(shape)) is None:
+            return (FLOAT_BYTES * prod(shape),)
+        rows, columns, rank = factors
+        return FLOAT_BYTES * rows * rank, FLOAT_BYTES * columns * rank
+
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+        """P, then Q'."""
+        check_input(tensor.reshape(-1), of.name)
+        if (factors := self.factors(tensor.shape)) is None:
+            yield from exchange_dense(tensor, total)
+            return
+        rows, columns, rank = factors
+        matrix = tensor.reshape(rows, columns)
+        p = _product(self._start(columns, rank, of), matrix.T)
+        p = _orthonormal((yield p.reshape(-1)).reshape(rank, rows), of)
+        ours = _product(p, matrix)
+        if total is not None:
+            _mix_product(matrix, p, ours, np.subtract)
+        q = (yield ours.reshape(-1)).reshape(rank, columns)
+        _check_factor(q, of)
+        self._remember(q, of)
+        _mix_product(matrix if total is None else total.reshape(rows, columns), p, q, None)
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        """P̂ and Q' of this tensor alone, for a receiver that sums what it decodes."""
+        check_input(flat, of.name)
+        payload = self._payload(of.name, shape)
+        values = payload[HEADER_BYTES:].view(np.float32)
+        if (factors := self.factors(shape)) is None:
+            np.copyto(values, flat)
+            return payload
+        rows, columns, rank = factors
+        matrix = flat.reshape(rows, columns)
+        p = _orthonormal(_product(self._start(columns, rank, of), matrix.T), of)
+        q = _product(p, matrix)
+        _check_factor(q, of)
+        self._remember(q, of)
+        values[: p.size] = p.reshape(-1)
+        values[p.size :] = q.reshape(-1)
+        return payload
+
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        values = body.view(np.float32)
+        check_decoded(values, of.name)
+        if (factors := self.factors(shape)) is None:
+            np.copyto(flat, values) if mix is None else mix(flat, values, out=flat)
+            return
+        rows, columns, rank = factors
+        p, q = values[: rows * rank].reshape(rank, rows), values[rows * rank :].reshape(rank, columns)
+        _mix_product(flat.reshape(rows, columns), p, q, mix)
+
+    def _start(self, columns: int, rank: int, of: Ident) -> Array:
+        """This step's Q: what the last one left, or a first one."""
+        kept = self._memory.kept(of.name, (rank, columns))
+        return self._drawn((rank, columns), of.name, "first") if kept is None else kept
+
+    def _drawn(self, shape: Shape, name: str, when: str | int) -> Array:
+        draws = uniform(bits(self._seed, "powersgd", name, when), prod(shape))
+        return (2 * draws - 1).astype(np.float32).reshape(shape)
+
+    def _remember(self, q: Array, of: Ident) -> None:
+        """Each column scaled to 1, so that products do not overflow; what is made orthonormal has no scale."""
+        largest = np.abs(q).max(axis=1)
+        remembered = self._memory.propose(of.name, q.shape, of.step)
+        np.divide(q, np.where(largest > 0, largest, 1)[:, None], out=remembered)
+        if not largest.all():
+            remembered[largest == 0] = self._drawn(q.shape, of.name, of.step)[largest == 0]
+
+    def commit(self, step: int) -> None:
+        """Start the next step from this one's Q."""
+        self._memory.commit(step)
+
+    def abandon(self, step: int) -> None:
+        """Start again from where this step started."""
+        self._memory.abandon(step)
+
+    def state(self) -> State:
+        """Q of each matrix."""
+        return self._memory.state()
+
+    def restore(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Start from there."""
+        self._memory.restore(state)
+
+
+def _product(left: Array, right: Array) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return left @ right
+
+
+def _check_factor(factor: Array, of: Ident) -> None:
+    if not is_finite(factor.reshape(-1)):
+        raise CompressionError("the sum of a factor is too large for float32", of.name)
+
+
+def _orthonormal(p: Array, of: Ident) -> Array:
+    """Columns that span what the given ones span, and more where those depend on each other."""
+    _check_factor(p, of)
+    largest = np.abs(p).max(axis=1, keepdims=True)
+    scaled = p / np.where(largest > 0, largest, np.float32(1))
+    return np.ascontiguousarray(np.linalg.qr(scaled.T)[0].T)
+
+
+def _mix_product(out: Array, p: Array, q: Array, mix: Mix) -> None:
+    """Put, add or subtract P Qᵀ, a few rows at a time."""
+    if mix is None:
+        np.matmul(p.T, q, out=out)
+        return
+    step = max(1, ROWS_BYTES // (FLOAT_BYTES * out.shape[1]))
+    for row in range(0, out.shape[0], step):
+        rows = out[row : row + step]
+        mix(rows, p[:, row : row + step].T @ q, out=rows)

@@ -1,0 +1,84 @@
+"""`randomk:RATIO`: elements chosen at random, the same on all ranks, so that they can be summed.
+
+The choice follows from the seed, the tensor's name and the step, and is not sent. k is as for top-k.
+
+Alone, what is sent is scaled by n / k, so that it is right on average. With error feedback it is not: what is
+left out now is sent later, and scaling as well would deliver every gradient n / k times over. Feedback asks
+for the unscaled one itself (`for_feedback`).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
+from hcsim.compressors.codec import BaseCompressor, Mix
+from hcsim.compressors.draws import bits, sample
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input, is_finite
+from hcsim.compressors.sparse import count_of, scatter
+from hcsim.errors import CompressionError
+
+
+class RandomK(BaseCompressor):
+    """Lower ratio: fewer bytes, more noise."""
+
+    codec = Codec.RANDOMK
+    kind = Kind.LINEAR
+
+    def __init__(self, ratio: Fraction, seed: int, *, scaled: bool = True) -> None:
+        super().__init__(f"randomk:{float(ratio):g}")
+        self._ratio = ratio
+        self._seed = seed
+        self._scaled = scaled
+        self.parameter = int(scaled)
+
+    def for_feedback(self) -> RandomK:
+        """Values as they are."""
+        return RandomK(self._ratio, self._seed, scaled=False)
+
+    def size_bytes(self, shape: Shape) -> int:
+        """The values alone."""
+        return HEADER_BYTES + sum(self.round_bytes(shape))
+
+    def round_bytes(self, shape: Shape) -> tuple[int, ...]:
+        """The values, at once."""
+        return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
+
+    def indices(self, elements: int, of: Ident) -> npt.NDArray[np.int64]:
+        """The places that are sent in this step."""
+        count = count_of(self._ratio, elements)
+        return sample(bits(self._seed, "randomk", of.name, of.step), elements, count)
+
+    def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
+        """The sum of the chosen elements."""
+        flat = tensor.reshape(-1)
+        indices = self.indices(flat.size, of)
+        factor = self._chosen(flat, indices, of)
+        if total is not None:
+            flat[indices] -= factor
+        summed = yield factor
+        scatter(flat if total is None else total.reshape(-1), indices, summed, None)
+
+    def _chosen(self, flat: Array, indices: npt.NDArray[np.int64], of: Ident) -> Array:
+        check_input(flat, of.name)
+        values = flat[indices]
+        if self._scaled and values.size:
+            with np.errstate(over="ignore"):
+                values *= np.float32(flat.size / values.size)
+            if not is_finite(values):
+                raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
+        return values
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        payload = self._payload(of.name, shape)
+        payload[HEADER_BYTES:].view(np.float32)[:] = self._chosen(flat, self.indices(flat.size, of), of)
+        return payload
+
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        values = body.view(np.float32)
+        check_decoded(values, of.name)
+        scatter(flat, self.indices(flat.size, of), values, mix)

@@ -1,0 +1,134 @@
+"""Which compressors there are, by the names that files, flags and tables use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+from hcsim.compressors.base import Compressor
+from hcsim.compressors.cast import Bf16, Fp16
+from hcsim.compressors.dense import Dense
+from hcsim.compressors.feedback import SUFFIX, Feedback
+from hcsim.compressors.int8 import Int8
+from hcsim.compressors.lossless import Lossless
+from hcsim.compressors.onebit import OneBit
+from hcsim.compressors.powersgd import PowerSGD
+from hcsim.compressors.randomk import RandomK
+from hcsim.compressors.topk import TopK
+from hcsim.errors import ConfigError
+from hcsim.units import did_you_mean
+
+
+class Spec(NamedTuple):
+    """How a compressor is asked for."""
+
+    form: str
+    """As one writes it."""
+    description: str
+    """What it sends, and in which direction its knob works."""
+
+
+class _Entry(NamedTuple):
+    spec: Spec
+    make: Callable[[str, int, int], Compressor]
+    """From its argument ("" where there is none), the seed and the rank; `ValueError` says what would be valid."""
+
+
+def make(spec: str, *, seed: int, rank: int) -> Compressor:
+    """The compressor of that name for one rank: "none", "topk:0.01+ef", "int8:block=256,stochastic"."""
+    plain = spec.removesuffix(SUFFIX)
+    name, colon, argument = plain.partition(":")
+    if name not in _ENTRIES:
+        forms = ", ".join(entry.spec.form for entry in _ENTRIES.values())
+        hint = did_you_mean(name, _ENTRIES)
+        raise ConfigError(f"{spec!r} is no compressor{hint}; known are {forms}, each also with {SUFFIX}")
+    entry = _ENTRIES[name]
+    try:
+        if colon and not argument:
+            raise ValueError("nothing stands after the colon")
+        compressor = entry.make(argument, seed, rank)
+    except ValueError as problem:
+        raise ConfigError(f"{spec!r}: {problem}; {name} is written {entry.spec.form}") from problem
+    return Feedback(compressor) if plain != spec else compressor
+
+
+def specs() -> tuple[Spec, ...]:
+    """All that are known, for help texts and error messages."""
+    feedback = Spec(f"…{SUFFIX}", "any of these with error feedback: what is not sent now is sent later")
+    return (*(entry.spec for entry in _ENTRIES.values()), feedback)
+
+
+def _ratio(argument: str) -> Fraction:
+    if re.fullmatch(r"\d*\.?\d+(e-?\d{1,2})?", argument, re.ASCII) and 0 < (ratio := Fraction(argument)) <= 1:
+        return ratio
+    raise ValueError("expected a ratio above 0 and up to 1, such as 0.01")
+
+
+def _whole(argument: str, least: int, most: int, what: str) -> int:
+    if re.fullmatch(r"\d{1,6}", argument, re.ASCII) and least <= (number := int(argument)) <= most:
+        return number
+    raise ValueError(f"expected {what} from {least} to {most}")
+
+
+def _plain(compressor: Callable[[], Compressor]) -> Callable[[str, int, int], Compressor]:
+    def make_plain(argument: str, _seed: int, _rank: int) -> Compressor:
+        if argument:
+            raise ValueError("it takes no argument")
+        return compressor()
+
+    return make_plain
+
+
+def _int8(argument: str, seed: int, rank: int) -> Compressor:
+    block, stochastic = 0, False
+    for setting in argument.split(",") if argument else ():
+        key, _, value = setting.partition("=")
+        if key == "block" and not block:
+            block = _whole(value, 16, 1 << 15, "a block, a power of two,")
+            if block & (block - 1):
+                raise ValueError(f"a block of {block} is not a power of two")
+        elif setting == "stochastic" and not stochastic:
+            stochastic = True
+        else:
+            raise ValueError(f"{setting!r} is not a setting, or stands twice")
+    return Int8(block, stochastic=stochastic, seed=seed, rank=rank)
+
+
+def _zstd(argument: str, _seed: int, _rank: int) -> Compressor:
+    return Lossless(_whole(argument, 1, 19, "a level") if argument else None)
+
+
+def _powersgd(argument: str, seed: int, _rank: int) -> Compressor:
+    return PowerSGD(_whole(argument, 1, 1024, "a rank"), seed)
+
+
+_ENTRIES = {
+    entry.spec.form.partition(":")[0].partition("[")[0]: entry
+    for entry in (
+        _Entry(Spec("none", "every element as it is"), _plain(lambda: Dense("none"))),
+        _Entry(
+            Spec("topk:RATIO", "the largest elements and their places; a lower ratio sends less"),
+            lambda argument, _seed, _rank: TopK(_ratio(argument)),
+        ),
+        _Entry(
+            Spec("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
+            lambda argument, seed, _rank: RandomK(_ratio(argument), seed),
+        ),
+        _Entry(Spec("fp16", "two bytes an element: 11 significant bits, up to 65504"), _plain(lambda: Fp16("fp16"))),
+        _Entry(
+            Spec("bf16", "two bytes an element: 8 significant bits, the range of float32"), _plain(lambda: Bf16("bf16"))
+        ),
+        _Entry(
+            Spec(
+                "int8[:block=N][,stochastic]",
+                "one byte an element; smaller blocks err less and send more, stochastic rounds right on average",
+            ),
+            _int8,
+        ),
+        _Entry(Spec("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
+        _Entry(Spec("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),
+        _Entry(Spec("zstd[:LEVEL]", "every bit, packed; a higher level sends a little less, much slower"), _zstd),
+    )
+}

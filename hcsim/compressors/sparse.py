@@ -1,0 +1,26 @@
+"""What the compressors that send a few elements share: how many, and where they go."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array
+from hcsim.compressors.codec import Mix
+
+
+def count_of(ratio: Fraction, elements: int) -> int:
+    """k = max(1, ⌈ratio · n⌉): something of every tensor that has anything. The ratio is exact, as it was written."""
+    return min(elements, max(1, math.ceil(ratio * elements)))
+
+
+def scatter(flat: Array, indices: npt.NDArray[np.integer], values: Array, mix: Mix) -> None:
+    """Bring values to their places."""
+    if mix is None:
+        flat.fill(0)
+        flat[indices] = values
+    else:
+        flat[indices] = mix(flat[indices], values)

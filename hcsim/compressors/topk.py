@@ -1,0 +1,130 @@
+"""`topk:RATIO`: the elements of largest magnitude, with their places.
+
+    payload: k indices (u32, ascending), k values (f32); k = max(1, ⌈ratio · n⌉) for each tensor
+
+Exactly k elements are sent; among equals those with the lowest indices, so the choice is determined.
+A full selection reads the tensor many times. Instead a threshold is guessed from a sample with a fixed stride, a
+little too low on purpose; one pass collects what reaches it, and the exact choice is made among these few.
+Where the guess was too high after all, the choice is made among all.
+
+Magnitudes are compared as integers, as the bits of a float without its sign: the order is the same, and a NaN or
+an infinity comes out on top, so that looking at what was collected finds it.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
+from hcsim.compressors.codec import BaseCompressor, Mix
+from hcsim.compressors.encoding import (
+    CHUNK,
+    FLOAT_BYTES,
+    HEADER_BYTES,
+    Codec,
+    check_decoded,
+    not_finite,
+)
+from hcsim.compressors.sparse import count_of, scatter
+from hcsim.errors import CompressionError, UsageError
+
+Bits = npt.NDArray[np.uint32]
+Indices = npt.NDArray[np.int64]
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+INFINITY = 0x7F800000
+SAMPLES = 1 << 16
+INDEX_BYTES = 4
+
+
+class TopK(BaseCompressor):
+    """Lower ratio: fewer bytes, more left unsent."""
+
+    codec = Codec.TOPK
+    kind = Kind.SPARSE
+
+    def __init__(self, ratio: Fraction) -> None:
+        super().__init__(f"topk:{float(ratio):g}")
+        self._ratio = ratio
+        self._mask = np.empty(CHUNK, bool)
+
+    def size_bytes(self, shape: Shape) -> int:
+        """An index and a value for each element that is sent."""
+        return HEADER_BYTES + (INDEX_BYTES + FLOAT_BYTES) * count_of(self._ratio, prod(shape))
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        if flat.size >= 1 << 32:
+            raise UsageError(f"{of.name}: {flat.size} elements are too many for indices of 32 bits")
+        count = count_of(self._ratio, flat.size)
+        payload = self._payload(of.name, shape)
+        indices, values = _parts(payload[HEADER_BYTES:], count)
+        indices[:], values.view(np.uint32)[:] = self._largest(flat, count, of)
+        return payload
+
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        count = count_of(self._ratio, flat.size)
+        indices, values = _parts(body, count)
+        if not (indices[1:] > indices[:-1]).all():
+            raise CompressionError("the payload's indices are not ascending", of.name)
+        if count and indices[-1] >= flat.size:
+            raise CompressionError(f"index {indices[-1]} is beyond the tensor's {flat.size} elements", of.name)
+        check_decoded(values, of.name)
+        scatter(flat, indices, values, mix)
+
+    def _largest(self, flat: Array, count: int, of: Ident) -> tuple[Indices, Bits]:
+        """Where the elements of largest magnitude are, ascending, and their bits."""
+        bits = flat.view(np.uint32)
+        least = _guess(bits, count)
+        indices, found = self._reaching(bits, least) if least else (np.arange(0), bits[:0])
+        if indices.size < count:
+            indices, found = np.arange(flat.size), bits
+        magnitudes = found & MAGNITUDE
+        if magnitudes.max(initial=0) >= INFINITY:
+            raise not_finite(flat, of.name)
+        if indices.size == count:
+            return indices, found
+        chosen = _largest_of(magnitudes, count)
+        return indices[chosen], found[chosen]
+
+    def _reaching(self, bits: Bits, least: int) -> tuple[Indices, Bits]:
+        """Where the magnitude is at least that much, ascending, and the bits there."""
+        indices, found = [], []
+        for lo in range(0, bits.size, CHUNK):
+            piece = bits[lo : lo + CHUNK]
+            magnitudes, mask = self.scratch.view(np.uint32)[: piece.size], self._mask[: piece.size]
+            np.bitwise_and(piece, MAGNITUDE, out=magnitudes)
+            np.greater_equal(magnitudes, np.uint32(least), out=mask)
+            places = np.flatnonzero(mask)
+            found.append(piece[places])  # while it is in the cache
+            indices.append(places + lo)
+        return np.concatenate(indices), np.concatenate(found)
+
+
+def _parts(body: Bytes, count: int) -> tuple[Bits, Array]:
+    middle = INDEX_BYTES * count
+    return body[:middle].view(np.uint32), body[middle:].view(np.float32)
+
+
+def _guess(bits: Bits, count: int) -> int:
+    """A magnitude that count elements and a few more are likely to reach; 0 where guessing does not pay."""
+    if bits.size < 2 * SAMPLES:
+        return 0
+    sample = bits[:: bits.size // SAMPLES | 1] & MAGNITUDE
+    expected = sample.size * count / bits.size
+    rank = int(expected + 4 * sqrt(expected) + 4)
+    if rank >= sample.size:
+        return 0
+    # At least one, so that where most elements are zero only the others are collected.
+    return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))
+
+
+def _largest_of(magnitudes: Bits, count: int) -> Indices:
+    """Which are the largest, ascending; of those that equal the smallest that is taken, the first ones."""
+    least = np.partition(magnitudes, magnitudes.size - count)[magnitudes.size - count]
+    taken = magnitudes > least
+    ties = np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(taken)]
+    taken[ties] = True
+    return np.flatnonzero(taken)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hcsim.collectives.cost import Links
     from hcsim.collectives.group import Group, Options
-    from hcsim.config import Scenario, load_scenario
+    from hcsim.config import Scenario, Training, load_scenario
     from hcsim.errors import HcsimError
-    from hcsim.launch import Outcome, real_group, simulate
+    from hcsim.launch import Outcome, real_group, simulate, simulate_training
     from hcsim.real.tls import TlsFiles
     from hcsim.runtime.channel import Phantom
+    from hcsim.training.run import Report
+    from hcsim.training.strategies import train
     from hcsim.transport.mesh import Wire
 
 __version__ = "0.1.0"
@@ -27,12 +29,16 @@ __all__ = [
     "Options",
     "Outcome",
     "Phantom",
+    "Report",
     "Scenario",
     "TlsFiles",
+    "Training",
     "Wire",
     "load_scenario",
     "real_group",
     "simulate",
+    "simulate_training",
+    "train",
 ]
 
 _HOMES = {
@@ -42,12 +48,16 @@ _HOMES = {
     "Options": "collectives.group",
     "Outcome": "launch",
     "Phantom": "runtime.channel",
+    "Report": "training.run",
     "Scenario": "config",
     "TlsFiles": "real.tls",
+    "Training": "config",
     "Wire": "transport.mesh",
     "load_scenario": "config",
     "real_group": "launch",
     "simulate": "launch",
+    "simulate_training": "launch",
+    "train": "training.strategies",
 }
 
 

@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from hcsim.collectives.group import Group, Options
-from hcsim.config import Scenario, load_scenario
+from hcsim.config import Scenario, Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
 from hcsim.telemetry.trace import Sink
+from hcsim.training.run import Observer, Report
 from hcsim.transport.mesh import Membership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -69,6 +70,27 @@ def simulate(
     return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count)
 
 
+def simulate_training(
+    scenario: Scenario | str | Path,
+    settings: Training | None = None,
+    *,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+    observer: Observer | None = None,
+) -> Outcome[Report]:
+    """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`."""
+    from hcsim.training.strategies import train
+
+    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    chosen = settings or loaded.training or Training()
+    options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
+
+    async def program(group: Group) -> Report:
+        return await train(group, chosen, loaded.seed, observer)
+
+    return simulate(loaded, program, options=options, wire=wire, sink=sink)
+
+
 @asynccontextmanager
 async def real_group(
     rank: int,
@@ -78,12 +100,16 @@ async def real_group(
     wire: Wire | None = None,
     tls: TlsFiles | None = None,
     insecure: bool = False,
+    device: str = "cpu",
 ) -> AsyncIterator[Group]:
-    """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out."""
+    """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out.
+
+    `device` is what a training run computes with, as torch calls it.
+    """
     addresses = tuple(peer if _has_port(peer) else f"{peer}:{DEFAULT_PORT}" for peer in peers)
     us = Membership(rank, addresses, wire=wire or Wire())
     async with (
-        RealHost(RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure)) as host,
+        RealHost(RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)) as host,
         await Group.open(host, us, options) as group,
     ):
         yield group

@@ -13,7 +13,7 @@ from hcsim.cli import screen
 from hcsim.errors import ConfigError, HcsimError, UsageError
 
 app = typer.Typer(
-    help="Collectives on a home cluster: in a simulated one, or on your own machines.",
+    help="Training and collectives on a home cluster: in a simulated one, or on your own machines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,6 +68,14 @@ def run(
     dtype: Annotated[Text, typer.Option(help="float32, bfloat16, int64, …")] = None,
     repeat: Annotated[int | None, typer.Option(help="How often the job is done.")] = None,
     timeout: Annotated[Text, typer.Option(help='How long one operation may take, such as "30 s".')] = None,
+    task: Annotated[Text, typer.Option(help="Train: what is learned (digits, text, convex, gpt2, …).")] = None,
+    strategy: Annotated[Text, typer.Option(help="Train: ddp, local_sgd:8, diloco:16, parameter_server, …")] = None,
+    compressor: Annotated[Text, typer.Option(help="Train: none, topk:0.01+ef, int8, powersgd:4+ef, …")] = None,
+    steps: Annotated[int | None, typer.Option(help="Train: how many steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Train: samples per rank and step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Train: learning rate.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Train: write the model to this file (safetensors).")] = None,
+    device: Annotated[Text, typer.Option(help="Train, real: cpu, mps, cuda, or auto (the default).")] = None,
     seed: Annotated[int | None, typer.Option(help="Virtual: seed of jitter, loss and faults.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Virtual: write every event to this file, as JSON lines.")] = None,
     real: Annotated[bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.")] = False,
@@ -85,26 +93,56 @@ def run(
     stripes: Annotated[int | None, typer.Option(min=1, help="Connections per peer; the same on all ranks.")] = None,
     segment: Annotated[Text, typer.Option(help='Piece that a message is cut into, such as "1 MiB".')] = None,
 ) -> None:
-    """Run a job: in a scenario's virtual cluster, or with --real on this and other machines."""
+    """Run a job or train: in a scenario's virtual cluster, or with --real on this and other machines."""
     with _plainly():
         from hcsim.cli import options
 
-        job = {"operation": operation, "algorithm": algorithm, "size": size, "dtype": dtype, "repeat": repeat}
+        both = {"algorithm": algorithm, "timeout": timeout}
+        job = {"operation": operation, "size": size, "dtype": dtype, "repeat": repeat}
+        learned = {
+            "task": task, "strategy": strategy, "compressor": compressor, "steps": steps, "batch": batch, "lr": lr,
+        }  # fmt: skip
         wire = options.wire(stripes, segment, wait)
+        chosen = options.scenario(scenario, seed, {**job, **both}, needed=not real)
+        settings = options.training(chosen.training if chosen else None, learned, both)
+        if settings is None:
+            options.refuse("where something is learned (--task)", {"--save": save, "--device": device})
+        else:
+            options.refuse("where nothing is learned", {f"--{name}": value for name, value in job.items()})
         if real:
-            options.refuse("in a virtual run", {"--seed": seed, "--trace": trace})
+            options.refuse("in a virtual run", {"--trace": trace, "--seed": seed if settings is None else None})
             tls = options.tls(tls_cert, tls_key, tls_ca)
             place = options.Place(options.peers(peers), rank, tls, insecure)
-            from hcsim.cli.real import run_real
+            if settings is not None:
+                from hcsim.cli.train import train_real
 
-            done = run_real(options.real_job(scenario, {**job, "timeout": timeout}), place, wire)
+                begin = chosen.seed if chosen else 1 if seed is None else seed
+                done = train_real(settings, begin, place, wire, device or "auto", save)
+            else:
+                from hcsim.cli.real import run_real
+
+                done = run_real(options.real_job(chosen, {**job, **both}), place, wire)
         else:
             tls_files = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca}
             only_real = {"--peers": peers, "--rank": rank, "--wait": wait, **tls_files, "--insecure": insecure or None}
-            options.refuse("with --real", only_real)
-            chosen = options.scenario(scenario, seed, {**job, "timeout": timeout})
-            from hcsim.cli.virtual import run_virtual
+            options.refuse("with --real", {**only_real, "--device": device})
+            assert chosen is not None
+            if settings is not None:
+                from hcsim.cli.train import train_virtual
 
-            done = run_virtual(chosen, wire, trace)
+                done = train_virtual(chosen, settings, wire, trace, save)
+            else:
+                from hcsim.cli.virtual import run_virtual
+
+                done = run_virtual(chosen, wire, trace)
     if not done:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
+    """Score a saved model on data that it was not trained on."""
+    with _plainly():
+        from hcsim.cli.train import evaluate_model
+
+        evaluate_model(model)

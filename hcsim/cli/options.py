@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim.cli import screen
-from hcsim.config import Job, Scenario, load_scenario, shipped_scenarios
+from hcsim.config import Job, Scenario, Training, load_scenario, shipped_scenarios
 from hcsim.config.explain import explain
 from hcsim.errors import ConfigError
 from hcsim.real.tls import TlsFiles
@@ -20,6 +20,7 @@ from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you
 _WAIT_S = 300.0
 
 T = TypeVar("T")
+TableT = TypeVar("TableT", Job, Training)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -31,8 +32,10 @@ class Place(msgspec.Struct, frozen=True):
     insecure: bool
 
 
-def scenario(name: str | None, seed: int | None, changes: Mapping[str, object]) -> Scenario:
-    """The scenario of that name or file, with what the options change in it."""
+def scenario(name: str | None, seed: int | None, changes: Mapping[str, object], *, needed: bool) -> Scenario | None:
+    """The scenario of that name or file, with what the options change in it; a real run can do without."""
+    if name is None and not needed:
+        return None
     if name is None:
         screen.scenarios(stderr=True)
         raise ConfigError("give a scenario: one of these names, or a TOML file")
@@ -47,14 +50,22 @@ def scenario(name: str | None, seed: int | None, changes: Mapping[str, object]) 
     return replace(loaded, seed=loaded.seed if seed is None else seed, job=_changed(loaded.job, changes))
 
 
-def real_job(name: str | None, changes: Mapping[str, object]) -> Job:
+def training(loaded: Training | None, changes: Mapping[str, object], further: Mapping[str, object]) -> Training | None:
+    """What is to be learned: what a scenario says, with what the options change in it; None where neither does."""
+    if loaded is None and all(value is None for value in changes.values()):
+        return None
+    return _changed(loaded or Training(), {**changes, **further})
+
+
+def real_job(chosen: Scenario | None, changes: Mapping[str, object]) -> Job:
     """The job for a real run; of a scenario, that is all that a real machine can use."""
-    job = _changed(load_scenario(name).job if name is not None else Job(), changes)
-    if job.payload == "phantom":
-        raise ConfigError(f"{name}: its job has phantoms for a payload, which cannot cross a real network")
-    if job.compute is not None:
-        raise ConfigError(f"{name}: its job computes, which is modelled and has no counterpart on a real machine")
-    return job
+    if chosen is None:
+        return _changed(Job(), changes)
+    if chosen.job.payload == "phantom":
+        raise ConfigError(f"{chosen.name}: its job has phantoms for a payload, which cannot cross a real network")
+    if chosen.job.compute is not None:
+        raise ConfigError(f"{chosen.name}: its job computes, which is modelled: a real machine has nothing to do there")
+    return chosen.job
 
 
 def wire(stripes: int | None, segment: str | None, wait: str | None) -> Wire:
@@ -101,11 +112,12 @@ def _quantity(option: str, text: str, kind: type[T]) -> T:
         raise ConfigError(f'{option} = "{text}": {error}') from None
 
 
-def _changed(job: Job, changes: Mapping[str, object]) -> Job:
+def _changed(table: TableT, changes: Mapping[str, object]) -> TableT:
     given = {key: value for key, value in changes.items() if value is not None}
+    kind = type(table)
     try:
-        read = msgspec.convert(given, Job, dec_hook=decode_quantity)
+        read = msgspec.convert(given, kind, dec_hook=decode_quantity)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--{explain(error, given, Job)}") from None
-    attributes = [field.name for field in msgspec.structs.fields(Job) if field.encode_name in given]
-    return replace(job, **{name: getattr(read, name) for name in attributes})
+        raise ConfigError(f"--{explain(error, given, kind)}") from None
+    attributes = [field.name for field in msgspec.structs.fields(kind) if field.encode_name in given]
+    return replace(table, **{name: getattr(read, name) for name in attributes})

@@ -6,7 +6,7 @@ import asyncio
 
 from hcsim.cli import screen
 from hcsim.cli.options import Place
-from hcsim.collectives.group import Options
+from hcsim.collectives.group import Group, Options
 from hcsim.config import Job
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
@@ -22,33 +22,43 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
     check_job(job)
     if job.algorithm == "hierarchical":
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
-    ranks = len(place.peers)
-    if place.rank is None or not 0 <= place.rank < ranks:
-        given = "nothing" if place.rank is None else place.rank
-        raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; it is {given}")
-    with screen.Progress(job.repeat) as progress:
+    rank, ranks = our_rank(place), len(place.peers)
+    with screen.Progress("repeat", job.repeat) as progress:
         laps = asyncio.run(_run(job, place, wire, progress))
-    if place.rank == 0:
+    if rank == 0:
         screen.report(screen.title(job, ranks, "over TCP"), job, ranks, laps)
     else:
-        screen.say(f"rank {place.rank}: done, {len(laps)} repeats")
+        screen.say(f"rank {rank}: done, {len(laps)} repeats")
     return not any(lap.wrong for lap in laps)
 
 
 async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> list[Lap]:
-    assert place.rank is not None
     options = Options(timeout_s=job.timeout_s)
     async with real_group(
-        place.rank, place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure
+        our_rank(place), place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure
     ) as group:
-        absent: list[str] = []
-
-        def missing(ranks: list[int]) -> None:
-            absent[:] = [f"rank {rank} at {place.peers[rank]}" for rank in ranks]
-            progress.waiting(absent)
-
-        try:
-            await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
-        except CollectiveError as error:
-            raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
+        await meet(group, place, wire, progress)
         return await run_job(group, job, progress.lap)
+
+
+def our_rank(place: Place) -> int:
+    """Which of the peers we are, if that was said."""
+    ranks = len(place.peers)
+    if place.rank is None or not 0 <= place.rank < ranks:
+        given = "nothing" if place.rank is None else place.rank
+        raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; it is {given}")
+    return place.rank
+
+
+async def meet(group: Group, place: Place, wire: Wire, progress: screen.Progress) -> None:
+    """Wait for all ranks, and say for whom."""
+    absent: list[str] = []
+
+    def missing(ranks: list[int]) -> None:
+        absent[:] = [f"rank {rank} at {place.peers[rank]}" for rank in ranks]
+        progress.waiting(absent)
+
+    try:
+        await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
+    except CollectiveError as error:
+        raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None

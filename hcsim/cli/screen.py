@@ -20,7 +20,9 @@ from hcsim.config import Job, parse_scenario, shipped_scenarios
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from hcsim.config import Training
     from hcsim.jobs import Lap
+    from hcsim.training.run import Point, Report
 
 
 def complain(message: str) -> None:
@@ -50,8 +52,9 @@ def scenarios(*, stderr: bool = False) -> None:
 class Progress:
     """The moving line."""
 
-    def __init__(self, repeats: int) -> None:
-        self._repeats = repeats
+    def __init__(self, what: str, count: int) -> None:
+        self._what = what
+        self._count = count
         self._console = Console(stderr=True, soft_wrap=True)
         self._status: Status | None = self._console.status("starting") if self._console.is_terminal else None
 
@@ -70,7 +73,14 @@ class Progress:
 
     def lap(self, lap: Lap) -> None:
         """Say that a repeat is over."""
-        self._show(f"repeat {lap.number} of {self._repeats}: {duration(lap.seconds)}")
+        self._show(f"{self._what} {lap.number} of {self._count}: {duration(lap.seconds)}")
+
+    def point(self, point: Point) -> None:
+        """Say how far training has come; without a terminal only where the model was looked at."""
+        if self._status is not None or point.score is not None:
+            looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
+            how_far = f"{self._what} {point.step} of {self._count}"
+            self._show(f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}")
 
     def _show(self, line: str) -> None:
         if self._status is not None:
@@ -102,6 +112,34 @@ def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
     Console().print(table)
     if laps[-1].sha256 is not None:
         say(f"result sha256 {laps[-1].sha256}")
+
+
+def training_report(settings: Training, where: str, reports: Sequence[Report]) -> None:
+    """How the held-out loss fell, where the time went, and the digest of the model."""
+    say(f"{settings.task} by {settings.strategy}, compressor {settings.compressor}, {where}")
+    if not reports:
+        return
+    looks = [point for point in reports[0].points if point.score is not None]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("step", "time", "training loss", "held-out loss", "accuracy", "sent/rank"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in looks:
+        assert point.score is not None
+        right = "–" if point.score.accuracy is None else f"{100 * point.score.accuracy:.1f} %"
+        loss = f"{point.score.loss:.4f}"
+        table.add_row(
+            str(point.step), duration(point.time_s), f"{point.loss:.4f}", loss, right, _size(point.sent_bytes)
+        )
+    if looks:
+        Console().print(table)
+    slowest = max(reports, key=lambda report: report.duration_s)
+    spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in slowest.spent_s.items())
+    each = slowest.duration_s / max(1, slowest.steps)
+    say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each ({spent})")
+    say(f"sent per rank {_size(max(report.sent_bytes for report in reports))}, headers included")
+    digests = list(dict.fromkeys(report.sha256 for report in reports if report.sha256 is not None and report.steps))
+    for sha256 in digests:
+        say(f"parameters sha256 {sha256}")
 
 
 def title(job: Job, ranks: int, where: str) -> str:

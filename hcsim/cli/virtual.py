@@ -13,7 +13,7 @@ from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
-from hcsim.launch import Outcome, simulate
+from hcsim.launch import simulate
 from hcsim.telemetry.trace import Event, Sink
 from hcsim.transport.mesh import Wire
 
@@ -25,8 +25,8 @@ def run_virtual(scenario: Scenario, wire: Wire, trace_file: Path | None) -> bool
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
     laps: list[Lap] = []
     with ExitStack() as stack:
-        progress = stack.enter_context(screen.Progress(job.repeat))
-        sink = _writer(trace_file, stack) if trace_file is not None else None
+        progress = stack.enter_context(screen.Progress("repeat", job.repeat))
+        sink = writer(trace_file, stack) if trace_file is not None else None
 
         def observe(lap: Lap) -> None:
             if lap.number > len(laps):  # the first rank to know tells for all
@@ -40,15 +40,16 @@ def run_virtual(scenario: Scenario, wire: Wire, trace_file: Path | None) -> bool
         outcome = simulate(scenario, program, options=options, wire=wire, sink=sink)
     names = [node.name for node in scenario.nodes]
     screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
-    healthy = _tell_failures(names, outcome)
+    healthy = tell_failures(names, outcome.results)
     screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
     screen.say(f"trace sha256 {outcome.trace_sha256}")
     return healthy and not any(lap.wrong for lap in laps)
 
 
-def _tell_failures(names: Sequence[str], outcome: Outcome[None]) -> bool:
+def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
+    """Name every rank that failed; whether none did."""
     healthy = True
-    for rank, (name, result) in enumerate(zip(names, outcome.results, strict=True)):
+    for rank, (name, result) in enumerate(zip(names, results, strict=True)):
         if isinstance(result, BaseException):
             if not isinstance(result, HcsimError):
                 raise result
@@ -61,15 +62,12 @@ def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     """Who is close to whom, for a hierarchical all_reduce: those in one home."""
     if scenario.job.algorithm != "hierarchical":
         return ()
-    homes: dict[str, list[int]] = {}
-    for rank, node in enumerate(scenario.nodes):
-        homes.setdefault(node.home, []).append(rank)
-    if len(homes) < 2:
+    if len(scenario.homes) < 2:
         raise ConfigError(f"hierarchical goes over several homes, and all nodes of {scenario.name} are in one")
-    return tuple(tuple(ranks) for ranks in homes.values())
+    return scenario.homes
 
 
-def _writer(path: Path, stack: ExitStack) -> Sink:
+def writer(path: Path, stack: ExitStack) -> Sink:
     """Writes each event as a line of JSON."""
     try:
         file = stack.enter_context(path.open("wb"))

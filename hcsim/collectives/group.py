@@ -116,6 +116,12 @@ class Group:
         return self._fate.mesh.host
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where each rank listens."""
+        everyone = self._fate.mesh.us.addresses
+        return tuple(everyone[member] for member in self._members)
+
+    @property
     def epoch(self) -> int:
         """Counts the lives of this group."""
         return self._fate.mesh.us.epoch

@@ -17,6 +17,7 @@ from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.machines import CATALOGUE, Machine
 from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
+from hcsim.config.training import Training
 
 __all__ = [
     "CATALOGUE",
@@ -38,6 +39,7 @@ __all__ = [
     "Tcp",
     "Throttle",
     "Thunderbolt",
+    "Training",
     "Tunnel",
     "Wan",
     "Wifi",

@@ -11,6 +11,7 @@ from hcsim.config.faults import AnyFault
 from hcsim.config.machines import Machine
 from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
 from hcsim.config.table import Count, Name, Table
+from hcsim.config.training import Training
 from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share
 
 
@@ -93,6 +94,16 @@ class Scenario(Table, frozen=True):
     tcp: Tcp = Tcp()
     faults: tuple[AnyFault, ...] = field(name="fault", default=())
     job: Job = Job()
+    training: Training | None = None
+    """What they learn; without it they do the job."""
+
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each home, in the order of the nodes."""
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            ranks.setdefault(node.home, []).append(rank)
+        return tuple(map(tuple, ranks.values()))
 
 
 def idealised(scenario: Scenario) -> Scenario:

@@ -1,0 +1,106 @@
+"""`hcsim run` with something to learn, in both worlds, and `hcsim evaluate`."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+from hcsim.cli import screen
+from hcsim.cli.options import Place
+from hcsim.cli.real import meet, our_rank
+from hcsim.cli.virtual import tell_failures, writer
+from hcsim.collectives.group import Options
+from hcsim.config import Scenario, Training
+from hcsim.errors import ConfigError
+from hcsim.launch import real_group, simulate_training
+from hcsim.real.device import best_torch_device
+from hcsim.runtime.channel import Phantom
+from hcsim.training.run import Point, Report, Run
+from hcsim.training.saved import load_model, save_model
+from hcsim.training.strategies import check_training, train
+from hcsim.training.tasks import task
+from hcsim.transport.mesh import Wire
+
+
+class Onlooker:
+    """Shows the first rank's progress, and saves its model at the end."""
+
+    def __init__(self, progress: screen.Progress, save: Path | None) -> None:
+        self._progress = progress
+        self._save = save
+
+    def point(self, rank: int, point: Point) -> None:
+        """A rank has come this far."""
+        if rank == 0:
+            self._progress.point(point)
+
+    def finished(self, run: Run) -> None:
+        """A rank has come to the end."""
+        parameters = run.learner.replica.parameters
+        if self._save is not None and run.group.rank == 0 and not isinstance(parameters, Phantom):
+            settings = run.settings
+            about = {"strategy": settings.strategy, "compressor": settings.compressor, "steps": str(settings.steps)}
+            save_model(self._save, run.task, parameters, about)
+
+
+def train_virtual(scenario: Scenario, settings: Training, wire: Wire, trace: Path | None, save: Path | None) -> bool:
+    """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
+    _check(settings, len(scenario.nodes), save)
+    with ExitStack() as stack:
+        progress = stack.enter_context(screen.Progress("step", settings.steps))
+        sink = writer(trace, stack) if trace is not None else None
+        outcome = simulate_training(scenario, settings, wire=wire, sink=sink, observer=Onlooker(progress, save))
+    names = [node.name for node in scenario.nodes]
+    reports = [result for result in outcome.results if isinstance(result, Report)]
+    screen.training_report(settings, f"{len(names)} ranks, {scenario.name}", reports)
+    healthy = tell_failures(names, outcome.results)
+    screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
+    screen.say(f"trace sha256 {outcome.trace_sha256}")
+    return healthy
+
+
+def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
+    """Train as one rank of a real group, and show how it went."""
+    rank, ranks = our_rank(place), len(place.peers)
+    _check(settings, ranks, save)
+    if task(settings.task).phantom:
+        raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
+    with screen.Progress("step", settings.steps) as progress:
+        report = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
+    where = f"rank {rank} of {ranks}, over TCP"
+    screen.training_report(settings, where, [report])
+    return True
+
+
+async def _train(
+    settings: Training, seed: int, place: Place, wire: Wire, device: str, progress: screen.Progress, save: Path | None
+) -> Report:
+    options = Options(timeout_s=settings.timeout_s)
+    chosen = best_torch_device() if device == "auto" else device
+    async with real_group(
+        our_rank(place), place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure, device=chosen
+    ) as group:
+        await meet(group, place, wire, progress)
+        return await train(group, settings, seed, Onlooker(progress, save))
+
+
+def evaluate_model(path: Path) -> None:
+    """Score a saved model on the task's held-out data."""
+    saved = load_model(path)
+    score = saved.task.score(saved.parameters)
+    screen.say(f"{path}: {saved.task.name}, trained by {saved.about.get('strategy', '?')}")
+    if score is None:
+        raise ConfigError(f"{saved.task.name} has no held-out data")
+    screen.say(f"held-out loss {score.loss:.4f}")
+    if score.accuracy is not None:
+        screen.say(f"held-out accuracy {100 * score.accuracy:.2f} %")
+    screen.say(f"parameters sha256 {saved.about['sha256']}")
+
+
+def _check(settings: Training, ranks: int, save: Path | None) -> None:
+    check_training(settings, ranks)
+    if save is not None and task(settings.task).phantom:
+        raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")
+    if save is not None and not save.parent.is_dir():
+        raise ConfigError(f"--save {save}: there is no folder {save.parent}")

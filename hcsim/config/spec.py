@@ -1,0 +1,60 @@
+"""Short texts that name a thing and set its figures: "topk:0.01", "diloco:16,lr=0.7", "int8:stochastic".
+
+A name, and after a colon what differs from the defaults: `field=value`, the bare value of the first field, or the
+bare name of a switch. The fields are those of a struct, which checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from hcsim.errors import ConfigError
+from hcsim.units import did_you_mean
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
+    """The struct that the text describes; `what` is what these texts name, for errors."""
+    name, _, rest = text.partition(":")
+    if name not in kinds:
+        raise ConfigError(f'there is no {what} "{name}"{did_you_mean(name, kinds)}; known: {", ".join(kinds)}')
+    kind = kinds[name]
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    given: dict[str, str | bool] = {}
+    for number, part in enumerate(rest.split(",") if rest else ()):
+        key, equals, value = part.partition("=")
+        if not equals and fields.get(key) is bool:
+            given[key] = True
+        elif not equals and number == 0 and fields:
+            given[next(iter(fields))] = key
+        elif equals and key in fields:
+            given[key] = value
+        else:
+            raise ConfigError(f'{what} "{text}": "{part}" cannot be used; {_usage(name, kind)}')
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f'{what} "{text}": {error}; {_usage(name, kind)}') from None
+
+
+def write_spec(name: str, value: msgspec.Struct) -> str:
+    """The shortest text that `read_spec` reads as this."""
+    parts = []
+    for number, field in enumerate(msgspec.structs.fields(value)):
+        given = getattr(value, field.name)
+        if given != field.default:
+            switch = field.type is bool
+            parts.append(field.name if switch else f"{given}" if number == 0 else f"{field.name}={given}")
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def _usage(name: str, kind: type[msgspec.Struct]) -> str:
+    known = [
+        f.name if f.type is bool else f"{f.name}={'…' if f.default is msgspec.NODEFAULT else f.default}"
+        for f in msgspec.structs.fields(kind)
+    ]
+    return f'"{name}" knows {", ".join(known)}' if known else f'"{name}" has nothing to set'

@@ -1,0 +1,1 @@
+"""How a model learns: tasks, what is sent of a gradient, and the strategies that send it."""

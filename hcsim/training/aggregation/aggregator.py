@@ -1,0 +1,92 @@
+"""The sum of all ranks' arrays, through whichever exchange the compressor needs.
+
+Ranks weigh their arrays before (by their share of the samples), so the sum is the weighted average. Each bucket has
+its own number on the wire: buckets may be in flight together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+
+from hcsim.collectives.group import Group
+from hcsim.compressors.base import Array, Compressor, Kind, Linear
+from hcsim.compressors.dense import Dense
+from hcsim.runtime.channel import Phantom
+from hcsim.training.aggregation.bench import Bench
+from hcsim.training.aggregation.linear import LinearExchange
+from hcsim.training.aggregation.quantised import QuantisedExchange
+from hcsim.training.aggregation.sparse import SparseExchange
+from hcsim.training.layout import Bucket, Tensor
+from hcsim.training.learner import Ledger
+from hcsim.training.task import Flat
+
+
+class Aggregator(Protocol):
+    """Sums arrays over a group."""
+
+    async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
+        """Replace the bucket's part of the array by the sum of all ranks', each times its rank's weight."""
+
+
+class Exchange(Protocol):
+    """How payloads of one kind are combined."""
+
+    async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
+        """Replace each tensor by its sum over all ranks; together they are all of the array."""
+
+    async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
+        """The same without data: only time passes."""
+
+
+class Direct:
+    """All ranks exchange with all."""
+
+    def __init__(self, group: Group, ledger: Ledger, compressor: Compressor, algorithm: str = "auto") -> None:
+        self._group = group
+        self._joined = isinstance(compressor, Dense)
+        self._exchange = _exchange(group, Bench(group.host, ledger, compressor), compressor, algorithm)
+
+    async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
+        """See `Aggregator.total`."""
+        # What travels as it is need not be told apart by tensor: the bucket goes out without a copy.
+        tensors = (Tensor("bucket", (bucket.hi - bucket.lo,), 0),) if self._joined else bucket.tensors
+        await self._group.host.device.touch(2 * bucket.size_bytes)
+        if isinstance(flat, Phantom):
+            await self._exchange.phantom_total(tensors, bucket.number)
+        else:
+            part = flat[bucket.span]
+            part *= np.float32(weight)
+            await self._exchange.total(part, tensors, step, bucket.number)
+
+
+class Hierarchical:
+    """Neighbours sum up first; one of each neighbourhood exchanges with the others, compressed, and tells the rest."""
+
+    def __init__(self, near: Group, far: Aggregator | None) -> None:
+        self._near = near
+        self._far = far
+        """None on ranks that do not speak for their neighbourhood."""
+
+    async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
+        """See `Aggregator.total`."""
+        part: Flat
+        if isinstance(flat, Phantom):
+            part = Phantom(bucket.size_bytes)
+        else:
+            part = flat[bucket.span]
+            part *= np.float32(weight)
+        await self._near.reduce(part, bucket=bucket.number)
+        if self._far is not None:
+            await self._far.total(flat, bucket, 1.0, step)
+        await self._near.broadcast(part, bucket=bucket.number)
+
+
+def _exchange(group: Group, bench: Bench, compressor: Compressor, algorithm: str) -> Exchange:
+    if compressor.kind is Kind.LINEAR:
+        return LinearExchange(group, bench, cast(Linear, compressor), algorithm)
+    if compressor.kind is Kind.SPARSE:
+        return SparseExchange(group, bench, compressor)
+    return QuantisedExchange(group, bench, compressor)

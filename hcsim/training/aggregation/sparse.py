@@ -1,0 +1,52 @@
+"""Sparse compressors: everybody gets everybody's payload, decodes it and adds it up, in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hcsim.collectives.group import Group
+from hcsim.collectives.plan import offsets
+from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.runtime.channel import Phantom
+from hcsim.training.aggregation.bench import Bench, nothing
+from hcsim.training.layout import Tensor
+
+
+class SparseExchange:
+    """Gathers payloads whose size follows from the shapes."""
+
+    def __init__(self, group: Group, bench: Bench, compressor: Compressor) -> None:
+        self._group = group
+        self._bench = bench
+        self._compressor = compressor
+
+    async def total(self, flat: Array, tensors: Sequence[Tensor], step: int, bucket: int) -> None:
+        """Replace each tensor by its sum over all ranks."""
+        shapes = [tensor.shape for tensor in tensors]
+
+        def encoded() -> Bytes:
+            return np.concatenate([self._compressor.encode(t.view(flat), Ident(t.name, step)) for t in tensors])
+
+        payload = await self._bench.encode(shapes, encoded)
+        payloads = await self._group.all_gather(payload, bucket=bucket)
+
+        def summed() -> None:
+            cuts = offsets([self._compressor.size_bytes(shape) for shape in shapes])
+            for tensor, (lo, hi) in zip(tensors, pairwise(cuts), strict=True):
+                place = tensor.view(flat)
+                place.fill(0.0)
+                for theirs in payloads:
+                    assert not isinstance(theirs, Phantom)
+                    self._compressor.add(theirs[lo:hi], place, Ident(tensor.name, step))
+
+        await self._bench.decode(shapes, summed, self._group.size)
+
+    async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
+        """The same without data: only time passes."""
+        shapes = [tensor.shape for tensor in tensors]
+        await self._bench.encode(shapes, nothing)
+        await self._group.all_gather(Phantom(sum(map(self._compressor.size_bytes, shapes))), bucket=bucket)
+        await self._bench.decode(shapes, nothing, self._group.size)

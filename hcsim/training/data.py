@@ -1,0 +1,106 @@
+"""Which samples a rank learns from in a step.
+
+Every epoch is a new permutation of all samples. The global batch of a step is the next contiguous part of it,
+dealt out to the ranks in order, as many to each as its batch size says. So N ranks with batches of b see
+in every step, sample for sample, what one process with a batch of N·b sees. Nothing is dropped and
+nothing is seen twice in an epoch: its last batch may be short, and then some ranks get fewer samples
+than usual or none, which is why gradients are averaged by `counts`.
+
+A worker that keeps its own pace (of a parameter server) goes through a shard of its own instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from hcsim.errors import UsageError
+from hcsim.rng import generator
+from hcsim.training.task import Indices, Task
+
+
+def dealt(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """So many samples, shared out in proportion to the sizes; what is left over goes to the largest remainders."""
+    total = sum(sizes)
+    shares = [count * size // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda rank: (-(count * sizes[rank] % total), rank))
+    for rank in by_remainder[: count - sum(shares)]:
+        shares[rank] += 1
+    return tuple(shares)
+
+
+class Batches:
+    """The batches of all ranks: every rank computes the same ones, and takes its own."""
+
+    def __init__(self, samples: int, batch_sizes: Sequence[int], seed: int, *, shuffled: bool = True) -> None:
+        if samples < 1 or min(batch_sizes, default=0) < 0 or sum(batch_sizes) < 1:
+            raise UsageError(f"{samples} samples cannot be dealt out in batches of {tuple(batch_sizes)}")
+        self.samples = samples
+        self.batch_sizes = tuple(batch_sizes)
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._permuted if shuffled else self._in_sequence)
+        self._own_order = lru_cache(maxsize=2 * len(self.batch_sizes))(self._own_permuted if shuffled else self._shard)
+
+    @classmethod
+    def of(cls, task: Task, batch_sizes: Sequence[int], seed: int) -> Batches:
+        """For a task. A phantom has samples to count and none to shuffle."""
+        return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches, the short last one included."""
+        return -(-self.samples // sum(self.batch_sizes))
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """By rank, the samples in its batch: the weights of its gradients in the mean."""
+        lo, hi = self._range(step)
+        return dealt(hi - lo, self.batch_sizes)
+
+    def batch(self, step: int, rank: int) -> Indices:
+        """This rank's part of the step's global batch."""
+        lo, _ = self._range(step)
+        counts = self.counts(step)
+        start = lo + sum(counts[:rank])
+        return self._order(step // self.steps_per_epoch)[start : start + counts[rank]]
+
+    def shard(self, rank: int) -> Indices:
+        """The samples of a worker that goes its own way, as many as its batch size earns. Shards share none."""
+        return self._own_order(rank, -1)
+
+    def own(self, rank: int, number: int) -> Indices:
+        """The worker's batch of that number, from its shard. It goes through the shard by epochs of its own."""
+        size, length = self.batch_sizes[rank], len(self.shard(rank))
+        if length == 0:
+            return self.shard(rank)
+        epoch, at = divmod(number, -(-length // size))
+        return self._own_order(rank, epoch)[at * size : (at + 1) * size]
+
+    def _range(self, step: int) -> tuple[int, int]:
+        """Of the epoch's permutation."""
+        size = sum(self.batch_sizes)
+        lo = step % self.steps_per_epoch * size
+        return lo, min(lo + size, self.samples)
+
+    def _permuted(self, epoch: int) -> Indices:
+        return _constant(generator(self._seed, "batches", epoch).permutation(self.samples))
+
+    def _in_sequence(self, epoch: int) -> Indices:
+        return _constant(np.arange(self.samples))
+
+    def _own_permuted(self, rank: int, epoch: int) -> Indices:
+        shard = self._shard(rank, epoch)
+        # Epoch -1 is the shard as it was dealt.
+        return shard if epoch < 0 else _constant(generator(self._seed, "own", rank, epoch).permutation(shard))
+
+    def _shard(self, rank: int, epoch: int) -> Indices:
+        ends = list(accumulate(dealt(self.samples, self.batch_sizes), initial=0))
+        return self._order(-1)[ends[rank] : ends[rank + 1]]
+
+
+def _constant(indices: Indices) -> Indices:
+    """Handed out to many, written by none."""
+    indices.flags.writeable = False
+    return indices

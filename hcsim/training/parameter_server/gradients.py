@@ -1,0 +1,82 @@
+"""Gradients on their way to the server: one payload per tensor, and no trust in what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.errors import CompressionError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
+from hcsim.training.layout import FLOAT_BYTES, Layout
+from hcsim.training.parameter_server.messages import Push
+from hcsim.training.task import Flat
+
+SLACK_BYTES = 1024
+"""What a payload may have beyond its tensor: a coder that finds nothing to save adds a little."""
+
+
+class Gradients:
+    """How gradients of one model are packed, checked and unpacked."""
+
+    def __init__(self, layout: Layout, compressor: Compressor) -> None:
+        self.tensors = layout.tensors
+        self.compressor = compressor
+        self.length = layout.length
+        self._exact = [compressor.size_bytes(tensor.shape) for tensor in self.tensors]
+        self._most = [FLOAT_BYTES * tensor.length * 65 // 64 + SLACK_BYTES for tensor in self.tensors]
+        self.most_bytes = sum(self._most)
+        """No honest push is larger, whatever it was compressed with."""
+        self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
+        self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
+
+    def pack(self, gradients: Flat, version: int) -> tuple[tuple[int, ...], Bytes | Phantom]:
+        """The sizes of the payloads, and all of them in one piece."""
+        if isinstance(gradients, Phantom):
+            return tuple(self._exact), Phantom(sum(self._exact))
+        payloads = [
+            self.compressor.encode(tensor.view(gradients), Ident(tensor.name, version)) for tensor in self.tensors
+        ]
+        return tuple(payload.nbytes for payload in payloads), np.concatenate(payloads)
+
+    def objection(self, push: Push) -> str:
+        """What is wrong with an announced push; empty if nothing is."""
+        if push.compressor != self.compressor.spec:
+            return f"compressed with {push.compressor!r}, and we expect {self.compressor.spec!r}"
+        if len(push.sizes) != len(self.tensors):
+            return f"{len(push.sizes)} payloads for {len(self.tensors)} tensors"
+        for tensor, size, exact, most in zip(self.tensors, push.sizes, self._exact, self._most, strict=True):
+            if size != exact if self.compressor.sized else size > most:
+                return f"{size} bytes for {tensor.name}, whose shape is {list(tensor.shape)}"
+        return ""
+
+    def unpack(self, push: Push, data: Bytes) -> Array:
+        """The gradients in an announced push that was not objected to; `CompressionError` if they are not valid."""
+        gradients = np.empty(self.length, np.float32)
+        ends = accumulate(push.sizes, initial=0)
+        for tensor, (lo, hi) in zip(self.tensors, pairwise(ends), strict=True):
+            out = tensor.view(gradients)
+            self.compressor.decode(data[lo:hi], out, Ident(tensor.name, push.version))
+            if not np.isfinite(out).all():
+                raise CompressionError("a gradient is not finite", tensor.name)
+        return gradients
+
+
+def weighted_mean(arrays: Iterable[tuple[Array, int]], out: Array) -> None:
+    """The mean of arrays with these weights, added up in this order; zero without any weight. Changes the arrays."""
+    terms = list(arrays)
+    total = sum(weight for _, weight in terms)
+    out.fill(0.0)
+    for array, weight in terms:
+        if weight:
+            # Shares of one rather than sums that are divided: what is finite stays finite.
+            array *= np.float32(weight / total)
+            out += array
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    each = list(works)
+    return Work(sum(work.flops for work in each), sum(work.moved_bytes for work in each))

@@ -1,0 +1,286 @@
+"""What the parameter server decides: a pure state machine, events and the time in, effects out.
+
+Modes, and when an update is made:
+
+    sync     when every worker that is waited for has pushed, or `deadline_s` after the round's first push if at
+             least `quorum` have. The mean is weighted by samples and summed in the order of the workers' names.
+    bounded  at every push whose model is at most `staleness` updates old. A worker that is more
+             than `staleness` pushes ahead of the slowest waits for it before it gets the next model
+             (stale synchronous parallel, Ho et al., NIPS 2013).
+    async    at every push.
+
+Where an update is made by one push, its learning rate is scaled by that push's share of the samples of one push
+from everybody. So one push from each of N workers moves the model as far as one round does, and
+steps and learning rates mean the same in every mode.
+
+A worker is
+
+    awaited, and becomes absent  when a round's deadline passes without its push, when it is silent for `deadline_s`
+                                 (modes other than sync), or `grace_s` after its connection was lost
+    absent, and becomes awaited  when it says anything
+    no longer a contributor      when it leaves
+
+A push, numbered by its worker, is
+
+    answered already   repeated, with the same answer (one before the last: refused and forgotten)
+    under way          repeated, and answered once, when its round ends
+    new                Accepted (and in exactly one update), Stale, or Refused; after the end it is Stale
+
+Nobody waits for ever: whoever waits is told so every `deadline_s`; without an update for `patience_s` training ends
+with an error that names who is missing. It ends well after `total` updates, or when all have left. Then everybody
+is told, and the server stays until all have fetched what they want, for at most `linger_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hcsim.training.parameter_server.effects import Apply, Contribution, Effect, Give, Tell
+from hcsim.training.parameter_server.member import Member
+from hcsim.training.parameter_server.messages import (
+    Accepted,
+    Await,
+    Done,
+    Join,
+    Pull,
+    Push,
+    Refused,
+    Stale,
+    Verdict,
+    Wait,
+    Welcome,
+)
+from hcsim.training.parameter_server.policy import Policy
+
+MOST_NAMES = 8
+"""In an error's text."""
+
+
+class Rounds:
+    """The machine. Its methods are the events; what they return is to be done in that order.
+
+    Time never goes back, and every event is followed by a tick at the same time.
+    """
+
+    def __init__(self, policy: Policy, total: int, *, awaited: Iterable[str] = (), now: float = 0.0) -> None:
+        self.policy = policy
+        self.total = total
+        self.version = 0
+        self.history = 0
+        self.members = {name: Member(lost_s=now, heard_s=now) for name in sorted(awaited)}
+        self.pending: dict[str, Contribution] = {}
+        """sync: the pushes of this round."""
+        self.ended: Done | None = None
+        self._since_s = now
+        """Of the last update, then of the end."""
+        self._first_push_s = now
+
+    # Events.
+
+    def objection(self, join: Join) -> str:
+        """Why this caller cannot be let in; empty if it can."""
+        member = self.members.get(join.worker)
+        if member is None or not member.connected or not member.awaited or member.life in (None, join.life):
+            return ""
+        return f"a worker called {join.worker} is connected already"
+
+    def joined(self, join: Join, now: float) -> list[Effect]:
+        """A worker called, and there is no objection."""
+        member = self.members.setdefault(join.worker, Member(awaited=False))
+        if member.life != join.life:
+            # It starts again and knows nothing of a push that is under way: nobody was told that this counts.
+            self.pending.pop(join.worker, None)
+            member.life, member.gone = join.life, False
+        member.connected, member.contributes, member.asked = True, join.contributes, None
+        self._heard(member, now)
+        effects: list[Effect] = [Tell(join.worker, Welcome(member.answered, member.accepted, self.history))]
+        return [*effects, Tell(join.worker, self.ended)] if self.ended else effects
+
+    def asked(self, worker: str, question: Pull | Await, now: float) -> list[Effect]:
+        """A worker wants the model, or to be told of the end."""
+        member = self.members[worker]
+        self._heard(member, now)
+        member.asked = question
+        return list(self._released(worker, member))
+
+    def wants(self, worker: str, push: Push) -> bool:
+        """Whether the push's payload has to be looked at: otherwise the answer is known without it."""
+        known = push.sequence <= self.members[worker].answered or worker in self.pending
+        return not known and not self.ended and self._fresh(push.version)
+
+    def pushed(self, worker: str, push: Push, gradient: Any, fault: str, now: float) -> list[Effect]:
+        """A worker pushed. The gradient is None if the payload was not wanted or, as `fault` says, not valid."""
+        member = self.members[worker]
+        self._heard(member, now)
+        if push.sequence <= member.answered:
+            again = member.verdict if push.sequence == member.answered else None
+            return [Tell(worker, again or Refused(push.sequence, "a later push has been answered already"))]
+        before = self.pending.get(worker)
+        if before is not None and before.sequence == push.sequence:
+            return []  # its answer is on the way
+        if before is not None:
+            return [Tell(worker, Refused(push.sequence, f"push {before.sequence} is still under way"))]
+        if fault and not self.ended:
+            return [self._judged(worker, Refused(push.sequence, fault))]
+        if self.ended or gradient is None or not self._fresh(push.version):
+            return [self._judged(worker, Stale(push.sequence, self.version))]
+        member.samples, member.contributes = push.samples, True
+        return list(self._counted(Contribution(worker, push.sequence, push.samples, gradient), now))
+
+    def left(self, worker: str, now: float) -> list[Effect]:
+        """A worker will push no more; after the end, it has all it wants."""
+        member = self.members[worker]
+        member.contributes, member.gone = False, self.ended is not None
+        return list(self._settled(now))
+
+    def lost(self, worker: str, now: float) -> list[Effect]:
+        """A worker's connection is gone. It is expected to call again, for a while."""
+        member = self.members[worker]
+        member.connected, member.asked, member.lost_s = False, None, now
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        for member in self.members.values():
+            if now >= member.absent_s(self.policy):
+                member.awaited = False
+        effects = list(self._settled(now))
+        if not self.ended and now >= self._since_s + self.policy.patience_s:
+            effects += self._end(f"no update for {self.policy.patience_s:g} s, {self._missing()}", now)
+        for name, member in self.members.items():
+            if self._waits(name) and now >= member.told_s + self.policy.deadline_s:
+                effects.append(Tell(name, Wait()))
+                member.told_s = now
+        return effects
+
+    # What is to come.
+
+    def due_s(self, now: float) -> float:
+        """When the next tick is due, if nothing happens before."""
+        policy = self.policy
+        times = [self._since_s + (policy.linger_s if self.ended else policy.patience_s)]
+        if self.pending:
+            times.append(self._first_push_s + policy.deadline_s)
+        for name, member in self.members.items():
+            times.append(self._expected_s(member) if self.ended else member.absent_s(policy))
+            if self._waits(name):
+                times.append(member.told_s + policy.deadline_s)
+        return min((time for time in times if time > now), default=now + policy.deadline_s)
+
+    def over(self, now: float) -> bool:
+        """Whether the server may go: all is done, and whoever is there or may come back has all it wants."""
+        if not self.ended:
+            return False
+        here = any(now < self._expected_s(member) for member in self.members.values() if not member.gone)
+        return not here or now >= self._since_s + self.policy.linger_s
+
+    def _expected_s(self, member: Member) -> float:
+        """Until when a worker may want something after the end. One that left and hung up wants nothing."""
+        lives = member.connected or member.contributes
+        return member.heard_s + self.policy.linger_s if lives else member.absent_s(self.policy)
+
+    # Decisions.
+
+    def _counted(self, contribution: Contribution, now: float) -> Iterator[Effect]:
+        if self.policy.mode == "sync":
+            if not self.pending:
+                self._first_push_s = now
+            self.pending[contribution.worker] = contribution
+        else:
+            yield from self._update((contribution,), self._share(contribution.samples), now)
+        yield from self._settled(now)
+
+    def _settled(self, now: float) -> Iterator[Effect]:
+        """Whatever has become possible."""
+        if self._complete(now):
+            for name in self._awaited():
+                self.members[name].awaited = name in self.pending
+            contributions = tuple(self.pending[name] for name in sorted(self.pending))
+            self.pending.clear()
+            yield from self._update(contributions, 1.0, now)
+        if not self.ended and (
+            self.version >= self.total or (self.members and not any(m.contributes for m in self.members.values()))
+        ):
+            yield from self._end("", now)
+        for name, member in self.members.items():
+            yield from self._released(name, member)
+
+    def _complete(self, now: float) -> bool:
+        """Whether this round ends."""
+        possible = sum(member.contributes for member in self.members.values())
+        if not self.pending or len(self.pending) < min(self.policy.quorum, possible):
+            return False
+        everybody = all(name in self.pending for name in self._awaited())
+        return everybody or now >= self._first_push_s + self.policy.deadline_s
+
+    def _update(self, contributions: tuple[Contribution, ...], share: float, now: float) -> Iterator[Effect]:
+        self.version += 1
+        self._since_s = now
+        yield Apply(contributions, share)
+        for contribution in contributions:
+            member = self.members[contribution.worker]
+            member.accepted += 1
+            member.pace += 1
+            yield self._judged(contribution.worker, Accepted(contribution.sequence, self.version))
+
+    def _end(self, error: str, now: float) -> Iterator[Effect]:
+        self.ended = Done(self.version, error)
+        self._since_s = now
+        for contribution in self.pending.values():
+            yield self._judged(contribution.worker, Stale(contribution.sequence, self.version))
+        self.pending.clear()
+        for name, member in self.members.items():
+            if isinstance(member.asked, Await):
+                member.asked = None
+            yield Tell(name, self.ended)
+
+    def _judged(self, worker: str, verdict: Verdict) -> Tell:
+        member = self.members[worker]
+        member.answered, member.verdict = verdict.sequence, verdict
+        return Tell(worker, verdict)
+
+    def _released(self, name: str, member: Member) -> Iterator[Effect]:
+        """The answer to what a worker asked, if it can be given now."""
+        if isinstance(member.asked, Pull) and (self.ended or not self._ahead(member)):
+            yield Give(name, self.version, known=member.asked.version == self.version)
+            member.asked = None
+        elif isinstance(member.asked, Await) and self.ended:
+            yield Tell(name, self.ended)
+            member.asked = None
+
+    def _heard(self, member: Member, now: float) -> None:
+        if not member.awaited:
+            # The others shall not wait until it has caught up.
+            member.pace = max(member.pace, self._slowest())
+        member.awaited = True
+        member.heard_s = member.told_s = now
+
+    def _fresh(self, version: int) -> bool:
+        """Whether a gradient of this version may count now."""
+        allowed = {"sync": 0, "bounded": self.policy.staleness, "async": self.version}[self.policy.mode]
+        return 0 <= self.version - version <= allowed
+
+    def _ahead(self, member: Member) -> bool:
+        return self.policy.mode == "bounded" and member.pace > self._slowest() + self.policy.staleness
+
+    def _slowest(self) -> int:
+        return min((self.members[name].pace for name in self._awaited()), default=0)
+
+    def _share(self, samples: int) -> float:
+        known = [self.members[name].samples for name in self._awaited()]
+        everybody = sum(samples if count is None else count for count in known)
+        return samples / everybody if everybody else 0.0
+
+    def _awaited(self) -> list[str]:
+        return [name for name, member in self.members.items() if member.contributes and member.awaited]
+
+    def _waits(self, name: str) -> bool:
+        member = self.members[name]
+        return member.connected and (name in self.pending or member.asked is not None)
+
+    def _missing(self) -> str:
+        silent = [name for name, m in self.members.items() if m.contributes and name not in self.pending]
+        return (
+            f"{len(self.pending)} of at least {self.policy.quorum} pushed, waiting for {', '.join(silent) or 'anyone'}"
+        )

@@ -1,0 +1,122 @@
+"""The server: it holds the model, and does what the state machine decides.
+
+One task handles all events, one after the other, each with its effects: the model, its version and the
+answers given agree between any two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from hcsim.errors import DeadlineExceeded
+from hcsim.runtime.channel import Listener, Payload, Phantom
+from hcsim.runtime.device import Work
+from hcsim.training.layout import FLOAT_BYTES
+from hcsim.training.learner import Learner
+from hcsim.training.parameter_server.effects import Apply, Effect, Give, Tell
+from hcsim.training.parameter_server.gradients import Gradients, weighted_mean
+from hcsim.training.parameter_server.messages import Done, Model
+from hcsim.training.parameter_server.reception import Reception
+from hcsim.training.parameter_server.rounds import Rounds
+from hcsim.training.parameter_server.saved import Saved, save
+
+SHORTEST_WAIT_S = 1e-6
+"""Below a clock's resolution time would not pass."""
+
+
+class Server:
+    """Serves until training is over."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        gradients: Gradients,
+        rounds: Rounds,
+        update: Callable[[int, float], Awaitable[None]],
+        *,
+        job: str,
+    ) -> None:
+        self.rounds = rounds
+        self.reception = Reception(learner, gradients, rounds, job=job)
+        self.on_update: Callable[[Saved], Awaitable[None]] | None = None
+        """Given the state after every update, before anybody is told of it: what it saves then is never taken back."""
+        self._learner = learner
+        self._host = learner.host
+        self._length = gradients.length
+        self._update = update
+        """Applies the gradients in place as the update of that number (from 0), with a share of its learning rate."""
+        self._snapshot: Payload | None = None
+        """The model as it is sent: it stays as it is while it is under way."""
+        self._last_s = self._host.clock.now()
+        self._shift_s = 0.0
+        rounds.history = self._host.rng("parameter server", "history", repr(self._last_s)).getrandbits(62)
+
+    async def run(self, listener: Listener) -> Done:
+        """Serve until training is over and everybody knows. A failure is told to all, and raised."""
+        self.reception.open(listener)
+        try:
+            ended = await self._decide()
+        finally:
+            await self.reception.close()
+            await listener.close()
+        if ended.error:
+            raise DeadlineExceeded(f"the parameter server gave up at version {ended.version}: {ended.error}")
+        return ended
+
+    async def _decide(self) -> Done:
+        while True:
+            now = self._now()
+            await self._do(self.rounds.tick(now))
+            if self.rounds.ended is not None and self.rounds.over(now) and not self.reception.answering:
+                return self.rounds.ended
+            try:
+                async with self._host.clock.timeout(max(self.rounds.due_s(now) - now, SHORTEST_WAIT_S)):
+                    event, handled = await self.reception.events.get()
+            except TimeoutError:
+                continue
+            await self._do(event(self._now()))
+            if not handled.done():
+                handled.set_result(None)
+
+    def _now(self) -> float:
+        """Our clock, without its leaps back."""
+        now = self._host.clock.now()
+        self._shift_s += max(0.0, self._last_s - now)
+        self._last_s = now
+        return now + self._shift_s
+
+    async def _do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Apply():
+                    await self._apply(effect)
+                case Tell(worker, answer):
+                    self.reception.tell(worker, answer)
+                case Give(worker, version, known):
+                    payload = None if known else await self._model()
+                    self.reception.tell(worker, Model(version, payload.nbytes if payload is not None else 0), payload)
+
+    async def _apply(self, effect: Apply) -> None:
+        mean = self._learner.replica.gradients
+        terms = [(contribution.gradient, contribution.samples) for contribution in effect.contributions]
+        elements = len(terms) * self._length
+        work = Work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
+        if isinstance(mean, Phantom):
+            await self._learner.run(work, lambda: None)
+        else:
+            await self._learner.run(work, partial(weighted_mean, terms, mean))
+        await self._update(self.rounds.version - 1, effect.share)
+        self._snapshot = None
+        self._host.trace("parameter server", "version", self.rounds.version)
+        if self.on_update is not None:
+            await self.on_update(save(self.rounds, self._learner))
+
+    async def _model(self) -> Payload:
+        parameters = self._learner.replica.parameters
+        if isinstance(parameters, Phantom):
+            return parameters
+        if self._snapshot is None:
+            await self._host.device.touch(2 * parameters.nbytes)
+            self._snapshot = memoryview(parameters.tobytes())
+        return self._snapshot

@@ -1,0 +1,249 @@
+"""A worker: pulls the model, computes a gradient, pushes it, and so on until it is told that training is over.
+
+Whatever the network loses is asked again, on a new connection: a question has the same answer however often
+it is asked, and a push counts once. Every wait has an end. A call that nobody answers is repeated with
+growing pauses for at most `patience_s`; on a connection nothing may be silent for longer than the policy allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.runtime.channel import Payload, Phantom
+from hcsim.training.learner import Learner
+from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.line import Line
+from hcsim.training.parameter_server.messages import (
+    UNKNOWN,
+    Accepted,
+    Answer,
+    Await,
+    Done,
+    Join,
+    Leave,
+    Model,
+    Pull,
+    Push,
+    Question,
+    Refused,
+    Stale,
+    Wait,
+    Welcome,
+    answer,
+)
+from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.task import Indices
+
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 1.0
+MAX_ATTEMPTS = 10
+"""At one question: a server that hangs up on it every time will not answer it."""
+MAX_REFUSALS = 3
+"""In a row: a worker whose gradients are not valid does not get better by itself."""
+
+
+class Worker:
+    """One worker, from its first pull to the final model."""
+
+    def __init__(self, learner: Learner, gradients: Gradients, policy: Policy, *, name: str, job: str) -> None:
+        self.name = name
+        self.version = UNKNOWN
+        """Of the model that is in place."""
+        self.accepted = 0
+        """How many of our pushes have counted."""
+        self.done: Done | None = None
+        self.learner = learner
+        self.gradients = gradients
+        self._host = learner.host
+        self._policy = policy
+        self._draw = self._host.rng("parameter server", name, repr(self._host.clock.now()))
+        self._join = Join(job, name, self._draw.getrandbits(62), learner.task.fingerprint)
+        self._sequence = 0
+        self._history = 0
+        self._address = ""
+        self._line: Line[Answer] | None = None
+        self._sent_bytes = 0
+
+    async def run(
+        self,
+        address: str,
+        batch: Callable[[int, int], Indices | None],
+        counted: Callable[[int, float], None],
+    ) -> Done:
+        """Work for the server at that address.
+
+        `batch` gives the samples for a version and a number of accepted pushes, None when there are no
+        more; `counted` is told the version that each of our pushes led to, and its loss.
+        """
+        self._address = address
+        try:
+            done = await self._work(batch, counted)
+            if self.version != done.version:
+                await self._pull()
+            await self._leave("done")
+        except HcsimError as error:
+            await self._leave(str(error)[:200])
+            raise
+        finally:
+            await self._hang_up()
+        return done
+
+    @property
+    def sent_bytes(self) -> int:
+        """Headers included."""
+        return self._sent_bytes + (self._line.sent_bytes if self._line is not None else 0)
+
+    async def _work(self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], None]) -> Done:
+        refusals = 0
+        while True:
+            await self._pull()
+            if self.done is not None:
+                return self.done
+            samples = batch(self.version, self.accepted)
+            if samples is None:
+                self._join = Join(self._join.job, self.name, self._join.life, self._join.model, contributes=False)
+                await self._leave("all data used")
+                ended = await self._ask(Await)
+                assert isinstance(ended, Done)  # the only answer to this
+                return ended
+            loss = await self.learner.gradients(samples)
+            match await self._push(len(samples)):
+                case Accepted(_, version):
+                    self.accepted, refusals = self.accepted + 1, 0
+                    counted(version, loss)
+                case Refused(_, reason):
+                    refusals += 1
+                    if refusals == MAX_REFUSALS:
+                        raise PeerRefused(f"the parameter server refused {refusals} gradients in a row: {reason}")
+
+    async def _pull(self) -> None:
+        with self.learner.ledger.spent_on("exchange"):
+            await self._ask(lambda: Pull(self.version))
+
+    async def _push(self, samples: int) -> Answer:
+        """What became of the gradients in place. What they did not carry over is kept only if they counted."""
+        compressor, version = self.gradients.compressor, self.version
+        pack = partial(self.gradients.pack, self.learner.replica.gradients, version)
+        with self.learner.ledger.spent_on("encode"):
+            sizes, packed = await self._host.device.run(self.gradients.encode_work, pack)
+        payload = packed if isinstance(packed, Phantom) else packed.data
+        self._sequence += 1
+        push = Push(self._sequence, version, samples, compressor.spec, sizes)
+        counts = False
+        try:
+            with self.learner.ledger.spent_on("exchange"):
+                verdict = await self._ask(lambda: push, payload)
+            counts = isinstance(verdict, Accepted)
+        finally:
+            compressor.commit(version) if counts else compressor.abandon(version)
+        return verdict
+
+    # Asking, until there is an answer.
+
+    async def _ask(self, question: Callable[[], Question], payload: Payload | None = None) -> Answer:
+        """The answer. The question is put anew at every attempt: what we have may have changed with the connection."""
+        failure: Exception | None = None
+        for _ in range(MAX_ATTEMPTS):
+            line = self._line or await self._call(failure)
+            asked = question()
+            try:
+                await line.send(asked, payload)
+                heard = await self._answer(line, asked)
+            except (ChannelError, DeadlineExceeded) as error:
+                failure = error
+                await self._hang_up()
+                continue
+            if isinstance(heard, Done) and heard.error:
+                raise PeerRefused(f"the parameter server gave up: {heard.error}", line.peer)
+            return heard
+        raise DeadlineExceeded(f"the parameter server at {self._address} hung up {MAX_ATTEMPTS} times: {failure}")
+
+    async def _answer(self, line: Line[Answer], question: Question) -> Answer:
+        while True:
+            heard = await line.recv(self._policy.silence_s)
+            match question, heard:
+                case _, Wait():
+                    continue
+                case _, Done(_, error):
+                    self.done = heard
+                    if error or isinstance(question, Await):
+                        return heard  # otherwise the answer comes as well
+                case Pull(), Model():
+                    await self._take(line, heard)
+                    return heard
+                case Push(sequence), (Accepted() | Stale() | Refused()) if heard.sequence == sequence:
+                    return heard
+                case _, (Accepted() | Stale() | Refused()) if heard.sequence <= self._sequence:
+                    continue  # said twice, since we asked twice
+                case _:
+                    raise RemoteProtocolError(f"{line.peer} answered {question} with {heard}", line.peer)
+
+    async def _take(self, line: Line[Answer], model: Model) -> None:
+        """Receive the model straight into place."""
+        parameters = self.learner.replica.parameters
+        if model.size_bytes not in (0, parameters.nbytes) or (not model.size_bytes and model.version != self.version):
+            raise RemoteProtocolError(f"{line.peer} sent {model} for a model of {parameters.nbytes} bytes", line.peer)
+        if model.size_bytes:
+            self.version = UNKNOWN  # half of one and half of another, if the connection breaks now
+            into = None if isinstance(parameters, Phantom) else parameters.data.cast("B")
+            await line.recv_payload(model.size_bytes, into)
+        self.version = model.version
+
+    async def _call(self, failure: Exception | None) -> Line[Answer]:
+        """Connect and introduce ourselves, again and again until our patience ends."""
+        try:
+            async with self._host.clock.timeout(self._policy.patience_s):
+                backoff_s = FIRST_BACKOFF_S
+                while True:
+                    try:
+                        line = await self._connect()
+                        welcome = await self._introduce(line)
+                    except (ChannelError, DeadlineExceeded) as error:
+                        failure = error
+                    else:
+                        break
+                    await self._host.clock.sleep(backoff_s * (0.5 + self._draw.random()))
+                    backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the parameter server at {self._address} was not reached in {self._policy.patience_s:g} s: {failure}"
+            ) from None
+        if isinstance(welcome, Refused):
+            await line.close()
+            raise PeerRefused(f"the parameter server at {self._address} refused us: {welcome.reason}", line.peer)
+        self._line = line
+        if not self._sequence:
+            self._sequence, self.accepted = welcome.sequence, welcome.accepted
+        if welcome.history != self._history:
+            self._history, self.version = welcome.history, UNKNOWN
+        return line
+
+    async def _connect(self) -> Line[Answer]:
+        channel = await self._host.connect(self._address, timeout_s=self._policy.patience_s)
+        return Line(channel, self._host.clock, answer, silence_s=self._policy.silence_s)
+
+    async def _introduce(self, line: Line[Answer]) -> Welcome | Refused:
+        try:
+            await line.send(self._join)
+            heard = await line.recv(self._policy.silence_s)
+            if not isinstance(heard, Welcome | Refused):
+                raise RemoteProtocolError(f"{line.peer} greeted us with {heard}", line.peer)
+        except BaseException:
+            await line.close()
+            raise
+        return heard
+
+    async def _leave(self, why: str) -> None:
+        """Say so, if somebody is there to hear it; otherwise the end of the connection says it."""
+        if self._line is not None:
+            with suppress(ChannelError, DeadlineExceeded):
+                await self._line.send(Leave(why))
+
+    async def _hang_up(self) -> None:
+        if self._line is not None:
+            line, self._line = self._line, None
+            self._sent_bytes += line.sent_bytes
+            await line.close()

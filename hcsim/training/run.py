@@ -1,0 +1,135 @@
+"""A training run as one rank sees it: what it is given, and what it notes down.
+
+Strategies are `async def`s over a `Run`. Evaluation looks at the model from outside: it takes no virtual time, and
+its real time is taken off the clock that points are noted with.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import msgspec
+
+from hcsim.collectives.group import Group
+from hcsim.compressors.base import Compressor
+from hcsim.config.training import Training
+from hcsim.training.data import Batches
+from hcsim.training.layout import Bucket
+from hcsim.training.learner import Learner, digest
+from hcsim.training.optimizer import clip, scaled_lr
+from hcsim.training.task import Score, Task
+
+
+class Point(msgspec.Struct, frozen=True):
+    """How far training had come after a step."""
+
+    step: int
+    time_s: float
+    """Since the start, without evaluations."""
+    loss: float
+    """On this rank's last batch, before the step."""
+    sent_bytes: int
+    """By this rank since the start, headers included."""
+    score: Score | None = None
+    """On held-out data, where it was looked at."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a run came to on one rank."""
+
+    rank: int
+    steps: int
+    duration_s: float
+    sent_bytes: int
+    spent_s: dict[str, float]
+    """Seconds by purpose; exchange overlaps with the others where a strategy lets it."""
+    points: tuple[Point, ...]
+    sha256: str | None
+    """Of the final parameters; None for a task of shapes."""
+
+
+class Observer(Protocol):
+    """Somebody who looks on."""
+
+    def point(self, rank: int, point: Point) -> None:
+        """A rank has come this far."""
+
+    def finished(self, run: Run) -> None:
+        """A rank has come to the end."""
+
+
+class Run:
+    """Everything a strategy works with, on one rank."""
+
+    def __init__(
+        self, group: Group, settings: Training, task: Task, learner: Learner, batches: Batches, compressor: Compressor
+    ) -> None:
+        self.group = group
+        self.settings = settings
+        self.task = task
+        self.learner = learner
+        self.batches = batches
+        self.compressor = compressor
+        self.points: list[Point] = []
+        self.observer: Observer | None = None
+        self.other_sent_bytes = 0
+        """What a strategy sends beside the group, over channels of its own, headers included."""
+        self._start_s = group.host.clock.now()
+        self._sent_before = group.wire_bytes
+        self._evaluating_s = 0.0
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        s = self.settings
+        assert s.lr is not None
+        return scaled_lr(s.lr, self.group.size if s.scale_lr else 1, step, s.warmup)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is exchanged together."""
+        return self.learner.layout.buckets(self.settings.bucket_bytes)
+
+    async def update(self, step: int) -> None:
+        """Apply the gradients that are in place."""
+        if self.settings.clip is not None:
+            clip(self.learner.replica.gradients, self.settings.clip)
+        await self.learner.update(self.lr(step))
+
+    def note(self, step: int, loss: float) -> None:
+        """Step number `step` (from 1) is done. The first rank evaluates now and then, and after the last one."""
+        elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
+        due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
+        score = self._evaluate() if due and self.group.rank == 0 else None
+        self.points.append(Point(step, elapsed_s, loss, sent_bytes, score))
+        if self.observer is not None:
+            self.observer.point(self.group.rank, self.points[-1])
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the start, without evaluations."""
+        return self.group.host.clock.now() - self._start_s - self._evaluating_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """Since the start, headers included."""
+        return self.group.wire_bytes - self._sent_before + self.other_sent_bytes
+
+    def report(self) -> Report:
+        """What it came to."""
+        last = self.points[-1] if self.points else None
+        return Report(
+            self.group.rank,
+            last.step if last else 0,
+            self.elapsed_s,
+            self.sent_bytes,
+            dict(self.learner.ledger.seconds),
+            tuple(self.points),
+            digest(self.learner.replica.parameters),
+        )
+
+    def _evaluate(self) -> Score | None:
+        before_s = self.group.host.clock.now()
+        score = self.task.score(self.learner.replica.parameters)
+        self._evaluating_s += self.group.host.clock.now() - before_s
+        return score

@@ -1,0 +1,171 @@
+"""The strategies by name, and a training run from start to end on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.group import Group
+from hcsim.compressors.registry import make
+from hcsim.config.spec import read_spec
+from hcsim.config.training import Training
+from hcsim.errors import ConfigError
+from hcsim.training.aggregation.aggregator import Aggregator, Direct, Hierarchical
+from hcsim.training.data import Batches
+from hcsim.training.ddp import ddp, single
+from hcsim.training.learner import Learner
+from hcsim.training.optimizer import AdamW, Optimizer, Sgd
+from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.strategy import train as serve_and_work
+from hcsim.training.periodic import periodic
+from hcsim.training.run import Observer, Report, Run
+from hcsim.training.task import Task
+from hcsim.training.tasks import task
+from hcsim.units import did_you_mean
+
+Every: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class SingleMachine(Struct, frozen=True):
+    """One machine alone, with everybody's batches."""
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await single(run)
+
+
+class DataParallel(Struct, frozen=True):
+    """All ranks average their gradients in every step."""
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await ddp(run, _direct(run))
+
+
+class HierarchicalParallel(Struct, frozen=True):
+    """The same, first within each home, then between homes; what goes between homes is compressed."""
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await ddp(run, _hierarchical(run))
+
+
+class LocalSgd(Struct, frozen=True):
+    """Steps of one's own, then all average their parameters. Higher `every`: fewer exchanges, more drift."""
+
+    every: Every = 8
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await periodic(run, _direct(run), self.every, Sgd(lr=1.0))
+
+
+class DiLoCo(Struct, frozen=True):
+    """Steps of one's own, then an outer optimizer with Nesterov momentum over the average of how far each went."""
+
+    every: Every = 16
+    lr: Annotated[float, Meta(gt=0)] = 0.7
+    momentum: Annotated[float, Meta(gt=0, lt=1)] = 0.9
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await periodic(run, _direct(run), self.every, Sgd(lr=self.lr, momentum=self.momentum, nesterov=True))
+
+
+class ParameterServer(Policy, frozen=True, kw_only=True):
+    """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
+
+    async def train(self, run: Run) -> None:
+        """Train."""
+        await serve_and_work(run, self)
+
+
+Strategy: TypeAlias = SingleMachine | DataParallel | HierarchicalParallel | LocalSgd | DiLoCo | ParameterServer
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "single": SingleMachine,
+    "ddp": DataParallel,
+    "hierarchical": HierarchicalParallel,
+    "local_sgd": LocalSgd,
+    "diloco": DiLoCo,
+    "parameter_server": ParameterServer,
+}
+
+
+def strategy(spec: str) -> Strategy:
+    """The strategy that a text such as "diloco:16" names."""
+    return read_spec(spec, STRATEGIES, "strategy")
+
+
+async def train(group: Group, settings: Training, seed: int, observer: Observer | None = None) -> Report:
+    """Train this rank's part, and say what came of it. All ranks give the same settings and seed."""
+    chosen = strategy(settings.strategy)
+    what = task(settings.task)
+    settings = completed(settings, what, group.size)
+    learner = Learner(group.host, what, _optimizer(settings), seed)
+    batches = Batches.of(what, _batch_sizes(settings, group.size), seed)
+    run = Run(group, settings, what, learner, batches, make(settings.compressor, seed=seed, rank=group.rank))
+    run.observer = observer
+    await chosen.train(run)
+    if observer is not None:
+        observer.finished(run)
+    return run.report()
+
+
+def check_training(settings: Training, ranks: int) -> None:
+    """Refuse, before anything is started, what cannot be trained."""
+    strategy(settings.strategy)
+    make(settings.compressor, seed=0, rank=0)
+    names = ("auto", *algorithms("all_reduce"))
+    if settings.algorithm not in names:
+        hint = did_you_mean(settings.algorithm, names)
+        raise ConfigError(f'algorithm = "{settings.algorithm}": there is none such{hint}; known: {", ".join(names)}')
+    completed(settings, task(settings.task), ranks)
+
+
+def completed(settings: Training, what: Task, ranks: int) -> Training:
+    """With the task's own figures where none are given; refuses what does not go together."""
+    usual = what.defaults
+    if isinstance(settings.batch, tuple) and len(settings.batch) != ranks:
+        raise ConfigError(f"batch = {list(settings.batch)}: {len(settings.batch)} batch sizes for {ranks} ranks")
+    return replace(
+        settings,
+        batch=usual.batch if settings.batch is None else settings.batch,
+        lr=usual.lr if settings.lr is None else settings.lr,
+        momentum=usual.momentum if settings.momentum is None else settings.momentum,
+    )
+
+
+def _batch_sizes(settings: Training, ranks: int) -> tuple[int, ...]:
+    assert settings.batch is not None
+    return settings.batch if isinstance(settings.batch, tuple) else (settings.batch,) * ranks
+
+
+def _optimizer(settings: Training) -> Optimizer:
+    assert settings.lr is not None
+    assert settings.momentum is not None
+    if settings.optimizer == "adamw":
+        return AdamW(lr=settings.lr)
+    return Sgd(lr=settings.lr, momentum=settings.momentum)
+
+
+def _direct(run: Run) -> Aggregator:
+    return Direct(run.group, run.learner.ledger, run.compressor, run.settings.algorithm)
+
+
+def _hierarchical(run: Run) -> Aggregator:
+    group = run.group
+    homes = group.options.groups
+    if sum(map(len, homes)) != group.size:
+        raise ConfigError("hierarchical needs to know who is close to whom: give the group Options(groups=…)")
+    ours = next(home for home in homes if group.rank in home)
+    near = group.subgroup(ours)
+    far = None
+    if group.rank == ours[0]:
+        speakers = group.subgroup([home[0] for home in homes])
+        far = Direct(speakers, run.learner.ledger, run.compressor, run.settings.algorithm)
+    return Hierarchical(near, far)

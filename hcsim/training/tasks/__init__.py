@@ -1,0 +1,55 @@
+"""The tasks there are, by name. A task's module, and torch with it, is imported when the task is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+
+from hcsim.errors import ConfigError
+from hcsim.training.task import Task
+from hcsim.units import did_you_mean
+
+
+def _digits() -> Task:
+    from hcsim.training.tasks.digits import digits
+
+    return digits()
+
+
+def _text() -> Task:
+    from hcsim.training.tasks.text import text
+
+    return text()
+
+
+def _convex() -> Task:
+    from hcsim.training.tasks.convex import Convex
+
+    return Convex()
+
+
+def _shapes(name: str) -> Task:
+    from hcsim.training.tasks.shapes import SHAPES
+
+    return SHAPES[name]()
+
+
+_TASKS: Mapping[str, Callable[[], Task]] = {
+    "digits": _digits,
+    "text": _text,
+    "convex": _convex,
+    **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
+}
+
+
+def names() -> tuple[str, ...]:
+    """Of all tasks."""
+    return tuple(_TASKS)
+
+
+@cache
+def task(name: str) -> Task:
+    """The task of that name. Ranks of one process share it, and with it the data."""
+    if name not in _TASKS:
+        raise ConfigError(f"there is no task {name!r}{did_you_mean(name, _TASKS)}; known tasks: {', '.join(_TASKS)}")
+    return _TASKS[name]()

@@ -1,0 +1,136 @@
+"""Ridge regression: a strongly convex problem whose optimum is known.
+
+Several outputs are predicted linearly from features; the loss is half the mean squared error, summed over the
+outputs, plus half the ridge times the squared norm of all weights. The weights W are in blocks of features.
+With H = XᵀX / n + ridge and the optimum W* = H⁻¹ XᵀY / n, solved in double precision, the loss is
+exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that the distance from the optimum is not lost in rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.errors import UsageError
+from hcsim.rng import generator
+from hcsim.runtime.channel import Phantom
+from hcsim.training.layout import Layout
+from hcsim.training.task import Block, Defaults, Flat, Indices, Score
+
+Array: TypeAlias = npt.NDArray[np.float32]
+Exact: TypeAlias = npt.NDArray[np.float64]
+
+SAMPLES = 1024
+FEATURES = (32, 16, 16)
+"""By block."""
+OUTPUTS = 16
+RIDGE = 0.001
+NOISE = 0.1
+DATA_SEED = 0
+"""The data is the same in every run, whatever its seed."""
+
+
+class Convex:
+    """The task. Its score is of the training data: there the optimum is known."""
+
+    name = "convex"
+    phantom = False
+    samples = SAMPLES
+    defaults = Defaults(lr=0.05, momentum=0.9, batch=16)
+
+    def __init__(self) -> None:
+        self.x, self.y = _data()
+        x, y = self.x.astype(np.float64), self.y.astype(np.float64)
+        self.curvature: Exact = x.T @ x / SAMPLES + RIDGE * np.eye(x.shape[1])
+        self.optimum: Exact = np.linalg.solve(self.curvature, x.T @ y / SAMPLES).astype(np.float64)
+        self.least_loss = float(
+            0.5 * np.square(x @ self.optimum - y).sum() / SAMPLES + 0.5 * RIDGE * np.square(self.optimum).sum()
+        )
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Weights of groups of features; each reads its features and adds to the outputs."""
+        return tuple(
+            Block(f"{number}", ((f"{number}.weight", (features, OUTPUTS)),), 2.0 * features * OUTPUTS,
+                  4.0 * (features + 2 * OUTPUTS))
+            for number, features in enumerate(FEATURES)
+        )  # fmt: skip
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data and the shapes."""
+        about = repr((self.name, RIDGE, [block.shapes for block in self.blocks]))
+        return hashlib.sha256(about.encode() + self.x.tobytes() + self.y.tobytes()).hexdigest()
+
+    def replica(self, seed: int, device: str = "cpu") -> ConvexReplica:
+        """A fresh model; it is so small that it stays on the host, whatever the device."""
+        replica = ConvexReplica(self.x, self.y, Layout.of([block.shapes for block in self.blocks]))
+        drawn = generator(seed, "parameters").standard_normal(replica.layout.length, np.float32)
+        replica.parameters[:] = drawn / np.float32(sum(FEATURES) ** 0.5)
+        return replica
+
+    def score(self, parameters: Flat) -> Score:
+        """The loss over all training data, and how far it is from the least."""
+        if isinstance(parameters, Phantom):
+            raise UsageError("convex is scored with its parameters, not with their phantom")
+        weights = _by_block(parameters, Layout.of([block.shapes for block in self.blocks]))
+        away = np.concatenate(weights).astype(np.float64) - self.optimum
+        gap = float(0.5 * np.sum(away * (self.curvature @ away)))
+        return Score(self.least_loss + gap, gap=gap)
+
+
+class ConvexReplica:
+    """One rank's copy of the weights."""
+
+    def __init__(self, x: Array, y: Array, layout: Layout) -> None:
+        self.layout = layout
+        self.parameters: Array = np.zeros(layout.length, np.float32)
+        self.gradients: Array = np.zeros(layout.length, np.float32)
+        self._weights = _by_block(self.parameters, layout)
+        self._slopes = _by_block(self.gradients, layout)
+        self._x, self._y = x, y
+        self._kept: tuple[Array, Array] | None = None
+
+    def forward(self, batch: Indices) -> float:
+        """The mean loss over the batch, ridge included; keeps the batch's features and what is wrong with the sums."""
+        self._kept = None
+        if len(batch) == 0:
+            return 0.0
+        features = self._x[batch]
+        wrong = -self._y[batch]
+        for columns, weight in zip(_columns(), self._weights, strict=True):
+            # einsum adds in one order, whatever the number of threads of the linear algebra library.
+            wrong += np.einsum("nf,fo->no", features[:, columns], weight)
+        self._kept = features, wrong
+        error = 0.5 * float(np.square(wrong).sum()) / len(batch)
+        return error + 0.5 * RIDGE * float(np.square(self.parameters).sum())
+
+    def backward(self, block: int) -> None:
+        """Add the slopes of one group of features."""
+        if self._kept is None:
+            return  # the batch was empty
+        features, wrong = self._kept
+        slope = np.einsum("nf,no->fo", features[:, _columns()[block]], wrong) / np.float32(len(wrong))
+        self._slopes[block] += slope + np.float32(RIDGE) * self._weights[block]
+
+
+def _columns() -> list[slice]:
+    return [slice(sum(FEATURES[:block]), sum(FEATURES[: block + 1])) for block in range(len(FEATURES))]
+
+
+def _by_block(flat: Array, layout: Layout) -> list[Array]:
+    return [flat[tensor.span].reshape(tensor.shape) for (tensor,) in layout.blocks]
+
+
+def _data() -> tuple[Array, Array]:
+    """Features of unlike scales, from 1 down to 1/5, so that some directions are learned slowly."""
+    drawn = generator(DATA_SEED, "convex")
+    features = sum(FEATURES)
+    x = drawn.standard_normal((SAMPLES, features), np.float32) * np.geomspace(1, 0.2, features, dtype=np.float32)
+    truth = drawn.standard_normal((features, OUTPUTS), np.float32) / np.float32(features**0.5)
+    noise = np.float32(NOISE) * drawn.standard_normal((SAMPLES, OUTPUTS), np.float32)
+    return x, np.einsum("nf,fo->no", x, truth) + noise

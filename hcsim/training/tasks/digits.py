@@ -1,0 +1,43 @@
+"""Handwritten digits: scikit-learn's 1,797 images of 8 × 8 pixels, and a small convolutional network.
+
+There is no batch normalisation and no dropout: a worker's gradient depends on its own samples alone, so that
+several workers compute what one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from sklearn.datasets import load_digits
+from torch import nn
+
+from hcsim.rng import generator
+from hcsim.training.task import Defaults
+from hcsim.training.tasks.torch_task import Data, Model, TorchTask, as_tensor
+
+HELD_OUT = 397
+"""Samples, which leaves 1,400 to train on."""
+SPLIT_SEED = 0
+"""The split is the same in every run, whatever its seed."""
+
+
+def modules() -> Sequence[nn.Module]:
+    """The network, in blocks."""
+    return [
+        nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(512, 64), nn.ReLU()),
+        nn.Sequential(nn.Linear(64, 10)),
+    ]
+
+
+def digits() -> TorchTask:
+    """The task."""
+    found = load_digits()
+    order = generator(SPLIT_SEED, "digits").permutation(len(found.target))
+    images = (found.images[order, None] / 16).astype(np.float32)
+    labels = found.target[order].astype(np.int64)
+    held_out = Data(as_tensor(images[:HELD_OUT]), as_tensor(labels[:HELD_OUT]))
+    training = Data(as_tensor(images[HELD_OUT:]), as_tensor(labels[HELD_OUT:]))
+    return TorchTask("digits", Model(modules, 2**0.5), training, held_out, Defaults(lr=0.05, momentum=0.9, batch=16))

@@ -1,0 +1,186 @@
+"""A model of torch modules, one per block, over flat arrays.
+
+Every parameter is a view of one flat array and every gradient a view of another, so that what a strategy
+reduces or sends is what autograd wrote and what the next forward pass reads, without a copy.
+
+The blocks are cut apart where they meet: each starts from the detached result of the one before. The backward
+pass through a block starts from the gradient that the next block left at the cut. That is what
+autograd would compute for the whole, in the same order, hence to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from hcsim.errors import UsageError
+from hcsim.rng import generator
+from hcsim.training.layout import Layout, Tensor
+from hcsim.training.task import Indices
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Array = npt.NDArray[np.float32]
+
+
+class Memory:
+    """The flat arrays, for a device that computes in the host's own memory."""
+
+    def __init__(self, length: int) -> None:
+        self.parameters: Array = np.zeros(length, np.float32)
+        self.gradients: Array = np.zeros(length, np.float32)
+        self.device = torch.device("cpu")
+        self.device_parameters = torch.from_numpy(self.parameters)
+        self.device_gradients = torch.from_numpy(self.gradients)
+
+    def before_forward(self) -> None:
+        """Let the device have the parameters as they are now."""
+
+    def after_backward(self, span: slice) -> None:
+        """Let the host have the gradients that the device wrote in this range."""
+
+
+class MirroredMemory(Memory):
+    """The flat arrays on the host, and their mirror on a device with memory of its own."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        super().__init__(length)
+        self._host_parameters = self.device_parameters
+        self.device = device
+        self.device_parameters = torch.zeros(length, device=device)
+        self.device_gradients = torch.zeros(length, device=device)
+
+    def before_forward(self) -> None:
+        """Copy them all: the optimizer has changed them all."""
+        self.device_parameters.copy_(self._host_parameters)
+
+    def after_backward(self, span: slice) -> None:
+        """Add what is new to what the host has; the mirror starts from zero again."""
+        self.gradients[span] += self.device_gradients[span].cpu().numpy()
+        self.device_gradients[span].zero_()
+
+
+def memory_on(device: str, length: int) -> Memory:
+    """The arrays for a device, by torch's name for it."""
+    return Memory(length) if device == "cpu" else MirroredMemory(length, torch.device(device))
+
+
+class TorchReplica:
+    """One rank's copy of the model. The data is shared, and stays on the host."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], loss: Loss, data: tuple[torch.Tensor, torch.Tensor], memory: Memory
+    ) -> None:
+        compute_alike()
+        self._layout = layout_of(modules)
+        self._modules = modules
+        self._loss = loss
+        self._inputs, self._targets = data
+        self._memory = memory
+        self._entering: list[torch.Tensor] = []
+        """What goes into each block, cut off from the block before."""
+        self._leaving: list[torch.Tensor] = []
+        """What comes out of each; the loss, of the last."""
+        for module, tensors in zip(modules, self._layout.blocks, strict=True):
+            _place(module, tensors, memory)
+
+    @property
+    def layout(self) -> Layout:
+        """Where its tensors lie."""
+        return self._layout
+
+    @property
+    def parameters(self) -> Array:
+        """On the host."""
+        return self._memory.parameters
+
+    @property
+    def gradients(self) -> Array:
+        """On the host."""
+        return self._memory.gradients
+
+    def initialise(self, seed: int, gain: float) -> None:
+        """Draw fresh parameters; each tensor has a stream of its own, on the host."""
+        for tensor in self._layout.tensors:
+            self.parameters[tensor.span] = initial(seed, tensor, gain).reshape(-1)
+
+    def forward(self, batch: Indices) -> float:
+        """Run all blocks; keeps the cuts."""
+        compute_alike()
+        self._entering, self._leaving = [], []
+        if len(batch) == 0:
+            return 0.0
+        self._memory.before_forward()
+        chosen = torch.from_numpy(np.array(batch))
+        flowing = self._inputs[chosen].to(self._memory.device)
+        for module in self._modules:
+            # Indices have no gradient, and nobody asks for that of the data.
+            entering = flowing.detach().requires_grad_(bool(self._entering))
+            self._entering.append(entering)
+            flowing = module(entering)
+            self._leaving.append(flowing)
+        self._leaving[-1] = self._loss(flowing, self._targets[chosen].to(self._memory.device))
+        return float(self._leaving[-1].detach())
+
+    def backward(self, block: int) -> None:
+        """Run autograd through one block, and forget what was kept for it."""
+        if not self._leaving:
+            return  # the batch was empty
+        if block != len(self._leaving) - 1:
+            raise UsageError(f"the backward pass comes to block {len(self._leaving) - 1} next, not to block {block}")
+        last = block == len(self._modules) - 1
+        gradient = None if last else self._entering.pop().grad
+        torch.autograd.backward(self._leaving.pop(), gradient)
+        if block == 0:
+            self._entering = []
+        tensors = self._layout.blocks[block]
+        self._memory.after_backward(slice(tensors[0].offset, tensors[-1].span.stop))
+
+    def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the model says to these inputs, without keeping anything."""
+        compute_alike()
+        self._memory.before_forward()
+        with torch.no_grad():
+            return nn.Sequential(*self._modules)(inputs.to(self._memory.device))  # type: ignore[no-any-return]
+
+
+def compute_alike() -> None:
+    """Make results a function of the input alone.
+
+    With more threads sums are cut into other parts and rounded otherwise, so that a run's digest would depend
+    on how many cores a machine has. Torch keeps the number by thread, and work is done in several.
+    """
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def layout_of(modules: Sequence[nn.Module]) -> Layout:
+    """Of a model's parameters, which may be on the meta device."""
+    return Layout.of([
+        [(f"{number}.{name}", tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+        for number, module in enumerate(modules)
+    ])  # fmt: skip
+
+
+def initial(seed: int, tensor: Tensor, gain: float) -> Array:
+    """Fresh values: weights normal with a variance of gain² / fan-in, a norm's factors one, biases zero."""
+    if len(tensor.shape) >= 2:
+        deviation = gain / prod(tensor.shape[1:]) ** 0.5
+        drawn = generator(seed, "parameters", tensor.name).standard_normal(tensor.shape, np.float32)
+        return drawn * np.float32(deviation)
+    return np.full(tensor.shape, 1 if tensor.name.endswith("weight") else 0, np.float32)
+
+
+def _place(module: nn.Module, tensors: Sequence[Tensor], memory: Memory) -> None:
+    """Make the module's parameters views of the flat arrays."""
+    for (name, _), tensor in zip(list(module.named_parameters()), tensors, strict=True):
+        owner, _, leaf = name.rpartition(".")
+        parameter = nn.Parameter(memory.device_parameters[tensor.span].view(tensor.shape))
+        parameter.grad = memory.device_gradients[tensor.span].view(tensor.shape)
+        setattr(module.get_submodule(owner), leaf, parameter)

@@ -1,0 +1,132 @@
+"""`hcsim run` with something to learn, and `hcsim evaluate`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hcsim.cli.app import app
+from tests.cli.test_cli_real import LIMIT_S, free_peers, rank
+
+SMALL = ("--task", "convex", "--steps", "6")
+
+
+def hcsim(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def parameters(output: str) -> list[str]:
+    return re.findall(r"^parameters sha256 ([0-9a-f]{64})$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd:2", "diloco:3", "parameter_server"])
+@pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "int8+ef", "powersgd:1+ef"])
+def test_a_simulated_cluster_learns_and_says_what_it_came_to(strategy: str, compressor: str) -> None:
+    result = hcsim("run", "four-macs-1gbe", *SMALL, "--strategy", strategy, "--compressor", compressor)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"convex by {strategy}, compressor {compressor}, 4 ranks, four-macs-1gbe")
+    assert len(parameters(result.stdout)) == 1, "all ranks hold the same"
+    assert re.search(r"^trace sha256 [0-9a-f]{64}$", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compressor"),
+    [("ddp", "int8+ef"), ("ddp", "powersgd:2+ef"), ("diloco:2", "topk:0.1+ef"), ("parameter_server", "none")],
+)
+def test_both_worlds_end_with_the_same_parameters(strategy: str, compressor: str) -> None:
+    job = ("--task", "digits", "--steps", "4", "--batch", "4", "--strategy", strategy, "--compressor", compressor)
+    virtual = hcsim("run", "two-macs-wifi", *job)
+    peers = free_peers(2)
+    with rank(0, peers, *job, "--device", "cpu") as zero, rank(1, peers, *job, "--device", "cpu") as one:
+        output, errors = zero.communicate(timeout=LIMIT_S)
+        other, other_errors = one.communicate(timeout=LIMIT_S)
+    assert (zero.returncode, one.returncode) == (0, 0), errors + other_errors
+    assert parameters(output) == parameters(other) == parameters(virtual.stdout) != []
+
+
+def test_a_saved_model_scores_as_it_did_in_training(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    trained = hcsim("run", "four-macs-1gbe", "--task", "digits", "--steps", "10", "--save", str(file))
+    assert trained.exit_code == 0, trained.output
+    scored = hcsim("evaluate", str(file))
+    assert scored.exit_code == 0, scored.output
+    loss = re.search(r"held-out loss (\S+)", scored.stdout)
+    assert loss is not None
+    assert loss[1] in trained.stdout
+    assert parameters(scored.stdout) == parameters(trained.stdout)
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    hcsim("run", "four-macs-1gbe", *SMALL, "--save", str(file))
+    whole = file.read_bytes()
+    for damaged, complaint in (
+        (whole[:-7], "not a model that was saved whole"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "SHA-256 differs"),
+        (b"", "not a model that was saved whole"),
+        (whole.replace(b"hcsim model 1", b"other model 1"), "did not save this model"),
+    ):
+        file.write_bytes(damaged)
+        result = hcsim("evaluate", str(file))
+        assert result.exit_code == 2
+        assert complaint in result.output
+    assert "no such file" in hcsim("evaluate", str(tmp_path / "nothing")).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--task", "digitz"), "did you mean digits?"),
+        (("--task", "digits", "--strategy", "ddq"), "there is no strategy"),
+        (("--task", "digits", "--compressor", "topk:2"), "expected a ratio above 0 and up to 1"),
+        (("--task", "digits", "--algorithm", "rung"), "did you mean ring?"),
+        (("--task", "digits", "--repeat", "3"), "--repeat: only where nothing is learned"),
+        (("--task", "gpt2", "--save", "model"), "nothing to save"),
+        (("--task", "digits", "--save", "/no/where/model"), "there is no folder"),
+        (("--save", "model"), "--save: only where something is learned"),
+        (("--task", "digits", "--steps", "0"), "--steps"),
+        (("--task", "digits", "--device", "cpu"), "--device: only with --real"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line_before_anything_runs(arguments: tuple[str, ...], complaint: str) -> None:
+    result = hcsim("run", "four-macs-1gbe", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_task_of_shapes_cannot_be_trained_for_real() -> None:
+    result = hcsim("run", "--real", "--peers", free_peers(2), "--rank", "0", "--task", "gpt2")
+    assert result.exit_code == 2
+    assert "it can be simulated, not trained" in result.output
+
+
+def test_a_scenario_may_say_what_is_learned(tmp_path: Path) -> None:
+    file = tmp_path / "learn.toml"
+    file.write_text(
+        """
+        name = "learn"
+        [[medium]]
+        kind = "ethernet"
+        name = "switch"
+        rate = "1 Gb/s"
+        latency = "0.2 ms"
+        [[node]]
+        name = "mini"
+        count = 2
+        machine = "M4"
+        links = ["switch"]
+        [training]
+        task = "convex"
+        strategy = "local_sgd:2"
+        steps = 4
+        batch = [8, 24]
+        bucket = "1 KiB"
+        """
+    )
+    result = hcsim("run", str(file), "--compressor", "fp16")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("convex by local_sgd:2, compressor fp16, 2 ranks, learn")

@@ -1,0 +1,109 @@
+"""Gradients as they travel: what was packed comes out, and nothing else is taken for a gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from msgspec.structs import replace
+
+from hcsim.compressors.registry import make
+from hcsim.errors import CompressionError
+from hcsim.rng import generator
+from hcsim.runtime.channel import Phantom
+from hcsim.training.layout import Layout
+from hcsim.training.parameter_server.gradients import Gradients, weighted_mean
+from hcsim.training.parameter_server.messages import Push
+
+LAYOUT = Layout.of([[("first.weight", (24, 5)), ("first.bias", (24,))], [("second.weight", (3, 24)), ("empty", (0,))]])
+SPECS = ("none", "zstd", "topk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int8:block=16", "onebit", "powersgd:1",
+         "topk:0.1+ef")  # fmt: skip
+
+
+def packed(spec: str, number: int = 0) -> tuple[Gradients, np.ndarray, Push, np.ndarray]:
+    gradients = Gradients(LAYOUT, make(spec, seed=3, rank=0))
+    flat = generator(7, "gradient", number).standard_normal(LAYOUT.length, np.float32)
+    sizes, data = gradients.pack(flat, 4)
+    assert not isinstance(data, Phantom)
+    return gradients, flat, Push(1, 4, 16, gradients.compressor.spec, sizes), data
+
+
+@pytest.mark.parametrize("spec", ["none", "zstd"])
+def test_what_is_packed_without_loss_comes_out_as_it_was(spec: str):
+    gradients, flat, push, data = packed(spec)
+    assert gradients.objection(push) == ""
+    assert np.array_equal(gradients.unpack(push, data), flat)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_receiver_decodes_what_the_sender_would(spec: str):
+    gradients, _, push, data = packed(spec)
+    receiver = Gradients(LAYOUT, make(spec, seed=3, rank=1))
+    assert receiver.objection(push) == ""
+    assert push.size_bytes == data.nbytes <= receiver.most_bytes
+    assert np.array_equal(receiver.unpack(push, data), gradients.unpack(push, data))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_phantom_has_the_size_of_the_real_payload(spec: str):
+    gradients, _, push, _ = packed(spec)
+    sizes, phantom = gradients.pack(Phantom(LAYOUT.size_bytes), 4)
+    assert phantom.nbytes == sum(sizes)
+    assert sizes == push.sizes or not gradients.compressor.sized
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_bytes_that_are_no_gradient_are_refused_or_are_one(spec: str, data: st.DataObject):
+    """Whatever is sent in a payload's place, the server gets finite numbers or a named error, and nothing else."""
+    gradients, _, push, good = packed(spec)
+    bad = good.copy()
+    for _ in range(data.draw(st.integers(1, 6))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, push.sizes[0]))
+    sizes = push.sizes if gradients.compressor.sized else (cut, push.size_bytes - cut, *(0 for _ in push.sizes[2:]))
+    try:
+        found = gradients.unpack(replace(push, sizes=sizes), bad)
+    except CompressionError:
+        return
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"compressor": "gzip"}, "compressed with 'gzip'"),
+        ({"sizes": ()}, "0 payloads for 4 tensors"),
+        ({"sizes": (1, 2, 3, 4)}, "1 bytes for"),
+        ({"sizes": (1 << 40, 1, 1, 1)}, "1099511627776 bytes for"),
+    ],
+)
+@pytest.mark.parametrize("spec", ["none", "topk:0.1"])
+def test_an_announcement_that_does_not_fit_the_model_is_refused_before_its_bytes_come(spec, change, reason):
+    gradients, _, push, _ = packed(spec)
+    assert reason in gradients.objection(replace(push, **change))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=5),
+    st.data(),
+)
+def test_the_mean_is_weighted_by_samples(weights: list[int], data: st.DataObject):
+    finite = st.floats(-(2.0**100), 2.0**100, width=32)
+    terms = [data.draw(arrays(np.float32, 7, elements=finite)) for _ in weights]
+    expected = np.average(np.array(terms, np.float64), axis=0, weights=weights) if sum(weights) else np.zeros(7)
+    largest = max(float(np.abs(term).max()) for term in terms)
+    found = np.empty(7, np.float32)
+    weighted_mean([(term.copy(), weight) for term, weight in zip(terms, weights, strict=True)], found)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * largest + 1e-37)
+
+
+def test_a_mean_of_the_largest_numbers_is_finite():
+    largest = np.full(3, np.finfo(np.float32).max, np.float32)
+    found = np.empty(3, np.float32)
+    weighted_mean([(largest.copy(), 16), (largest.copy(), 16)], found)
+    assert np.array_equal(found, largest)

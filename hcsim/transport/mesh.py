@@ -23,7 +23,9 @@ from hcsim.transport.link import Link
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
-PARTING_TIMEOUT_S = 0.25
+ABORT_TIMEOUT_S = 0.25
+BYE_TIMEOUT_S = 30.0
+"""A goodbye waits behind what we sent before it, which the peer may still need: on a slow line that takes a while."""
 FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
 MAX_FRAME_BYTES = 16 * 2**20
@@ -132,7 +134,7 @@ class Mesh:
     async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
         kind, text = parting
         try:
-            async with self.host.clock.timeout(PARTING_TIMEOUT_S):
+            async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
                 for channel in link.channels:
                     await _say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
         except (ChannelError, TimeoutError):
@@ -158,6 +160,8 @@ class Mesh:
                 if rank < us.rank:
                     channels = [await self._dial(rank, stripe) for stripe in range(us.wire.stripes)]
                     return self._join(rank, channels)
+                if rank in self.links:  # it called between the question for the link and this first look
+                    return self.links[rank]
                 called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
                 self._complete[rank] = called
                 return await called

@@ -291,3 +291,33 @@ def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
             await main()
 
     asyncio.run(bounded())
+
+
+def test_a_call_that_is_taken_in_before_the_waiting_for_it_begins_is_found() -> None:
+    """A task gets its turn when it does: here the one that waits for the call starts a second late."""
+
+    class Late:
+        def __init__(self, host: VirtualHost) -> None:
+            self._host = host
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._host, name)
+
+        def spawn(self, work: Any, *, name: str) -> asyncio.Task[Any]:
+            async def late() -> None:
+                await self._host.clock.sleep(1.0)
+                await work
+
+            return self._host.spawn(late() if name.startswith("open") else work, name=name)
+
+    async def body(one: VirtualHost, two: VirtualHost, _: VirtualHost) -> float:
+        mesh = await opened(Late(one), 0)  # type: ignore[arg-type]
+        asking = asyncio.ensure_future(mesh.link(1))
+        channel, _header, _data = await call(two, HELLO)
+        assert (await asking).peer_rank == 1
+        took_s = one.clock.now()
+        await channel.close()
+        await mesh.close(*GOODBYE)
+        return took_s
+
+    assert run(body) < 2.0

@@ -14,7 +14,7 @@ from hcsim.collectives.group import Options
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
 from hcsim.launch import real_group, simulate_training
-from hcsim.real.device import best_torch_device
+from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.runtime.channel import Phantom
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.saved import load_model, save_model
@@ -46,7 +46,7 @@ class Onlooker:
 
 def train_virtual(scenario: Scenario, settings: Training, wire: Wire, trace: Path | None, save: Path | None) -> bool:
     """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
-    _check(settings, len(scenario.nodes), save)
+    _check(settings, len(scenario.nodes), len(scenario.homes), save)
     with ExitStack() as stack:
         progress = stack.enter_context(screen.Progress("step", settings.steps))
         sink = writer(trace, stack) if trace is not None else None
@@ -63,7 +63,8 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, trace: Pat
 def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
     """Train as one rank of a real group, and show how it went."""
     rank, ranks = our_rank(place), len(place.peers)
-    _check(settings, ranks, save)
+    _check(settings, ranks, 1, save)
+    check_torch_device(device)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     with screen.Progress("step", settings.steps) as progress:
@@ -98,9 +99,11 @@ def evaluate_model(path: Path) -> None:
     screen.say(f"parameters sha256 {saved.about['sha256']}")
 
 
-def _check(settings: Training, ranks: int, save: Path | None) -> None:
-    check_training(settings, ranks)
+def _check(settings: Training, ranks: int, homes: int, save: Path | None) -> None:
+    check_training(settings, ranks, homes)
     if save is not None and task(settings.task).phantom:
         raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")
+    if save is not None and save.is_dir():
+        raise ConfigError(f"--save {save}: this is a folder; give the name of a file")
     if save is not None and not save.parent.is_dir():
         raise ConfigError(f"--save {save}: there is no folder {save.parent}")

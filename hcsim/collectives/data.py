@@ -21,6 +21,12 @@ def length_of(data: Data) -> int:
     return data.nbytes if isinstance(data, Phantom) else int(data.size)
 
 
+def array_of(data: Data) -> Array:
+    """The data, where it cannot be a phantom."""
+    assert not isinstance(data, Phantom)
+    return data
+
+
 def kind_of(memory: Memory) -> str:
     """What the elements are."""
     return memory.dtype.char if isinstance(memory, ArrayMemory) else "phantom"

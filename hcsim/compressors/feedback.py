@@ -6,8 +6,7 @@ so over all steps everything is sent: Σ decoded + residual = Σ tensors. It wra
 once its step is committed: an aborted step can be tried again as if it had never been.
 
 For those who encode the pieces of a tensor themselves: `compensated` gives the tensor with its residual; after
-the pieces were encoded, `keep` takes what was not sent of the whole, and `keep_more` a further error in a part of
-it, such as that of encoding a sum a second time.
+the pieces were encoded, `keep` takes what was not sent of the whole.
 """
 
 from __future__ import annotations
@@ -82,13 +81,6 @@ class Feedback:
             raise UsageError(f"{of.name}: a residual of shape {residual.shape} for a tensor of shape {array.shape}")
         if residual is not array:
             np.copyto(array, residual)
-
-    def keep_more(self, error: Array, of: Ident, lo: int = 0) -> None:
-        """Add to the residual of this step, from the flat tensor's element `lo` on."""
-        part = self._memory.proposed(of.name, of.step).reshape(-1)[lo : lo + error.size]
-        if part.size != error.size:
-            raise UsageError(f"{of.name}: {error.size} elements from {lo} on are not within the tensor")
-        part += error.reshape(-1)
 
     def encode(self, tensor: Array, of: Ident) -> Bytes:
         """The payload of the compensated tensor."""

@@ -6,6 +6,7 @@ bare name of a switch. The fields are those of a struct, which checks them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -19,17 +20,17 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     """The struct that the text describes; `what` is what these texts name, for errors."""
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     if name not in kinds:
         raise ConfigError(f'there is no {what} "{name}"{did_you_mean(name, kinds)}; known: {", ".join(kinds)}')
     kind = kinds[name]
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     given: dict[str, str | bool] = {}
-    for number, part in enumerate(rest.split(",") if rest else ()):
+    for number, part in enumerate(rest.split(",") if colon else ()):
         key, equals, value = part.partition("=")
         if not equals and fields.get(key) is bool:
             given[key] = True
-        elif not equals and number == 0 and fields:
+        elif part and not equals and number == 0 and fields:
             given[next(iter(fields))] = key
         elif equals and key in fields:
             given[key] = value
@@ -38,7 +39,8 @@ def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f'{what} "{text}": {error}; {_usage(name, kind)}') from None
+        problem = re.sub(r" - at `\$\.?(.*)`", r" for \1", str(error)).removesuffix(" for ")
+        raise ConfigError(f'{what} "{text}": {problem}; {_usage(name, kind)}') from None
 
 
 def write_spec(name: str, value: msgspec.Struct) -> str:

@@ -9,7 +9,7 @@ from msgspec import Meta
 from hcsim.config.table import Count, Table
 from hcsim.units import PositiveBytes, PositiveSeconds
 
-Positive = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Training(Table, frozen=True):

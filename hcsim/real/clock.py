@@ -14,6 +14,10 @@ class RealClock:
         """Seconds since an unspecified moment, never going back."""
         return time.monotonic()
 
+    def elapsed(self) -> float:
+        """The same: it never jumps."""
+        return time.monotonic()
+
     async def sleep(self, seconds: float) -> None:
         """Wait; zero or less lets every other ready task run once."""
         await asyncio.sleep(max(seconds, 0.0))

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from hcsim.errors import ConfigError
 from hcsim.runtime.device import Work
+from hcsim.units import did_you_mean
 
 T = TypeVar("T")
 
@@ -19,6 +21,18 @@ def best_torch_device() -> str:
     if torch.backends.mps.is_available():
         return "mps"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_torch_device(name: str) -> None:
+    """Refuse a device that torch does not have here; "auto" is the best there is."""
+    known = ("auto", "cpu", "mps", "cuda")
+    if name not in known:
+        raise ConfigError(f'device "{name}"{did_you_mean(name, known)}; known: {", ".join(known)}')
+    import torch
+
+    there = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}
+    if not there.get(name, True):
+        raise ConfigError(f'device "{name}": torch finds none on this machine; "auto" takes the best there is')
 
 
 class RealDevice:

@@ -12,6 +12,9 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds since some fixed moment of this host's own."""
 
+    def elapsed(self) -> float:
+        """The same without jumps, for measuring how long something takes."""
+
     async def sleep(self, seconds: float) -> None:
         """Wait; zero or less lets every other ready task run once."""
 

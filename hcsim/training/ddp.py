@@ -23,7 +23,6 @@ async def ddp(run: Run, aggregator: Aggregator) -> None:
         loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), exchange.ready)
         with run.learner.ledger.spent_on("exchange"):
             await exchange.done()
-        run.compressor.commit(step)
         await run.update(step)
         run.note(step + 1, loss)
 
@@ -62,4 +61,11 @@ class _StepExchange:
 
     async def done(self) -> None:
         """Return when all gradients are averages."""
-        await asyncio.gather(*self._pending)
+        try:
+            await asyncio.gather(*self._pending)
+        except BaseException:
+            for task in self._pending:
+                task.cancel()
+            self._run.compressor.abandon(self._step)
+            raise
+        self._run.compressor.commit(self._step)

@@ -60,10 +60,12 @@ class _Sync:
         self._samples = [0] * run.group.size
         parameters = run.learner.replica.parameters
         way = parameters if isinstance(parameters, Phantom) else cast(Array, self._anchor) - parameters
+        await run.group.host.device.touch(3 * parameters.nbytes)
         with run.learner.ledger.spent_on("exchange"):
             await asyncio.gather(*(self._aggregator.total(way, bucket, weight, step) for bucket in run.buckets))
         run.compressor.commit(step)
         await run.learner.run(self._outer_work, lambda: self._move(way))
+        await run.group.host.device.touch(2 * parameters.nbytes)
 
     def _move(self, way: Array | Phantom) -> None:
         self._outer.step(way)

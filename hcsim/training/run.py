@@ -1,12 +1,13 @@
 """A training run as one rank sees it: what it is given, and what it notes down.
 
-Strategies are `async def`s over a `Run`. Evaluation looks at the model from outside: it takes no virtual time, and
-its real time is taken off the clock that points are noted with.
+Strategies are `async def`s over a `Run`. Evaluation looks at the model from outside: it takes no virtual time, and its
+real time is taken off the first rank's, which evaluates. Real ranks that wait for the first one meanwhile do
+not know why.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import msgspec
@@ -14,10 +15,11 @@ import msgspec
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Compressor
 from hcsim.config.training import Training
+from hcsim.runtime.device import Work
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, digest
-from hcsim.training.optimizer import clip, scaled_lr
+from hcsim.training.optimizer import clip, scaled_lr, warmup
 from hcsim.training.task import Score, Task
 
 
@@ -75,7 +77,7 @@ class Run:
         self.observer: Observer | None = None
         self.other_sent_bytes = 0
         """What a strategy sends beside the group, over channels of its own, headers included."""
-        self._start_s = group.host.clock.now()
+        self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
 
@@ -83,18 +85,21 @@ class Run:
         """The learning rate of a step."""
         s = self.settings
         assert s.lr is not None
-        return scaled_lr(s.lr, self.group.size if s.scale_lr else 1, step, s.warmup)
+        return scaled_lr(s.lr, self.group.size, step, s.warmup) if s.scale_lr else s.lr * warmup(step, s.warmup)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """What is exchanged together."""
         return self.learner.layout.buckets(self.settings.bucket_bytes)
 
-    async def update(self, step: int) -> None:
-        """Apply the gradients that are in place."""
+    async def update(self, step: int, share: float = 1.0) -> None:
+        """Apply the gradients that are in place, with this share of the step's learning rate."""
         if self.settings.clip is not None:
-            clip(self.learner.replica.gradients, self.settings.clip)
-        await self.learner.update(self.lr(step))
+            gradients = self.learner.replica.gradients
+            await self.learner.run(
+                Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes), partial(clip, gradients, self.settings.clip)
+            )
+        await self.learner.update(self.lr(step) * share)
 
     def note(self, step: int, loss: float) -> None:
         """Step number `step` (from 1) is done. The first rank evaluates now and then, and after the last one."""
@@ -108,7 +113,7 @@ class Run:
     @property
     def elapsed_s(self) -> float:
         """Since the start, without evaluations."""
-        return self.group.host.clock.now() - self._start_s - self._evaluating_s
+        return self.group.host.clock.elapsed() - self._start_s - self._evaluating_s
 
     @property
     def sent_bytes(self) -> int:
@@ -121,7 +126,7 @@ class Run:
         return Report(
             self.group.rank,
             last.step if last else 0,
-            self.elapsed_s,
+            last.time_s if last else 0.0,
             self.sent_bytes,
             dict(self.learner.ledger.seconds),
             tuple(self.points),
@@ -129,7 +134,7 @@ class Run:
         )
 
     def _evaluate(self) -> Score | None:
-        before_s = self.group.host.clock.now()
+        before_s = self.group.host.clock.elapsed()
         score = self.task.score(self.learner.replica.parameters)
-        self._evaluating_s += self.group.host.clock.now() - before_s
+        self._evaluating_s += self.group.host.clock.elapsed() - before_s
         return score

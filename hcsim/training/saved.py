@@ -43,6 +43,7 @@ def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about:
         beside.write_bytes(safetensors.numpy.save(tensors, metadata))
         beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise ConfigError(f"{path}: the model cannot be written: {error.strerror}") from None
 
 
@@ -58,7 +59,7 @@ def load_model(path: Path) -> Saved:
         raise ConfigError(f"{path}: this is not a model that was saved whole: {error}") from None
     if about.get("format") != _FORMAT:
         raise ConfigError(f"{path}: hcsim did not save this model (its format is {about.get('format')!r})")
-    of = task(about["task"])
+    of = task(about.get("task", ""))
     layout = Layout.of([block.shapes for block in of.blocks])
     parameters = np.empty(layout.length, np.float32)
     for tensor in layout.tensors:
@@ -67,6 +68,8 @@ def load_model(path: Path) -> Saved:
             there = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise ConfigError(f"{path}: {tensor.name} is {there}, but {of.name} has float32 {list(tensor.shape)}")
         tensor.view(parameters)[...] = found
+    if strange := [name for name in tensors if name not in {tensor.name for tensor in layout.tensors}]:
+        raise ConfigError(f"{path}: {of.name} has no tensor {', '.join(strange)}")
     if digest(parameters) != about.get("sha256"):
         raise ConfigError(f"{path}: the parameters are not those that were saved (their SHA-256 differs)")
     return Saved(of, parameters, about)

@@ -15,6 +15,7 @@ from hcsim.config.spec import read_spec
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
 from hcsim.training.aggregation.aggregator import Aggregator, Direct, Hierarchical
+from hcsim.training.agreement import Intent, agree
 from hcsim.training.data import Batches
 from hcsim.training.ddp import ddp, single
 from hcsim.training.learner import Learner
@@ -101,11 +102,16 @@ def strategy(spec: str) -> Strategy:
     return read_spec(spec, STRATEGIES, "strategy")
 
 
-async def train(group: Group, settings: Training, seed: int, observer: Observer | None = None) -> Report:
-    """Train this rank's part, and say what came of it. All ranks give the same settings and seed."""
+async def train(
+    group: Group, settings: Training, seed: int, observer: Observer | None = None, what: Task | None = None
+) -> Report:
+    """Train this rank's part, and say what came of it. All ranks give the same settings and seed.
+
+    `what` is a task of one's own; without it, the settings name one."""
     chosen = strategy(settings.strategy)
-    what = task(settings.task)
+    what = what or task(settings.task)
     settings = completed(settings, what, group.size)
+    await agree(group, Intent(settings, seed, what.fingerprint))
     learner = Learner(group.host, what, _optimizer(settings), seed)
     batches = Batches.of(what, _batch_sizes(settings, group.size), seed)
     run = Run(group, settings, what, learner, batches, make(settings.compressor, seed=seed, rank=group.rank))
@@ -116,9 +122,13 @@ async def train(group: Group, settings: Training, seed: int, observer: Observer 
     return run.report()
 
 
-def check_training(settings: Training, ranks: int) -> None:
+def check_training(settings: Training, ranks: int, homes: int) -> None:
     """Refuse, before anything is started, what cannot be trained."""
-    strategy(settings.strategy)
+    chosen = strategy(settings.strategy)
+    if homes < 2 and (isinstance(chosen, HierarchicalParallel) or settings.algorithm == "hierarchical"):
+        raise ConfigError("hierarchical goes over several homes, and here is only one: use ddp, and another algorithm")
+    if isinstance(chosen, SingleMachine | ParameterServer) and settings.algorithm != "auto":
+        raise ConfigError(f'algorithm = "{settings.algorithm}": {settings.strategy} does without all-reduces')
     make(settings.compressor, seed=0, rank=0)
     names = ("auto", *algorithms("all_reduce"))
     if settings.algorithm not in names:
@@ -130,6 +140,8 @@ def check_training(settings: Training, ranks: int) -> None:
 def completed(settings: Training, what: Task, ranks: int) -> Training:
     """With the task's own figures where none are given; refuses what does not go together."""
     usual = what.defaults
+    if settings.optimizer == "adamw" and settings.momentum is not None:
+        raise ConfigError(f"momentum = {settings.momentum}: adamw has its own two, which are fixed")
     if isinstance(settings.batch, tuple) and len(settings.batch) != ranks:
         raise ConfigError(f"batch = {list(settings.batch)}: {len(settings.batch)} batch sizes for {ranks} ranks")
     return replace(

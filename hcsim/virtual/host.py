@@ -41,6 +41,10 @@ class VirtualClock:
         """See `runtime.clock.Clock.now`."""
         return self._loop.time() * self.rate + self.offset_s
 
+    def elapsed(self) -> float:
+        """See `runtime.clock.Clock.elapsed`."""
+        return self._loop.time()
+
     async def sleep(self, seconds: float) -> None:
         """See `runtime.clock.Clock.sleep`."""
         await asyncio.sleep(seconds / self.rate)

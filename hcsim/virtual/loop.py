@@ -35,7 +35,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 import simpy
 from simpy.resources.base import Get, Put
 
-from hcsim.errors import Deadlock, UsageError
+from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
 from hcsim.virtual.handles import Callback, Environment, NumberedTask, new_callback
 from hcsim.virtual.plain_loop import PlainLoop
@@ -284,7 +284,8 @@ class VirtualLoop(PlainLoop):
             task.cancel()
         self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         for task in tasks:
-            if not task.cancelled() and (error := task.exception()) is not None:
+            # What a dead host's tasks end with when they are let go is no news.
+            if not task.cancelled() and (error := task.exception()) and not isinstance(error, HcsimError):
                 message = "a task failed while the world was torn down"
                 self.call_exception_handler({"message": message, "exception": error, "task": task})
 

@@ -89,6 +89,11 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         (("--save", "model"), "--save: only where something is learned"),
         (("--task", "digits", "--steps", "0"), "--steps"),
         (("--task", "digits", "--device", "cpu"), "--device: only with --real"),
+        (("--task", "convex", "--strategy", "hierarchical"), "here is only one"),
+        (("--task", "convex", "--lr", "inf"), "--lr"),
+        (("--task", "convex", "--save", "/"), "this is a folder"),
+        (("--task", "convex", "--strategy", "local_sgd:"), '"local_sgd" knows every=8'),
+        (("--task", "convex", "--strategy", "parameter_server", "--algorithm", "ring"), "does without all-reduces"),
     ],
 )
 def test_a_mistake_is_told_in_a_line_before_anything_runs(arguments: tuple[str, ...], complaint: str) -> None:
@@ -96,6 +101,21 @@ def test_a_mistake_is_told_in_a_line_before_anything_runs(arguments: tuple[str, 
     assert result.exit_code == 2
     assert complaint in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("device", ["bogus", "cuda", "mps"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    result = hcsim("run", "--real", "--peers", free_peers(2), "--rank", "0", "--task", "digits", "--device", device)
+    assert result.exit_code == 2
+    assert f'device "{device}"' in result.output
+
+
+def test_real_ranks_with_unlike_settings_are_told_so() -> None:
+    peers = free_peers(2)
+    with rank(0, peers, *SMALL, "--lr", "0.1") as zero, rank(1, peers, *SMALL, "--lr", "0.2") as one:
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in (zero, one)]
+    assert [process.returncode for process in (zero, one)] == [2, 2]
+    assert all("lr is 0.1 and 0.2" in error for error in errors)
 
 
 def test_a_task_of_shapes_cannot_be_trained_for_real() -> None:

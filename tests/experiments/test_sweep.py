@@ -1,17 +1,63 @@
-"""The sweep: one table however often it runs, and it agrees with the textbook where that holds."""
+"""The sweep: each cell runs once, whatever happens in between, and the same code writes the same tables."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import active_children
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
+from typer import Typer
+from typer.testing import CliRunner
 
-from experiments.clusters import homes, ideal
-from experiments.sweep import Effort, grid, measure, study, textbook
+from experiments.study.cell import AllReduce, AnyCell, Result
+from experiments.study.grid import Asked, parse_sweep
+from experiments.study.runner import run_cells
+from experiments.study.store import Entry
+from experiments.sweep import main, sweep
 
-TINY = Effort((1 << 10, 1 << 20), repeats=1)
+ROOT = Path(__file__).parents[2]
+SMALL = """
+[[grid]]
+kind = "all_reduce"
+study = "allreduce"
+links = ["1gbe", "ideal"]
+worlds = [2]
+algorithms = ["ring", "direct"]
+sizes = ["1 KiB", "1 MiB"]
+repeats = 1
+"""
+TRAINING = """
+[[grid]]
+kind = "training"
+study = "mine"
+tasks = ["convex"]
+strategies = ["single", "ddp"]
+links = ["1gbe"]
+worlds = [2]
+seeds = [1, 2]
+steps = 6
+evaluate_every = 3
+target_loss = 100.0
+"""
+TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifest.json")
+
+
+def run(text: str, out: Path, jobs: int = 2) -> int:
+    asked = parse_sweep(text, "small.toml")
+    return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
+
+
+def kept(out: Path) -> dict[str, tuple[int, int]]:
+    """What tells whether a cell was written again: a new file takes the place of the old."""
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in (out / ".cells").iterdir()}
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -19,40 +65,142 @@ def rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(table))
 
 
-def test_two_runs_write_the_same_table_and_manifest(tmp_path: Path) -> None:
-    places = [homes()[3], ideal(2, ("ring",))]
-    for run in ("one", "two"):
-        (tmp_path / run).mkdir()
-        study(places, TINY, tmp_path / run, "the command")
-    one, two = tmp_path / "one", tmp_path / "two"
-    for name in ("allreduce.csv", "manifest.json", "allreduce_by_link.svg", "allreduce_closed_form.svg"):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    for name in ("allreduce_by_link.png", "allreduce_closed_form.png"):
-        assert (one / name).stat().st_size > 10_000
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "experiments.sweep", *words]
 
 
-def test_every_point_has_a_row_and_a_digest(tmp_path: Path) -> None:
-    places = [homes()[0], ideal(4, ("ring", "centralized"))]
-    study(places, TINY, tmp_path, "the command")
-    table = rows(tmp_path / "allreduce.csv")
-    assert [(row["cluster"], row["algorithm"], int(row["size_bytes"])) for row in table] == [
-        (cluster.scenario.name, algorithm, size) for cluster, algorithm, size in grid(places, TINY)
-    ]
+def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path) -> None:
+    run(SMALL, tmp_path)
+    first, tables = kept(tmp_path), {name: (tmp_path / name).read_bytes() for name in TABLES}
+    assert len(first) == 8
+    run(SMALL, tmp_path)
+    assert kept(tmp_path) == first
+    assert {name: (tmp_path / name).read_bytes() for name in TABLES} == tables
+
+
+def test_two_runs_from_nothing_write_the_same_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
+    for name, jobs in (("one", 1), ("two", 2)):
+        run(TRAINING, tmp_path / name, jobs)
+    for name in TABLES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
+    run(SMALL, tmp_path)
+    first = kept(tmp_path)
+    gone = next(iter(first))
+    (tmp_path / ".cells" / gone).unlink()
+    run(SMALL, tmp_path)
+    second = kept(tmp_path)
+    assert {name for name in second if second[name] != first.get(name)} == {gone}
+
+
+def test_a_half_written_cell_is_run_again(tmp_path: Path) -> None:
+    run(SMALL, tmp_path)
+    victim = next((tmp_path / ".cells").iterdir())
+    whole = json.loads(victim.read_bytes())["result"]
+    victim.write_bytes(victim.read_bytes()[:40])
+    run(SMALL, tmp_path)
+    assert json.loads(victim.read_bytes())["result"] == whole
+
+
+def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Path) -> None:
+    file, out = tmp_path / "long.toml", tmp_path / "out"
+    seeds = ", ".join(map(str, range(400)))
+    file.write_text(TRAINING.replace("seeds = [1, 2]", f"seeds = [{seeds}]"))
+    process = subprocess.Popen(
+        command(str(file), "--out", str(out), "--jobs", "2"),
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None and len(list((out / ".cells").glob("*.json"))) < 3:
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted: finished cells are kept" in said
+    assert "Traceback" not in said
+    entries = [msgspec.json.decode(kept.read_bytes(), type=Entry) for kept in (out / ".cells").glob("*.json")]
+    assert 3 <= len(entries) < 800
+    assert all(entry.result.error is None for entry in entries)
+    asked = {cell for _, cell in parse_sweep(file.read_text(), "long.toml")}
+    assert {entry.cell for entry in entries} <= asked
+
+
+def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: Path) -> None:
+    good, bad = AllReduce("1gbe", 2, "ring", 1024, 1), AllReduce("1gbe", 2, "hierarchical", 1024, 1)
+    asked = [Asked("mine", bad), Asked("mine", good)]
+    for _ in range(2):
+        assert sweep(asked, tmp_path, 1, [], Console(quiet=True)) == 1
+    first, second = rows(tmp_path / "cells.csv")
+    assert first["algorithm"] == "hierarchical"
+    assert "groups" in first["error"]
+    assert first["step_s"] == ""
+    assert second["error"] == ""
+    assert float(second["step_s"]) > 0
+
+
+def test_a_worker_that_dies_takes_only_its_own_cell_with_it() -> None:
+    cells: list[AnyCell] = [AllReduce("1gbe", 2, "ring", size, 1) for size in (1024, 2048, 4096, 8192)]
+    results: dict[AnyCell, Result] = {}
+
+    def finished(cell: AnyCell, result: Result, cost_s: float) -> None:
+        results[cell] = result
+        if len(results) == 1:
+            for child in active_children():
+                child.kill()
+
+    run_cells(cells, 1, finished)
+    assert list(results) == cells
+    died = [cell for cell, result in results.items() if result.error is not None]
+    assert len(died) <= 1
+    assert all("ended with code -9" in str(results[cell].error) for cell in died)
+
+
+def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(tmp_path: Path) -> None:
+    run(TRAINING, tmp_path)
+    table = rows(tmp_path / "cells.csv")
+    assert [(row["strategy"], row["link"], row["seed"]) for row in table] == [
+        ("single", "none", "1"), ("single", "none", "2"), ("ddp", "1gbe", "1"), ("ddp", "1gbe", "2"),
+    ]  # fmt: skip
+    assert len({row["batch"] for row in table}) == 1
+    assert [float(row["speedup"]) for row in table[:2]] == pytest.approx([1.0, 1.0])
+    # Two ranks compute the same mean gradient as one machine with both batches, so they learn the same.
+    for alone, together in zip(table[:2], table[2:], strict=True):
+        assert float(together["final_loss"]) == pytest.approx(float(alone["final_loss"]), rel=1e-4)
+        ratio = float(together["samples_per_s"]) / float(alone["samples_per_s"])
+        assert float(together["speedup"]) == pytest.approx(ratio, rel=1e-6)
+
+
+def test_curves_have_a_row_for_each_evaluation_and_the_target_is_noted_when_it_is_first_met(tmp_path: Path) -> None:
+    run(TRAINING, tmp_path)
+    curves = [row for row in rows(tmp_path / "curves.csv") if row["strategy"] == "ddp" and row["seed"] == "1"]
+    assert [row["step"] for row in curves] == ["3", "6"]
+    cell = next(row for row in rows(tmp_path / "cells.csv") if row["strategy"] == "ddp" and row["seed"] == "1")
+    assert float(cell["time_to_target_s"]) == float(curves[0]["time_s"])
+    assert float(cell["final_loss"]) == float(curves[-1]["loss"])
+
+
+def test_two_studies_share_a_cell_that_both_ask_for(tmp_path: Path) -> None:
+    run(SMALL + SMALL.replace('study = "allreduce"', 'study = "other"'), tmp_path)
+    assert len(kept(tmp_path)) == 8
+    table = rows(tmp_path / "cells.csv")
+    assert [row["study"] for row in table] == ["allreduce"] * 8 + ["other"] * 8
+
+
+def test_the_manifest_tells_what_made_the_tables(tmp_path: Path) -> None:
+    run(TRAINING, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert len(manifest["trace_sha256"]) == len(table)
-    assert len({*manifest["trace_sha256"].values()}) == len(table)
-    assert [entry["name"] for entry in manifest["scenarios"]] == ["four-macs-1gbe", "4-ideal-ports"]
+    assert manifest["command"] == "python -m experiments.sweep small.toml"
+    assert manifest["seeds"] == [1, 2]
+    assert manifest["cells"] == {"mine": {"rows": 4, "failed": 0}}
+    assert {entry["name"] for entry in manifest["scenarios"]} == {"one-mac", "2-macs-1000mbps"}
+    table = rows(tmp_path / "cells.csv")
+    assert {row["scenario_sha256"] for row in table} == {entry["sha256"] for entry in manifest["scenarios"]}
 
 
-@pytest.mark.parametrize("size_bytes", [64 << 10, 1 << 20])
-def test_the_simulator_agrees_with_the_textbook(size_bytes: int) -> None:
-    for cluster in textbook():
-        for algorithm in cluster.algorithms:
-            point, _ = measure(cluster, algorithm, size_bytes, repeats=1)
-            assert point.median_s == pytest.approx(point.closed_form_s, rel=0.01), algorithm
-
-
-def test_hierarchy_spares_the_line_between_homes() -> None:
-    two_homes = homes()[4]
-    times_s = {name: measure(two_homes, name, 4 << 20, repeats=1)[0].median_s for name in two_homes.algorithms}
-    assert min(times_s, key=lambda name: times_s[name]) == "hierarchical"
+def test_a_bad_file_is_one_clear_line(tmp_path: Path) -> None:
+    app = Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["allreduc", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "allreduc: no such file (did you mean allreduce?); shipped sweeps: allreduce, compression" in result.stderr

@@ -125,7 +125,7 @@ class Peer:
 
 def dense(gradient: Any) -> tuple[tuple[int, ...], np.ndarray]:
     """A gradient as it travels uncompressed, finite or not: each tensor behind the header of its compressor."""
-    sizes, payload = Gradients(LAYOUT, make("none", seed=0, rank=0)).pack(np.zeros(LAYOUT.length, np.float32), 0)
+    sizes, payload = Gradients(LAYOUT, make("none", seed=0, rank=0)).pack(np.zeros(LAYOUT.length, np.float32), 1, 0)
     at, lo = 0, 0
     for tensor, size in zip(LAYOUT.tensors, sizes, strict=True):
         body = slice(at + size - 4 * tensor.length, at + size)
@@ -231,7 +231,7 @@ def test_poison_gradient_that_is_a_decompression_bomb():
     zstd = make("zstd", seed=0, rank=0)
     bomb = zstd.encode(np.zeros(1 << 24, np.float32), Ident("0.weight"))
     gradients = Gradients(LAYOUT, zstd)
-    good, _ = gradients.pack(ones(), 0)
+    good, _ = gradients.pack(ones(), 1, 0)
     sizes = (bomb.nbytes, *good[1:])
     push = Push(1, 0, 8, "zstd", sizes)
     tracemalloc.start()
@@ -252,13 +252,13 @@ def test_lost_response_resubmit(run):
         bench = Bench(s, 2, awaited="b")
         listener = await bench.open(address)
         async with await Peer.call(b, listener.address) as first:
-            await first.push(ones(), 1, 0)
+            await first.push(ones(8.0), 1, 0)  # the sum over its 8 samples
             while bench.rounds.version == 0:
                 await b.clock.sleep(0.001)
         heard = []
         async with await Peer.call(b, listener.address) as again:
             for sequence, version in ((1, 0), (1, 0), (2, 1), (2, 1)):
-                await again.push(ones(), sequence, version)
+                await again.push(ones(8.0), sequence, version)
                 heard.append(await again.hears())
             await again.line.send(Leave())
             await bench.serving
@@ -383,7 +383,7 @@ def test_decode_failure_kept_local(run):
     async def body(s: Host, a: Host, b: Host, address: str) -> tuple[list[Answer], bool]:
         bench = Bench(s, 1, awaited="b", compressor="topk:0.1")
         listener = await bench.open(address)
-        sizes, good = Gradients(LAYOUT, make("topk:0.1", seed=SEED, rank=0)).pack(ones(), 0)
+        sizes, good = Gradients(LAYOUT, make("topk:0.1", seed=SEED, rank=0)).pack(ones(), 1, 0)
         bad = good.copy()
         bad[: sizes[0]] = 0xFF
         before = bench.digest

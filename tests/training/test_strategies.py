@@ -9,12 +9,13 @@ from msgspec.structs import replace
 import hcsim
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
-from hcsim.config import Training, load_scenario
+from hcsim.config import ClockJump, Crash, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch import simulate_training
 from hcsim.training import tasks
 from hcsim.training.strategies import strategy, train
 from hcsim.training.tasks.phantom import PhantomTask
+from hcsim.units import Seconds
 from tests.training.clusters import Parameters, quiet_cluster
 
 STEPS = 8
@@ -115,16 +116,19 @@ def test_diloco_steps_with_nesterov_momentum_over_the_average_way() -> None:
 @pytest.mark.parametrize(
     "compressor", ["none", "topk:0.05+ef", "randomk:0.1", "int8+ef", "onebit", "fp16", "powersgd:2+ef"]
 )
-@pytest.mark.parametrize("strategy", ["ddp", "local_sgd:2", "parameter_server"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "local_sgd:2", "hierarchical", "parameter_server", "parameter_server:async"]
+)
 def test_phantoms_take_the_time_and_the_bytes_of_what_they_stand_for(
     monkeypatch: pytest.MonkeyPatch, compressor: str, strategy: str
 ) -> None:
-    settings = replace(CONVEX, strategy=strategy, compressor=compressor, bucket_bytes=1024)
-    real = simulate_training(quiet_cluster(3), settings).values()
+    settings = replace(CONVEX, strategy=strategy, compressor=compressor, bucket_bytes=1024, clip=1.0)
+    scenario = load_scenario("two-homes-wan") if strategy == "hierarchical" else quiet_cluster(3)
+    real = simulate_training(scenario, settings).values()
     convex = tasks.task("convex")
     shapes = PhantomTask("convex", tuple(convex.blocks), convex.samples, convex.defaults)
     monkeypatch.setattr("hcsim.training.strategies.task", lambda name: shapes)
-    phantom = simulate_training(quiet_cluster(3), settings).values()
+    phantom = simulate_training(scenario, settings).values()
     assert [report.sent_bytes for report in phantom] == [report.sent_bytes for report in real]
     assert [report.duration_s for report in phantom] == pytest.approx([report.duration_s for report in real])
 
@@ -148,6 +152,78 @@ def test_a_hierarchy_sends_over_the_line_between_homes_once_for_each_home() -> N
         simulate_training(scenario, replace(settings, strategy=name)).values() for name in ("ddp", "hierarchical")
     )
     assert hierarchical[0].duration_s < 0.8 * flat[0].duration_s
+
+
+def test_a_hierarchy_learns_what_one_process_learns() -> None:
+    seen = Parameters()
+    settings = replace(CONVEX, strategy="hierarchical", bucket_bytes=1024)
+    simulate_training(load_scenario("two-homes-wan"), settings, observer=seen).values()
+    assert len({parameters.tobytes() for parameters in seen.by_rank.values()}) == 1
+    np.testing.assert_allclose(seen.by_rank[3], alone(settings, 4), rtol=2e-5, atol=2e-6)
+
+
+def test_the_learning_rate_warms_up() -> None:
+    """Plain SGD with a warm-up over 4 steps: the first step is a quarter of a full one."""
+    one = replace(CONVEX, steps=1, momentum=0.0)
+    start = tasks.task("convex").replica(seed=1).parameters
+    full, warming = (learned(replace(one, warmup=steps), 2)[0] - start for steps in (0, 4))
+    np.testing.assert_allclose(warming, full / 4, atol=1e-6)
+    scaled = learned(replace(one, scale_lr=True), 2)[0] - start
+    np.testing.assert_allclose(scaled, 2 * full, atol=1e-6)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_does_not_change_what_took_how_long(jump_s: float) -> None:
+    calm = quiet_cluster(2)
+    settings = replace(CONVEX, task="resnet50", steps=3)
+    jumpy = replace(calm, faults=(ClockJump(Seconds(0.5), "mac-0", jump_s),))
+    plain, jumped = (simulate_training(scenario, settings).values()[0] for scenario in (calm, jumpy))
+    assert jumped.duration_s == pytest.approx(plain.duration_s)
+    assert jumped.spent_s == pytest.approx(plain.spent_s)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "complaint"),
+    [
+        ({"lr": 0.01}, "unlike settings: lr is 0.05 and 0.01"),
+        ({"steps": 3}, "steps is 8 and 3"),
+        ({"batch": 7}, "batch is 16 and 7"),
+        ({"task": "digits"}, "task is convex and digits"),
+        ({"strategy": "parameter_server"}, "strategy is ddp and parameter_server"),
+    ],
+)
+def test_ranks_that_mean_to_do_unlike_things_find_out_before_they_start(
+    unlike: dict[str, object], complaint: str
+) -> None:
+    async def program(group: Group) -> None:
+        await train(group, replace(CONVEX, **unlike) if group.rank == 2 else CONVEX, 1)
+
+    for result in hcsim.simulate(quiet_cluster(3), program).results:
+        assert isinstance(result, ConfigError)
+        assert complaint in str(result)
+
+
+def test_ranks_with_unlike_seeds_find_out() -> None:
+    async def program(group: Group) -> None:
+        await train(group, CONVEX, group.rank)
+
+    results = hcsim.simulate(quiet_cluster(2), program).results
+    assert all("seed is 0 and 1" in str(result) for result in results)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd:2", "parameter_server"])
+def test_a_machine_that_dies_ends_the_run_of_all_or_leaves_the_others_to_go_on(strategy: str) -> None:
+    scenario = quiet_cluster(4)
+    dead = scenario.nodes[3].name
+    settings = replace(CONVEX, task="resnet50", strategy=strategy, steps=6, timeout_s=20.0)
+    outcome = simulate_training(replace(scenario, faults=(Crash(Seconds(2.5), dead),)), settings)
+    assert isinstance(outcome.results[3], hcsim.HcsimError)
+    survivors = outcome.results[:3]
+    if strategy == "parameter_server":
+        assert all(isinstance(result, hcsim.Report) for result in survivors)
+    else:
+        assert all(isinstance(result, hcsim.HcsimError) for result in survivors)
+    assert outcome.seconds < 600
 
 
 def test_what_is_reported_adds_up() -> None:

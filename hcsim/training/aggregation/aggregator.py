@@ -73,6 +73,7 @@ class Hierarchical:
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
         """See `Aggregator.total`."""
         part: Flat
+        await self._near.host.device.touch(2 * bucket.size_bytes)
         if isinstance(flat, Phantom):
             part = Phantom(bucket.size_bytes)
         else:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from hcsim.collectives.data import Data
+from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets, split
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
@@ -27,6 +26,8 @@ from hcsim.compressors.feedback import Feedback
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench, nothing
 from hcsim.training.layout import Tensor
+
+_LENGTH_BYTES = 8
 
 Decode: TypeAlias = Callable[[Bytes, Array, Ident], None]
 """Puts, adds or subtracts what a payload says."""
@@ -51,13 +52,13 @@ class QuantisedExchange:
         ours = parts[group.rank]
         payloads, lost = await self._first.encode(shapes, lambda: self._encode_parts(flat, tensors, parts, step))
         received = await self._received(payloads, bucket)
-        theirs = [_bytes(p) for p in await group.all_to_all(payloads, received, bucket=bucket)]
+        theirs = [array_of(p) for p in await group.all_to_all(payloads, received, bucket=bucket)]
 
         part_shapes = [piece.shape for piece in ours]
         await bench.decode(part_shapes, lambda: self._sum(theirs, flat, ours, step), group.size)
-        payload = await bench.encode(part_shapes, lambda: self._encode(flat, ours, step))
+        payload = await bench.encode(part_shapes, lambda: self._encode(flat, ours, step, " of all"))
         counts = await self._counts(payload, parts, bucket)
-        sums = [_bytes(p) for p in await group.all_gather(payload, counts, bucket=bucket)]
+        sums = [array_of(p) for p in await group.all_gather(payload, counts, bucket=bucket)]
         await bench.decode(shapes, lambda: self._deliver(sums, flat, parts, lost, step))
         if self._feedback is not None and lost is not None:
             for tensor in tensors:
@@ -72,9 +73,13 @@ class QuantisedExchange:
         ours = [piece.shape for piece in parts[group.rank]]
         await self._first.encode(shapes, nothing)
         received = [sizes[group.rank]] * group.size
+        if not self._coder.sized:
+            await group.all_gather(Phantom(_LENGTH_BYTES * group.size), bucket=bucket)
         await group.all_to_all([Phantom(size) for size in sizes], received, bucket=bucket)
         await bench.decode(ours, nothing, group.size)
         await bench.encode(ours, nothing)
+        if not self._coder.sized:
+            await group.all_gather(Phantom(_LENGTH_BYTES), bucket=bucket)
         await group.all_gather(Phantom(sizes[group.rank]), sizes, bucket=bucket)
         await bench.decode(shapes, nothing)
 
@@ -120,8 +125,9 @@ class QuantisedExchange:
             for piece in ours:
                 lost[piece.span] -= flat[piece.span]
 
-    def _encode(self, flat: Array, pieces: Sequence[Tensor], step: int) -> Bytes:
-        encoded = [self._coder.encode(piece.view(flat), Ident(piece.name, step)) for piece in pieces]
+    def _encode(self, flat: Array, pieces: Sequence[Tensor], step: int, of: str = "") -> Bytes:
+        # The sum has a name of its own: a coder that rounds at random must not draw the same numbers for it again.
+        encoded = [self._coder.encode(piece.view(flat), Ident(piece.name + of, step)) for piece in pieces]
         return np.concatenate([*encoded, np.empty(0, np.uint8)])
 
     def _decode(self, payload: Bytes, flat: Array, pieces: Sequence[Tensor], step: int, decode: Decode) -> None:
@@ -135,20 +141,11 @@ class QuantisedExchange:
         if self._coder.sized:
             return [payloads[rank].size] * size
         lengths = await self._group.all_gather(np.array([p.size for p in payloads]), bucket=bucket)
-        return [int(theirs[rank]) for theirs in map(_array, lengths)]
+        return [int(theirs[rank]) for theirs in map(array_of, lengths)]
 
     async def _counts(self, payload: Bytes, parts: list[list[Tensor]], bucket: int) -> list[int]:
         """How long each rank's encoded sum is."""
         if self._coder.sized:
             return [sum(self._coder.size_bytes(piece.shape) for piece in part) for part in parts]
         lengths = await self._group.all_gather(np.array([payload.size]), bucket=bucket)
-        return [int(theirs[0]) for theirs in map(_array, lengths)]
-
-
-def _array(data: Data) -> npt.NDArray[Any]:
-    assert not isinstance(data, Phantom)
-    return data
-
-
-def _bytes(data: Data) -> Bytes:
-    return _array(data)
+        return [int(theirs[0]) for theirs in map(array_of, lengths)]

@@ -33,10 +33,14 @@ class Gradients:
         self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
         self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
 
-    def pack(self, gradients: Flat, version: int) -> tuple[tuple[int, ...], Bytes | Phantom]:
-        """The sizes of the payloads, and all of them in one piece."""
+    def pack(self, gradients: Flat, samples: int, version: int) -> tuple[tuple[int, ...], Bytes | Phantom]:
+        """The sizes of the payloads of mean gradients over so many samples, and all of them in one piece.
+
+        What is packed is their sum over the samples, so that what error feedback still owes is worth the same
+        whatever the sizes of the batches before and after. Changes the gradients."""
         if isinstance(gradients, Phantom):
             return tuple(self._exact), Phantom(sum(self._exact))
+        gradients *= np.float32(samples)
         payloads = [
             self.compressor.encode(tensor.view(gradients), Ident(tensor.name, version)) for tensor in self.tensors
         ]
@@ -65,16 +69,16 @@ class Gradients:
         return gradients
 
 
-def weighted_mean(arrays: Iterable[tuple[Array, int]], out: Array) -> None:
-    """The mean of arrays with these weights, added up in this order; zero without any weight. Changes the arrays."""
-    terms = list(arrays)
-    total = sum(weight for _, weight in terms)
+def mean_of_sums(sums: Iterable[tuple[Array, int]], out: Array) -> None:
+    """The mean over all samples, of arrays that are sums over so many each. Changes the arrays.
+
+    A sum over no samples may hold what its worker still owed, so it counts like the others."""
+    terms = list(sums)
+    each = np.float32(1 / max(1, sum(samples for _, samples in terms)))
     out.fill(0.0)
-    for array, weight in terms:
-        if weight:
-            # Shares of one rather than sums that are divided: what is finite stays finite.
-            array *= np.float32(weight / total)
-            out += array
+    for array, _ in terms:
+        array *= each  # before they are added up: what is finite stays finite
+        out += array
 
 
 def _sum(works: Iterable[Work]) -> Work:

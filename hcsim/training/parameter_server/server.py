@@ -15,7 +15,7 @@ from hcsim.runtime.device import Work
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.effects import Apply, Effect, Give, Tell
-from hcsim.training.parameter_server.gradients import Gradients, weighted_mean
+from hcsim.training.parameter_server.gradients import Gradients, mean_of_sums
 from hcsim.training.parameter_server.messages import Done, Model
 from hcsim.training.parameter_server.reception import Reception
 from hcsim.training.parameter_server.rounds import Rounds
@@ -105,7 +105,7 @@ class Server:
         if isinstance(mean, Phantom):
             await self._learner.run(work, lambda: None)
         else:
-            await self._learner.run(work, partial(weighted_mean, terms, mean))
+            await self._learner.run(work, partial(mean_of_sums, terms, mean))
         await self._update(self.rounds.version - 1, effect.share)
         self._snapshot = None
         self._host.trace("parameter server", "version", self.rounds.version)
@@ -114,9 +114,7 @@ class Server:
 
     async def _model(self) -> Payload:
         parameters = self._learner.replica.parameters
-        if isinstance(parameters, Phantom):
-            return parameters
         if self._snapshot is None:
             await self._host.device.touch(2 * parameters.nbytes)
-            self._snapshot = memoryview(parameters.tobytes())
+            self._snapshot = parameters if isinstance(parameters, Phantom) else memoryview(parameters.tobytes())
         return self._snapshot

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from hcsim.errors import CollectiveError
 from hcsim.runtime.address import join_address, split_address
-from hcsim.training.optimizer import clip
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.policy import Policy
@@ -84,9 +83,7 @@ class _Rank:
 
     async def _update(self, number: int, share: float) -> None:
         run = self._run
-        if run.settings.clip is not None:
-            clip(run.learner.replica.gradients, run.settings.clip)
-        await run.learner.update(run.lr(number // self._per_step) * share)
+        await run.update(number // self._per_step, share)
 
     def _batch(self, version: int, accepted: int) -> Indices | None:
         batches, rank = self._run.batches, self._run.group.rank

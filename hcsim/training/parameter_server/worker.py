@@ -126,7 +126,7 @@ class Worker:
     async def _push(self, samples: int) -> Answer:
         """What became of the gradients in place. What they did not carry over is kept only if they counted."""
         compressor, version = self.gradients.compressor, self.version
-        pack = partial(self.gradients.pack, self.learner.replica.gradients, version)
+        pack = partial(self.gradients.pack, self.learner.replica.gradients, samples, version)
         with self.learner.ledger.spent_on("encode"):
             sizes, packed = await self._host.device.run(self.gradients.encode_work, pack)
         payload = packed if isinstance(packed, Phantom) else packed.data

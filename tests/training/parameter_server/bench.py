@@ -102,8 +102,8 @@ class Recorder(Gradients):
 
     packed: dict[int, tuple[np.ndarray, np.ndarray]]
 
-    def pack(self, gradients: Any, version: int) -> Any:
-        sizes, data = super().pack(gradients, version)
+    def pack(self, gradients: Any, samples: int, version: int) -> Any:
+        sizes, data = super().pack(gradients, samples, version)
         self.packed[version] = gradients.copy(), self.unpack(Push(1, version, 1, self.compressor.spec, sizes), data)
         return sizes, data
 

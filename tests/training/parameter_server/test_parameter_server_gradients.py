@@ -14,7 +14,7 @@ from hcsim.errors import CompressionError
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout
-from hcsim.training.parameter_server.gradients import Gradients, weighted_mean
+from hcsim.training.parameter_server.gradients import Gradients, mean_of_sums
 from hcsim.training.parameter_server.messages import Push
 
 LAYOUT = Layout.of([[("first.weight", (24, 5)), ("first.bias", (24,))], [("second.weight", (3, 24)), ("empty", (0,))]])
@@ -25,7 +25,7 @@ SPECS = ("none", "zstd", "topk:0.1", "randomk:0.1", "fp16", "bf16", "int8", "int
 def packed(spec: str, number: int = 0) -> tuple[Gradients, np.ndarray, Push, np.ndarray]:
     gradients = Gradients(LAYOUT, make(spec, seed=3, rank=0))
     flat = generator(7, "gradient", number).standard_normal(LAYOUT.length, np.float32)
-    sizes, data = gradients.pack(flat, 4)
+    sizes, data = gradients.pack(flat, 1, 4)
     assert not isinstance(data, Phantom)
     return gradients, flat, Push(1, 4, 16, gradients.compressor.spec, sizes), data
 
@@ -49,7 +49,7 @@ def test_the_receiver_decodes_what_the_sender_would(spec: str):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_phantom_has_the_size_of_the_real_payload(spec: str):
     gradients, _, push, _ = packed(spec)
-    sizes, phantom = gradients.pack(Phantom(LAYOUT.size_bytes), 4)
+    sizes, phantom = gradients.pack(Phantom(LAYOUT.size_bytes), 1, 4)
     assert phantom.nbytes == sum(sizes)
     assert sizes == push.sizes or not gradients.compressor.sized
 
@@ -92,18 +92,35 @@ def test_an_announcement_that_does_not_fit_the_model_is_refused_before_its_bytes
     st.lists(st.integers(0, 1000), min_size=1, max_size=5),
     st.data(),
 )
-def test_the_mean_is_weighted_by_samples(weights: list[int], data: st.DataObject):
+def test_sums_over_samples_become_the_mean_over_all_of_them(weights: list[int], data: st.DataObject):
     finite = st.floats(-(2.0**100), 2.0**100, width=32)
     terms = [data.draw(arrays(np.float32, 7, elements=finite)) for _ in weights]
-    expected = np.average(np.array(terms, np.float64), axis=0, weights=weights) if sum(weights) else np.zeros(7)
+    expected = np.sum(np.array(terms, np.float64), axis=0) / max(1, sum(weights))
     largest = max(float(np.abs(term).max()) for term in terms)
     found = np.empty(7, np.float32)
-    weighted_mean([(term.copy(), weight) for term, weight in zip(terms, weights, strict=True)], found)
+    mean_of_sums([(term.copy(), weight) for term, weight in zip(terms, weights, strict=True)], found)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * largest + 1e-37)
 
 
 def test_a_mean_of_the_largest_numbers_is_finite():
     largest = np.full(3, np.finfo(np.float32).max, np.float32)
     found = np.empty(3, np.float32)
-    weighted_mean([(largest.copy(), 16), (largest.copy(), 16)], found)
+    mean_of_sums([(largest.copy(), 1), (largest.copy(), 1)], found)
     assert np.array_equal(found, largest)
+
+
+@pytest.mark.parametrize("spec", ["topk:0.1+ef", "randomk:0.1+ef", "onebit+ef", "int8+ef", "powersgd:1+ef"])
+def test_error_feedback_owes_sums_over_samples_whatever_the_batches(spec: str):
+    """What was delivered and what is owed are all gradients times their samples, also where a batch was empty."""
+    gradients = Gradients(LAYOUT, make(spec, seed=3, rank=0))
+    put_in, delivered = np.zeros(LAYOUT.length), np.zeros(LAYOUT.length)
+    for step, samples in enumerate((16, 3, 0, 40, 0, 1)):
+        flat = generator(7, "gradient", step).standard_normal(LAYOUT.length, np.float32)
+        put_in += samples * flat.astype(np.float64)
+        sizes, data = gradients.pack(flat, samples, step)
+        delivered += gradients.unpack(Push(step + 1, step, samples, gradients.compressor.spec, sizes), data)
+        gradients.compressor.commit(step)
+    owed = np.zeros(LAYOUT.length)
+    for tensor in LAYOUT.tensors:
+        owed[tensor.span] = gradients.compressor.state()[f"own/residual/{tensor.name}"].reshape(-1)
+    np.testing.assert_allclose(delivered + owed, put_in, atol=1e-3)

@@ -1,0 +1,41 @@
+"""All ranks must be about to do the same; those that are not say so, by name, before anything is learned."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from hcsim.collectives.data import array_of
+from hcsim.collectives.group import Group
+from hcsim.config.training import Training
+from hcsim.errors import ConfigError
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """What a rank is about to do."""
+
+    settings: Training
+    seed: int
+    model: str
+    """Fingerprint of the task's data and shapes."""
+
+
+async def agree(group: Group, ours: Intent) -> None:
+    """Return if all ranks intend the same; otherwise it is a `ConfigError` on all of them."""
+    text = np.frombuffer(msgspec.json.encode(ours, enc_hook=float), np.uint8)
+    lengths = [int(array_of(length)[0]) for length in await group.all_gather(np.array([text.size]))]
+    texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {_difference(texts[0], theirs)}")
+
+
+def _difference(one: bytes, other: bytes) -> str:
+    first, second = (_flat(msgspec.json.decode(text)) for text in (one, other))
+    unlike = [name for name in first if first[name] != second.get(name)]
+    return ", ".join(f"{name} is {first[name]} and {second.get(name)}" for name in unlike)
+
+
+def _flat(intent: dict[str, object]) -> dict[str, object]:
+    settings = intent.pop("settings")
+    return {**settings, **intent} if isinstance(settings, dict) else intent

@@ -1,0 +1,26 @@
+"""One figure per file. A figure is drawn from the tables alone, and has beside it a CSV of what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+
+STUDIES = ("allreduce", "compression", "time_to_target", "crossover", "scaling", "stragglers", "failures")
+"""Studies that have figures, each drawn by the module of its name."""
+
+Draw = Callable[[pd.DataFrame, pd.DataFrame, Path], None]
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> list[str]:
+    """Draw the figures of all studies that the tables have rows of; the names of those studies."""
+    drawn = []
+    for study in STUDIES:
+        ours = cells[(cells["study"] == study) & cells["error"].isna()]
+        if len(ours):
+            module = import_module(f"experiments.figures.{study}")
+            module.draw(ours.reset_index(drop=True), curves[curves["study"] == study].reset_index(drop=True), out)
+            drawn.append(study)
+    return drawn

@@ -1,0 +1,91 @@
+"""How long an all-reduce takes, by algorithm, size and link; and whether the simulator agrees with the textbook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.ticker import FixedLocator
+
+from experiments.figures.style import LOOKS, figure, labelled, link_title, save_data, size_label, time_label
+
+ALGORITHMS = (
+    "ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct", "hierarchical"
+)  # fmt: skip
+SHOWN = [
+    "link", "world", "algorithm", "size_bytes", "step_s", "fastest_s", "slowest_s", "step_sent_bytes", "closed_form_s"
+]  # fmt: skip
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """Two figures: real links, and ideal ones beside their formulas."""
+    real, ideal = cells[cells["closed_form_s"].isna()], cells[cells["closed_form_s"].notna()]
+    if len(real):
+        save_data(real[SHOWN], out / "allreduce_by_link")
+        _by_link(real, out / "allreduce_by_link")
+    if len(ideal):
+        save_data(ideal[SHOWN], out / "allreduce_closed_form")
+        _closed_form(ideal, out / "allreduce_closed_form")
+
+
+def _by_link(cells: pd.DataFrame, file: Path) -> None:
+    """Time against size, a panel for each cluster and a line for each algorithm."""
+    places = list(dict.fromkeys(zip(cells["link"], cells["world"], strict=True)))
+    rows = -(-(len(places) + 1) // 3)
+    with figure(9.6, 3.0 * rows, file) as sheet:
+        panels = sheet.subplots(rows, 3, squeeze=False)
+        for (link, world), axes in zip(places, panels.flat, strict=False):
+            here = cells[(cells["link"] == link) & (cells["world"] == world)]
+            for algorithm, line in here.groupby("algorithm", sort=False):
+                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **_look(algorithm))
+            axes.set_title(f"{world} Macs, {link_title(link)}")
+            _log_axes(axes)
+        for axes in panels.flat[len(places) :]:
+            axes.axis("off")
+        named = {
+            label: handle
+            for axes in panels.flat
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        words = [_word(name) for name in named]
+        panels.flat[-1].legend(named.values(), words, loc="center", title="simulated all-reduce by", fontsize=10)
+        sheet.supxlabel("size of the reduced tensor")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("time")
+
+
+def _closed_form(cells: pd.DataFrame, file: Path) -> None:
+    """The formulas as lines, what was simulated as markers, and below how far they are apart."""
+    with figure(6.0, 5.4, file) as sheet:
+        upper, lower = sheet.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        for algorithm, line in cells.groupby("algorithm", sort=False):
+            look = _look(algorithm)
+            sizes = line["size_bytes"]
+            upper.plot(sizes, line["closed_form_s"], color=look["color"], linestyle=look["linestyle"])
+            upper.plot(sizes, line["step_s"], color=look["color"], marker=look["marker"], linestyle="")
+            upper.plot([], [], label=f"{_word(algorithm)}, {line['world'].iloc[0]} ports", **look)
+            lower.plot(sizes, 100 * (line["step_s"] / line["closed_form_s"] - 1), **look)
+        upper.set_title("Latency and bandwidth only: formula (line) and simulation (marker)")
+        upper.legend()
+        _log_axes(upper)
+        upper.set_ylabel("time")
+        lower.set_ylabel("simulated\nabove formula, %")
+        lower.set_ylim(-1, 3)
+        lower.set_xlabel("size of the reduced tensor")
+
+
+def _look(algorithm: str) -> dict[str, Any]:
+    return LOOKS[ALGORITHMS.index(algorithm)]
+
+
+def _word(algorithm: str) -> str:
+    return algorithm.replace("_", " ")
+
+
+def _log_axes(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    labelled(axes.xaxis, size_label)
+    labelled(axes.yaxis, time_label)
+    axes.xaxis.set_major_locator(FixedLocator([1 << power for power in (10, 15, 20, 25)]))

@@ -1,0 +1,124 @@
+"""What compression saves on the wire and what it costs in accuracy, with and without error feedback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.figures.methods import compressor_words
+from experiments.figures.style import LOOKS, bytes_label, figure, labelled, save_data, spread
+
+FAMILIES = {"topk": "top-k", "randomk": "random-k", "powersgd": "PowerSGD", "int8": "int8", "onebit": "one bit",
+            "fp16": "fp16"}  # fmt: skip
+FEEDBACK = "+ef"
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """Left: accuracy against how many times fewer bytes were sent. Right: bytes sent against bytes encoded."""
+    points = _summary(cells)
+    save_data(points, out / "compression")
+    with figure(10.0, 4.4, out / "compression") as sheet:
+        left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
+        _accuracy(left, points)
+        _bytes(right, points)
+        handles = [
+            left.plot([], [], **_look(family, True) | {"linestyle": "-"}, label=words)[0]
+            for family, words in FAMILIES.items()
+            if (points["family"] == family).any()
+        ]
+        handles.append(left.plot([], [], color="0.3", marker="o", linestyle="-", label="with error feedback")[0])
+        handles.append(left.plot([], [], color="0.3", marker="o", linestyle=":", mfc="w", label="without")[0])
+        left.legend(handles=handles, loc="lower left", fontsize=8)
+
+
+def _summary(cells: pd.DataFrame) -> pd.DataFrame:
+    """Mean and spread over the seeds."""
+    by = cells.groupby("compressor", sort=False)
+    points = pd.DataFrame(
+        {
+            "seeds": by["seed"].nunique(),
+            "diverged": by["diverged"].sum(),
+            "steps": by["steps"].max(),
+            "accuracy": by["final_accuracy"].mean(),
+            "lowest_accuracy": by["final_accuracy"].min(),
+            "highest_accuracy": by["final_accuracy"].max(),
+            "step_sent_bytes": by["step_sent_bytes"].mean(),
+            "payload_share": by["payload_share"].mean(),
+            "step_s": by["step_s"].mean(),
+            "encode_s": by["encode_s"].mean(),
+        }
+    ).reset_index()
+    points.insert(1, "family", points["compressor"].str.removesuffix(FEEDBACK).str.partition(":")[0])
+    points.insert(2, "feedback", points["compressor"].str.endswith(FEEDBACK))
+    dense = points.loc[points["compressor"] == "none", "step_sent_bytes"]
+    points["times_fewer_bytes"] = float(dense.iloc[0]) / points["step_sent_bytes"] if len(dense) else pd.NA
+    return points
+
+
+def _accuracy(axes: Any, points: pd.DataFrame) -> None:
+    dense = points[points["compressor"] == "none"]
+    if len(dense):
+        base = dense.iloc[0]
+        axes.axhline(100 * base["accuracy"], color="0.4", linewidth=0.9)
+        axes.axhspan(100 * base["lowest_accuracy"], 100 * base["highest_accuracy"], color="0.93", zorder=0)
+        axes.annotate("no compression", (1, 100 * base["accuracy"]), (0, 3), textcoords="offset points", fontsize=8,
+                      color="0.3")  # fmt: skip
+    for (family, feedback), line in points[points["family"] != "none"].groupby(["family", "feedback"], sort=False):
+        line = line[line["diverged"] == 0].sort_values("times_fewer_bytes")
+        mean, low, high = (
+            100 * line[name].astype(float) for name in ("accuracy", "lowest_accuracy", "highest_accuracy")
+        )
+        axes.errorbar(
+            line["times_fewer_bytes"].astype(float), mean, yerr=spread(mean, low, high),
+            elinewidth=0.7, capsize=1.5, **_look(family, feedback),
+        )  # fmt: skip
+    lost = [compressor_words(name) for name in points.loc[points["diverged"] > 0, "compressor"]]
+    if lost:
+        words = f"diverged without error feedback: {', '.join(lost)}"
+        axes.annotate(words, (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
+    axes.set_xscale("log")
+    labelled(axes.xaxis, lambda value: f"{value:g}×")
+    axes.set_xlabel("fewer bytes on the wire than without compression (measured, headers included)")
+    axes.set_ylabel("held-out accuracy, %")
+    seeds, steps = points["seeds"].max(), points["steps"].max()
+    axes.set_title(f"Digits, 4 Macs, {steps} steps: mean and range of {seeds} seeds")
+
+
+def _bytes(axes: Any, points: pd.DataFrame) -> None:
+    """Only one of each pair: error feedback sends the same number of bytes."""
+    dense = points[points["compressor"] == "none"]
+    shown = points[points["feedback"] | ~points["family"].isin(points.loc[points["feedback"], "family"])]
+    shown = shown[shown["step_sent_bytes"].notna()]
+    for family, line in shown[shown["family"] != "none"].groupby("family", sort=False):
+        line = line.sort_values("payload_share")
+        axes.plot(line["payload_share"], line["step_sent_bytes"], **_look(family, True))
+        last = line.iloc[0]
+        axes.annotate(
+            compressor_words(last["compressor"]), (last["payload_share"], last["step_sent_bytes"]), (5, -3),
+            textcoords="offset points", fontsize=8,
+        )  # fmt: skip
+    if len(dense):
+        size = float(dense.iloc[0]["step_sent_bytes"])
+        shares = [float(shown["payload_share"].min()), 1.0]
+        axes.plot(shares, [size * share for share in shares], color="0.5", linewidth=0.9)
+        axes.annotate("in proportion", (shares[0], size * shares[0]), (2, -9), textcoords="offset points", fontsize=8,
+                      color="0.4")  # fmt: skip
+        axes.plot([1.0], [size], color="0.2", marker="o")
+        axes.annotate("none", (1.0, size), (-4, 5), textcoords="offset points", fontsize=8, ha="right")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    labelled(axes.xaxis, lambda value: f"{100 * value:g} %")
+    labelled(axes.yaxis, bytes_label)
+    axes.set_xlabel("size of an encoded gradient, of float32")
+    axes.set_ylabel("sent per step by each Mac")
+    axes.set_title("Sparse gradients are gathered, the others summed")
+
+
+def _look(family: str, feedback: bool) -> dict[str, Any]:
+    look = LOOKS[list(FAMILIES).index(family)] if family in FAMILIES else LOOKS[-1]
+    look = look | {"marker": "X"} if look["marker"] == "x" else look  # a cross of lines cannot be hollow
+    if feedback:
+        return look | {"linestyle": "-"}
+    return look | {"linestyle": ":", "markerfacecolor": "white"}

@@ -1,0 +1,165 @@
+"""Which method is the fastest, by bandwidth and model size; and where one machine alone is.
+
+Every tile is simulated: the time of a training step over the same number of samples, encoding included. Local SGD
+and DiLoCo do not learn the same from the same samples, so their tiles say how fast, not how well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.patches import Rectangle
+
+from experiments.figures.methods import method, with_methods
+from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
+from experiments.study.grid import SINGLE
+from experiments.study.models import NAME, Transformer
+from hcsim.config.spec import read_spec
+from hcsim.units import BitRate, decode_quantity
+
+FILLS: tuple[tuple[str, str], ...] = (
+    ("#f0f0f0", ""),
+    ("#56b4e9", ""),
+    ("#f5d76e", "///"),
+    ("#9fd8c4", "..."),
+    ("#e8b4d0", "\\\\\\"),
+    ("#f2b38a", "xxx"),
+    ("#c9c9e8", "---"),
+    ("#d9e8b0", "+++"),
+)
+EVERY_STEP = (SINGLE, "ddp", "hierarchical")
+"""Strategies that take the steps one machine would, but for what a compressor leaves out."""
+MODELS = {"ResNet-50": 25.6e6, "GPT-2": 124e6, "Llama 1B": 1.24e9, "Llama 7B": 6.74e9}
+LINKS = {"two homes": 20e6, "Wi-Fi 6": 195e6, "1 GbE": 1e9, "2.5 GbE": 2.5e9, "Thunderbolt 4": 16.4e9}
+"""Wi-Fi: what each of four stations gets when all send, and every byte crosses the air twice."""
+MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
+"""Parameters, gradients and momentum in float32 have to fit into a Mac."""
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """A figure for each number of Macs: rows by the work in a step, columns by what is allowed."""
+    cells = with_methods(cells)
+    fills = {name: FILLS[number % len(FILLS)] for number, name in enumerate(dict.fromkeys(cells["method"]))}
+    for number, world in enumerate(sorted(set(cells["world"]))):
+        file = out / (f"crossover_{world}_macs" if number else "crossover")
+        ours = cells[cells["world"] == world]
+        every_step = ours[ours["strategy"].isin(EVERY_STEP)]
+        choices = {
+            "data parallel, nothing compressed": every_step[every_step["compressor"].fillna("none") == "none"],
+            "with compression": every_step,
+            "and with steps of one's own": ours,
+        }
+        tiles = [_tiles(allowed).assign(methods=words) for words, allowed in choices.items()]
+        save_data(pd.concat(tiles, ignore_index=True), file)
+        _sheet(tiles, fills, f"{world} M4 Macs", file)
+
+
+def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place: str, file: Path) -> None:
+    tokens = sorted(set(choices[0]["tokens"]))
+    with figure(4.7 * len(choices), 3.9 * len(tokens) + 0.6, file) as sheet:
+        panels = sheet.subplots(len(tokens), len(choices), squeeze=False)
+        for row, length in zip(panels, tokens, strict=True):
+            for axes, tiles in zip(row, choices, strict=True):
+                _panel(axes, tiles[tiles["tokens"] == length], fills)
+                axes.set_title(f"{place}, {length:,} tokens per Mac and step;\n{tiles['methods'].iloc[0]}", pad=44)
+        winners = {name for tiles in choices for name in tiles["fastest"]}
+        shown = [name for name in fills if name in winners]
+        handles = [Rectangle((0, 0), 1, 1, facecolor=fills[n][0], hatch=fills[n][1], edgecolor="0.35") for n in shown]
+        words = "fastest (in the tiles: times as fast as one Mac alone)"
+        sheet.legend(handles, shown, loc="outside lower center", ncols=6, title=words, handleheight=1.6)
+
+
+def _tiles(cells: pd.DataFrame) -> pd.DataFrame:
+    """For each point of the grid, the fastest, and how much faster than alone it is."""
+    specs = {task: read_spec(task, {NAME: Transformer}, "task") for task in dict.fromkeys(cells["task"])}
+    alone = cells[cells["strategy"] == SINGLE].set_index("task")["step_s"]
+    rows = []
+    together = cells[cells["strategy"] != SINGLE]
+    for (task, link), part in together.groupby(["task", "link"], sort=False):
+        times_s = {name: float(time_s) for name, time_s in zip(part["method"], part["step_s"], strict=True)}
+        times_s = {method(SINGLE): float(alone[task]), **times_s}
+        fastest = min(times_s, key=lambda name: times_s[name])
+        rows.append(
+            {
+                "world": int(part["world"].iloc[0]), "tokens": specs[task].tokens, "parameters": specs[task].parameters,
+                "link": link, "rate_bps": float(decode_quantity(BitRate, link.partition(":")[2])), "fastest": fastest,
+                "speedup": times_s[method(SINGLE)] / times_s[fastest],
+                **{f"{name}, s": time_s for name, time_s in times_s.items()},
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _panel(axes: Any, tiles: pd.DataFrame, fills: dict[str, tuple[str, str]]) -> None:
+    rates, sizes = sorted(set(tiles["rate_bps"])), sorted(set(tiles["parameters"]))
+    across, up = _edges(rates), _edges(sizes)
+    for tile in tiles.to_dict("records"):
+        column, row = rates.index(tile["rate_bps"]), sizes.index(tile["parameters"])
+        left, right, low, high = across[column], across[column + 1], up[row], up[row + 1]
+        colour, hatch = fills[tile["fastest"]]
+        axes.add_patch(
+            Rectangle(
+                (left, low), right - left, high - low, facecolor=colour, hatch=hatch, edgecolor="0.55", linewidth=0
+            )
+        )
+        axes.text(
+            (left * right) ** 0.5, (low * high) ** 0.5, _times(tile["speedup"]), ha="center", va="center", fontsize=7,
+            bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+        )  # fmt: skip
+    _borders(axes, tiles, rates, sizes)
+    axes.set(xscale="log", yscale="log", xlim=(across[0], across[-1]), ylim=(up[0], up[-1]))
+    axes.grid(visible=False)
+    labelled(axes.xaxis, rate_label)
+    labelled(axes.yaxis, count_label)
+    axes.set_xlabel("bandwidth of each Mac's link")
+    axes.set_ylabel("parameters")
+    _marks(axes)
+
+
+def _borders(axes: Any, tiles: pd.DataFrame, rates: list[float], sizes: list[float]) -> None:
+    """A line wherever the fastest changes: the regions read without colour."""
+    across, up = _edges(rates), _edges(sizes)
+    fastest = {(tile["rate_bps"], tile["parameters"]): tile["fastest"] for tile in tiles.to_dict("records")}
+    for column, rate in enumerate(rates):
+        for row, size in enumerate(sizes):
+            here = fastest.get((rate, size))
+            if column + 1 < len(rates) and here != fastest.get((rates[column + 1], size)):
+                axes.plot([across[column + 1]] * 2, up[row : row + 2], color="black", linewidth=1.3)
+            if row + 1 < len(sizes) and here != fastest.get((rate, sizes[row + 1])):
+                axes.plot(across[column : column + 2], [up[row + 1]] * 2, color="black", linewidth=1.3)
+
+
+def _marks(axes: Any) -> None:
+    """Real links above, real models at the right, and a line over which a model does not fit into a Mac."""
+    full = MEMORY_BYTES / BYTES_PER_PARAMETER
+    axes.axhline(full, color="black", linewidth=1.1, linestyle=(0, (6, 3)), zorder=2.5)
+    tick: dict[str, Any] = {"color": "black", "linewidth": 0.8, "clip_on": False}
+    for words, rate_bps in LINKS.items():
+        if _within(rate_bps, axes.get_xlim()):
+            axes.plot([rate_bps] * 2, [1, 1.025], transform=axes.get_xaxis_transform(), **tick)
+            axes.text(rate_bps, 1.04, words, transform=axes.get_xaxis_transform(), fontsize=7.5, rotation=35)
+    for words, size in {**MODELS, "32 GB full": full}.items():
+        if _within(size, axes.get_ylim()):
+            axes.plot([1, 1.015], [size] * 2, transform=axes.get_yaxis_transform(), **tick)
+            axes.text(1.025, size, words, transform=axes.get_yaxis_transform(), fontsize=7.5, va="center")
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _edges(centres: list[float]) -> list[float]:
+    """Of tiles around the centres, on a logarithmic axis."""
+    logs = np.log(centres)
+    if len(logs) == 1:
+        return [centres[0] / 2, centres[0] * 2]
+    middles = (logs[1:] + logs[:-1]) / 2
+    ends = np.concatenate([[2 * logs[0] - middles[0]], middles, [2 * logs[-1] - middles[-1]]])
+    return [float(edge) for edge in np.exp(ends)]
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.1f}×" if speedup > 1 else "1×"

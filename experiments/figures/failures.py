@@ -1,0 +1,60 @@
+"""How throughput falls when Macs pause now and then, by strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.figures.methods import looks, with_methods
+from experiments.figures.style import figure, save_data, spread
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """Left: steps per second. Right: relative to the same strategy without failures."""
+    table = _summary(with_methods(cells))
+    save_data(table, out / "failures")
+    lasts_s = cells["failure_s"].max()
+    with figure(10.4, 3.8, out / "failures") as sheet:
+        left, right = sheet.subplots(1, 2)
+        _lines(left, table, "", 1.0)
+        _lines(right, table, "of_healthy_", 100.0)
+        left.set_ylabel("steps per second")
+        right.set_ylabel("% of that without pauses")
+        left.set_title(f"ResNet-50, 4 Macs: random pauses of {lasts_s:g} s")
+        right.set_title("The same, relative to each without pauses")
+        for axes in (left, right):
+            axes.set_xlabel("pauses per Mac and hour")
+            axes.set_ylim(bottom=0)
+        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean and range over the seeds."""
+    table = table.assign(steps_per_s=table["samples_per_s"] / table["batch"])
+    healthy = table[table["failures_per_hour"] == 0].groupby("method")["steps_per_s"].mean().rename("healthy")
+    table = table.merge(healthy.reset_index(), on="method")
+    table = table.assign(of_healthy=table["steps_per_s"] / table["healthy"])
+    by = table.groupby(["method", "failures_per_hour"], sort=False)
+    return pd.DataFrame(
+        {
+            "seeds": by["seed"].nunique(),
+            "steps_per_s": by["steps_per_s"].mean(),
+            "lowest": by["steps_per_s"].min(),
+            "highest": by["steps_per_s"].max(),
+            "of_healthy_steps_per_s": by["of_healthy"].mean(),
+            "of_healthy_lowest": by["of_healthy"].min(),
+            "of_healthy_highest": by["of_healthy"].max(),
+        }
+    ).reset_index()
+
+
+def _lines(axes: Any, table: pd.DataFrame, prefix: str, scale: float) -> None:
+    names = list(dict.fromkeys(table["method"]))
+    for name, look in looks(names).items():
+        line = table[table["method"] == name].sort_values("failures_per_hour")
+        x = line["failures_per_hour"].astype(float)
+        y = scale * line[f"{prefix}steps_per_s"].astype(float)
+        low, high = (scale * line[f"{prefix}{end}"].astype(float) for end in ("lowest", "highest"))
+        axes.errorbar(x, y, yerr=spread(y, low, high), label=name, elinewidth=0.7, capsize=1.5, **look)

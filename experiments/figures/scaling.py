@@ -1,0 +1,52 @@
+"""Speed-up against the number of Macs: samples per second, relative to one Mac that does the same steps alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.figures.methods import with_methods
+from experiments.figures.style import LOOKS, figure, in_order, link_title, save_data
+from experiments.study.grid import SINGLE
+
+LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6")
+MODELS = {"resnet50": "ResNet-50", "gpt2": "GPT-2", "llama-1b": "Llama 1B", "llama-7b": "Llama 7B"}
+SHOWN = ["task", "method", "link", "world", "batch", "step_s", "step_sent_bytes", "speedup"]
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """A panel for each link and strategy, a line for each model."""
+    table = with_methods(cells)
+    # By the time per step, which leaves out the opening of connections: these runs are short.
+    alone = table[table["strategy"] == SINGLE].groupby(["task", "world"])["step_s"].mean().rename("alone_s")
+    table = table[table["strategy"] != SINGLE].merge(alone.reset_index(), on=["task", "world"])
+    table = table.assign(speedup=table["alone_s"] / table["step_s"])
+    save_data(table[SHOWN], out / "scaling")
+    links = in_order(table["link"], LINKS)
+    methods = list(dict.fromkeys(table["method"]))
+    with figure(2.6 * len(links) + 0.6, 2.7 * len(methods), out / "scaling") as sheet:
+        panels = sheet.subplots(len(methods), len(links), sharex=True, sharey=True, squeeze=False)
+        for row, name in zip(panels, methods, strict=True):
+            for axes, link in zip(row, links, strict=True):
+                _panel(axes, table[(table["method"] == name) & (table["link"] == link)], int(table["world"].max()))
+                axes.set_title(f"{link_title(link)}\n{name}")
+            row[0].set_ylabel("times as fast as one Mac")
+        for axes in panels[-1]:
+            axes.set_xlabel("Macs")
+        panels[0, 0].legend(loc="upper left", fontsize=8)
+
+
+def _panel(axes: Any, table: pd.DataFrame, most: int) -> None:
+    axes.plot([1, most], [1, most], color="0.6", linewidth=0.9)
+    axes.annotate("ideal", (0.8 * most, 0.8 * most), (-5, 3), textcoords="offset points", ha="right", fontsize=8,
+                  color="0.4")  # fmt: skip
+    axes.axhline(1, color="0.6", linewidth=0.9)
+    for number, (task, title) in enumerate(MODELS.items()):
+        line = table[table["task"] == task].sort_values("world")
+        if len(line):
+            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=title, **LOOKS[number])
+    axes.set_xlim(0.8, most + 0.2)
+    axes.set_ylim(0, most + 0.2)
+    axes.set_xticks(sorted({1, *map(int, table["world"])}))

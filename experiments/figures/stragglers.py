@@ -1,0 +1,60 @@
+"""What one unlike Mac costs each strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.figures.methods import with_methods
+from experiments.figures.style import LOOKS, figure, link_title, save_data
+
+EQUAL = "equal"
+VARIANTS = {
+    "one-old": "one is an M1",
+    "one-throttled": "one is hot, at 0.4 of its speed",
+    "one-on-wifi": "one is on Wi-Fi 6",
+    EQUAL: "all are equal",
+}
+SHOWN = ["method", "link", "variant", "world", "steps", "samples_per_s", "of_equal"]
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """A panel for each link; a row for each strategy, a marker for each way of being unlike."""
+    table = _relative(with_methods(cells))
+    save_data(table[SHOWN], out / "stragglers")
+    names = list(dict.fromkeys(table["method"]))
+    links = list(dict.fromkeys(table["link"]))
+    with figure(3.9 * len(links) + 2.0, 1.3 + 0.36 * len(names), out / "stragglers") as sheet:
+        panels = sheet.subplots(1, len(links), sharey=True, squeeze=False)[0]
+        for axes, link in zip(panels, links, strict=True):
+            _panel(axes, table[table["link"] == link], names)
+            axes.set_title(f"ResNet-50, {int(table['world'].max())} Macs, {link_title(link)}")
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _relative(table: pd.DataFrame) -> pd.DataFrame:
+    same = ["method", "link", "world", "task", "seed"]
+    equal = table.loc[table["variant"] == EQUAL, [*same, "samples_per_s"]]
+    joined = table.merge(equal.rename(columns={"samples_per_s": "equal_samples_per_s"}), on=same)
+    return joined.assign(of_equal=joined["samples_per_s"] / joined["equal_samples_per_s"])
+
+
+def _panel(axes: Any, table: pd.DataFrame, names: list[str]) -> None:
+    for place, name in enumerate(names):
+        rates = table.loc[table["method"] == name, "samples_per_s"].astype(float)
+        if len(rates):
+            axes.plot([rates.min(), rates.max()], [place] * 2, color="0.6", linewidth=1.0)
+    for number, (variant, words) in enumerate(VARIANTS.items()):
+        part = table[table["variant"] == variant]
+        look = LOOKS[number] | {"linestyle": "", "markersize": 7.0}
+        if variant == EQUAL:
+            look = {"color": "black", "marker": "|", "linestyle": "", "markersize": 14, "markeredgewidth": 1.8}
+        axes.plot(part["samples_per_s"], [names.index(name) for name in part["method"]], label=words, **look)
+    axes.set_xlim(left=0)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlabel("samples per second")
+    axes.grid(axis="y", visible=False)

@@ -1,0 +1,104 @@
+"""How long each strategy takes to a target loss, on each link.
+
+The small model is really trained, so both are known: how many steps a strategy needs, and how long it takes them. Of
+the large model only the time per step is known. Its panel multiplies that by the steps which the same
+strategy needs on the small one, relative to a single machine's: a composition, and labelled as one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.figures.methods import method, with_methods
+from experiments.figures.style import LOOKS, figure, in_order, labelled, link_title, save_data, time_label
+from experiments.study.grid import SINGLE
+
+LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6", "two-homes")
+SMALL, LARGE = "digits", "resnet50"
+
+
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
+    """A dot for each strategy and link; a line for one machine alone."""
+    trained = _trained(cells, curves)
+    composed = _composed(cells, trained)
+    table = pd.concat([part for part in (trained, composed) if len(part)], ignore_index=True)
+    save_data(table, out / "time_to_target")
+    names = [name for name in dict.fromkeys(table["method"]) if name != method(SINGLE)]
+    with figure(10.0, 1.2 + 0.33 * len(names), out / "time_to_target") as sheet:
+        panels = sheet.subplots(1, 2, sharey=True)
+        target = cells["target_loss"].max()
+        _panel(panels[0], trained, names, f"Digits: time to a held-out loss of {target:g}")
+        _panel(panels[1], composed, names, "ResNet-50's time per step × steps needed on digits")
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        _legend(panels[1], table)
+
+
+def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
+    """Mean over the seeds; none where a seed did not get there."""
+    small = with_methods(cells[cells["task"] == SMALL])
+    steps = _steps_to_target(small, curves)
+    small = small.merge(steps, on=["strategy", "compressor", "link", "seed"], how="left")
+    rows = []
+    for (name, link), part in small.groupby(["method", "link"], sort=False):
+        reached = part["time_to_target_s"].notna()
+        all_there = bool(reached.all())
+        rows.append(
+            {
+                "task": SMALL, "method": name, "link": link, "seeds": len(part), "reached": int(reached.sum()),
+                "step_s": part["step_s"].mean(),
+                "steps_to_target": part["steps_to_target"].mean() if all_there else None,
+                "time_to_target_s": part["time_to_target_s"].mean() if all_there else None,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _steps_to_target(small: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
+    there = curves[(curves["task"] == SMALL) & (curves["loss"] <= curves["target_loss"])]
+    first = there.groupby(["strategy", "compressor", "link", "seed"], sort=False)["step"].min()
+    return first.rename("steps_to_target").reset_index()
+
+
+def _composed(cells: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
+    """Time per step of the large model, by the steps that the small one needed."""
+    large = with_methods(cells[cells["task"] == LARGE])
+    times = large.groupby(["method", "link"], sort=False)["step_s"].mean().reset_index()
+    needed = trained[["method", "link", "seeds", "reached", "steps_to_target"]]
+    joined = times.merge(needed, on=["method", "link"], how="inner")
+    joined.insert(0, "task", LARGE)
+    return joined.assign(time_to_target_s=joined["step_s"] * joined["steps_to_target"])
+
+
+def _panel(axes: Any, table: pd.DataFrame, names: list[str], title: str) -> None:
+    alone = table[table["method"] == method(SINGLE)]
+    if len(alone) and pd.notna(alone.iloc[0]["time_to_target_s"]):
+        time_s = float(alone.iloc[0]["time_to_target_s"])
+        axes.axvline(time_s, color="0.3", linewidth=1.0)
+        axes.annotate("one Mac alone", (time_s, 0.5), (3, 0), xycoords=("data", "axes fraction"), fontsize=8,
+                      textcoords="offset points", rotation=90, va="center", color="0.3")  # fmt: skip
+    for link, part in table[table["method"] != method(SINGLE)].groupby("link", sort=False):
+        look = LOOKS[LINKS.index(link)] if link in LINKS else LOOKS[-1]
+        there = part[part["time_to_target_s"].notna()]
+        places = [names.index(name) for name in there["method"]]
+        axes.plot(there["time_to_target_s"], places, **look | {"linestyle": "", "markersize": 6.5})
+    for place, name in enumerate(names):
+        if not table.loc[table["method"] == name, "time_to_target_s"].notna().any():
+            axes.annotate("not reached", (0.5, place), xycoords=("axes fraction", "data"), ha="center", va="center",
+                          fontsize=8, color="0.4", backgroundcolor="white")  # fmt: skip
+    axes.set_xscale("log")
+    labelled(axes.xaxis, time_label)
+    axes.set_xlabel("simulated time")
+    axes.set_title(title)
+    axes.grid(axis="x", visible=False)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+
+
+def _legend(axes: Any, table: pd.DataFrame) -> None:
+    for link in in_order([link for link in table["link"] if link in LINKS], LINKS):
+        look = LOOKS[LINKS.index(link)] | {"linestyle": "", "markersize": 6.5}
+        axes.plot([], [], label=link_title(link), **look)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,137 @@
+"""Runs one training cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from experiments.clusters import cluster
+from experiments.study.cell import Point, Result, Train
+from experiments.study.failures import failing
+from experiments.study.measure import TIMEOUT_S, fingerprints
+from experiments.study.models import NAME, transformer
+from hcsim.collectives.group import Options
+from hcsim.compressors.registry import make
+from hcsim.config.training import Training
+from hcsim.errors import CompressionError
+from hcsim.launch import Outcome, simulate
+from hcsim.training.layout import FLOAT_BYTES
+from hcsim.training.run import Report
+from hcsim.training.strategies import train
+from hcsim.training.task import Task
+from hcsim.training.tasks import task
+from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
+from hcsim.units import PositiveBytes, PositiveSeconds
+
+COARSE_BYTES = 1 << 30
+"""Models from this size on are sent in the largest frames there are: fewer events, and nearly the same times."""
+FAILING_TIMEOUT_S = 600.0
+"""Where nodes fail, whoever is left behind gives up after this: much longer than any failure lasts."""
+NOT_FINITE = "which cannot be sent"
+"""How a compressor refuses a gradient with a NaN or an infinity in it."""
+LONGEST_S = 24 * 3600.0
+"""Until when nodes can fail."""
+
+
+def trained(cell: Train) -> Result:
+    """What the cell comes to."""
+    place = cluster(cell.link, cell.world, cell.variant)
+    scenario = failing(place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed)
+    what = task_named(cell.task)
+    own_batch = cell.batch or what.defaults.batch
+    global_batch = own_batch * cell.world
+    settings = _settings(cell, global_batch if cell.alone else own_batch)
+    size_bytes = FLOAT_BYTES * sum(math.prod(shape) for block in what.blocks for _, shape in block.shapes)
+    outcome = simulate(
+        scenario,
+        lambda group: train(group, settings, cell.seed, what=what),
+        options=Options(timeout_s=settings.timeout_s, groups=place.groups),
+        wire=Wire(segment_bytes=MAX_FRAME_BYTES) if size_bytes >= COARSE_BYTES else Wire(),
+    )
+    if any(isinstance(result, CompressionError) and NOT_FINITE in str(result) for result in outcome.results):
+        # Training came to nothing, which is a result.
+        return Result(diverged=True, batch=global_batch, **fingerprints(scenario, outcome.trace_sha256))
+    reports = _reports(outcome, cell)
+    # The first rank's last step: what comes after is parting.
+    steps, total_s = reports[0].steps, reports[0].points[-1].time_s
+    points = _evaluated(reports[0])
+    last = points[-1] if points else None
+    return Result(
+        steps=steps,
+        step_s=round(_step_s(reports[0]), 9),
+        total_s=round(total_s, 9),
+        step_sent_bytes=max(report.sent_bytes for report in reports) / steps,
+        payload_share=_payload_bytes(cell, what) / size_bytes,
+        final_loss=last.loss if last else None,
+        final_accuracy=last.accuracy if last else None,
+        time_to_target_s=_time_to_target_s(points, cell.target_loss),
+        samples_per_s=steps * global_batch / total_s,
+        **{
+            f"{purpose}_s": round(max(report.spent_s[purpose] for report in reports), 9)
+            for purpose in reports[0].spent_s
+        },
+        batch=global_batch,
+        lost_ranks=len(outcome.results) - len(reports),
+        points=points,
+        parameters_sha256=reports[0].sha256,
+        **fingerprints(scenario, outcome.trace_sha256),
+    )
+
+
+def task_named(name: str) -> Task:
+    """One of the package's, or a transformer of any size."""
+    return transformer(name) if name.startswith(NAME) else task(name)
+
+
+def _reports(outcome: Outcome[Report], cell: Train) -> list[Report]:
+    """Of all ranks. Where nodes fail, some may have missed the end; the first rank's report tells of the run."""
+    if not cell.failures_per_hour or not isinstance(outcome.results[0], Report):
+        return outcome.values()
+    return [result for result in outcome.results if isinstance(result, Report)]
+
+
+def _payload_bytes(cell: Train, what: Task) -> int:
+    compressor = make(cell.compressor, seed=cell.seed, rank=0)
+    return sum(compressor.size_bytes(shape) for block in what.blocks for _, shape in block.shapes)
+
+
+def _settings(cell: Train, batch: int) -> Training:
+    usual = Training()
+    return Training(
+        task=cell.task, strategy=cell.strategy, compressor=cell.compressor, algorithm=cell.algorithm,
+        steps=cell.steps, batch=batch, lr=cell.lr, momentum=cell.momentum, warmup=cell.warmup, scale_lr=cell.scale_lr,
+        evaluate_every=cell.evaluate_every,
+        timeout_s=PositiveSeconds(FAILING_TIMEOUT_S if cell.failures_per_hour else TIMEOUT_S),
+        bucket_bytes=usual.bucket_bytes if cell.bucket_bytes is None else PositiveBytes(cell.bucket_bytes),
+    )  # fmt: skip
+
+
+def _step_s(report: Report) -> float:
+    """A step's mean time in the second half of the run: by then connections are open and windows are wide."""
+    earlier = [point for point in report.points if point.step <= report.steps // 2]
+    if not earlier:
+        return report.duration_s / max(1, report.steps)
+    first, last = earlier[-1], report.points[-1]
+    return (last.time_s - first.time_s) / (last.step - first.step)
+
+
+def _evaluated(report: Report) -> tuple[Point, ...]:
+    return tuple(
+        Point(
+            point.step, round(point.time_s, 9), point.sent_bytes, _number(point.loss),
+            _number(point.score.loss), point.score.accuracy,
+        )
+        for point in report.points
+        if point.score is not None
+    )  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    """JSON and tables have no NaN: what is not a number is left out."""
+    return value if math.isfinite(value) else None
+
+
+def _time_to_target_s(points: Sequence[Point], target_loss: float | None) -> float | None:
+    if target_loss is None:
+        return None
+    return next((point.time_s for point in points if point.loss is not None and point.loss <= target_loss), None)

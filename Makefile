@@ -5,8 +5,8 @@ READY := .venv/.ready
 
 .PHONY: sweep test check clean
 
-sweep: $(READY)  ## a first simulated study: tables and plots in results/
-	$(BIN)/python -m experiments.sweep --quick
+sweep: $(READY)  ## all studies at low resolution: tables and figures in results/quick/
+	$(BIN)/python -m experiments.sweep --quick --out results/quick
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2

@@ -10,7 +10,6 @@ is converted, not for sizes.
 
 from __future__ import annotations
 
-import math
 from math import prod
 from typing import ClassVar, TypeVar
 
@@ -19,11 +18,12 @@ import numpy.typing as npt
 
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
-from hcsim.compressors.encoding import HEADER_BYTES, Codec, check_decoded, check_input
+from hcsim.compressors.encoding import HEADER_BYTES, Codec, check_input, decodes_badly
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Halves = npt.NDArray[np.int16]
 HALF_BYTES = 2
+_SIGN = 0x8000
 
 
 class Cast(ChunkedCompressor):
@@ -34,8 +34,6 @@ class Cast(ChunkedCompressor):
     """As torch calls it."""
     infinity: ClassVar[int]
     """As bits of the narrow type: NaNs are above it, finite numbers below."""
-    safe_squares: ClassVar[float]
-    """Where the sum of all squares is below this, no element is beyond the range."""
     chunk = 1 << 20
 
     def size_bytes(self, shape: Shape) -> int:
@@ -46,26 +44,26 @@ class Cast(ChunkedCompressor):
         payload = self._payload(of.name, shape)
         halves = payload[HEADER_BYTES:].view(np.int16)
         _narrow(flat, halves, self.dtype)
-        with np.errstate(all="ignore"):
-            far_within_range = np.dot(flat, flat) < self.safe_squares
-        if not far_within_range:
+        if not self._is_finite(halves):
             self._saturate(flat, halves, of)
         return payload
 
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
         halves = body.view(np.int16)
+        if not self._is_finite(halves):
+            raise decodes_badly(of.name)
+        return lambda lo, into: _widen(halves[lo : lo + into.size], into, self.dtype)
 
-        def unpack(lo: int, into: Array) -> None:
-            _widen(halves[lo : lo + into.size], into, self.dtype)
-            check_decoded(into, of.name)
-
-        return unpack
+    def _is_finite(self, halves: Halves) -> bool:
+        """By their bits: as signed numbers positive infinities and NaNs are largest, as unsigned ones negative ones."""
+        largest, most_negative = halves.max(initial=0), halves.view(np.uint16).max(initial=0)
+        return bool(largest < self.infinity and most_negative < _SIGN + self.infinity)
 
     def _saturate(self, flat: Array, halves: Halves, of: Ident) -> None:
         check_input(flat, of.name)
         largest = self.infinity - 1
         beyond = np.flatnonzero((halves & np.int16(0x7FFF)) >= self.infinity)
-        bits = np.where(flat[beyond] < 0, np.uint16(0x8000 + largest), np.uint16(largest))
+        bits = np.where(flat[beyond] < 0, np.uint16(_SIGN + largest), np.uint16(largest))
         halves[beyond] = bits.view(np.int16)
 
 
@@ -92,7 +90,6 @@ class Fp16(Cast):
     codec = Codec.FP16
     dtype = "float16"
     infinity = 0x7C00
-    safe_squares = 65504.0**2
 
 
 class Bf16(Cast):
@@ -101,4 +98,3 @@ class Bf16(Cast):
     codec = Codec.BF16
     dtype = "bfloat16"
     infinity = 0x7F80
-    safe_squares = math.inf

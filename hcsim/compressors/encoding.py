@@ -12,7 +12,6 @@ it would have written itself: nothing that a peer claims decides how much memory
 
 from __future__ import annotations
 
-import math
 import struct
 from enum import IntEnum
 from typing import Any
@@ -29,11 +28,12 @@ FLOAT32 = 1
 FLOAT_BYTES = 4
 CHUNK = 1 << 17
 """Elements that a kernel works on at a time, so that its passes find them in the cache."""
+CHECKED = 1 << 16
+"""The same for what is only read once."""
 
 _HEADER = struct.Struct("<2sBBBBHQ")
 _FIELDS = ("magic", "version", "codec", "dtype", "reserved byte", "parameter", "number of elements")
 HEADER_BYTES = _HEADER.size
-_SMALL = np.full(CHUNK, 2.0**-64, np.float32)
 
 
 class Codec(IntEnum):
@@ -76,16 +76,11 @@ def check_size(payload: Bytes, expected_bytes: int, name: str) -> None:
 
 
 def is_finite(array: npt.NDArray[np.float32]) -> bool:
-    """Whether a flat array has neither NaN nor infinity, in one pass at the speed of memory.
+    """Whether a flat array has neither NaN nor infinity.
 
-    A sum of squares is finite only if all elements are. Where it overflows, so do large elements, and the sum
-    of all elements times 2⁻⁶⁴ decides, which only a NaN or an infinity makes infinite.
+    By numpy's own loops: BLAS is quicker alone, and a hundred times slower where other work keeps the cores busy.
     """
-    with np.errstate(all="ignore"):
-        return math.isfinite(np.dot(array, array)) or all(
-            math.isfinite(np.dot(piece, _SMALL[: piece.size]))
-            for piece in (array[lo : lo + CHUNK] for lo in range(0, array.size, CHUNK))
-        )
+    return all(bool(np.isfinite(array[lo : lo + CHECKED]).all()) for lo in range(0, array.size, CHECKED))
 
 
 def check_input(array: Array, name: str) -> None:
@@ -103,7 +98,12 @@ def not_finite(array: Array, name: str) -> CompressionError:
 def check_decoded(values: npt.NDArray[np.float32], name: str) -> None:
     """Refuse a payload that would put a NaN or an infinity into a tensor."""
     if not is_finite(values):
-        raise CompressionError("the payload decodes to a NaN or an infinity", name)
+        raise decodes_badly(name)
+
+
+def decodes_badly(name: str) -> CompressionError:
+    """Says that a payload would put a NaN or an infinity into a tensor."""
+    return CompressionError("the payload decodes to a NaN or an infinity", name)
 
 
 def as_array(tensor: Any, name: str) -> Array:

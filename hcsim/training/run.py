@@ -45,7 +45,8 @@ class Report(msgspec.Struct, frozen=True):
     duration_s: float
     sent_bytes: int
     spent_s: dict[str, float]
-    """Seconds by purpose; exchange overlaps with the others where a strategy lets it."""
+    """Seconds by purpose, with the waiting for it: encoding waits for the device where the backward pass has it, and an
+    exchange for the slowest rank. Where a strategy lets them, they overlap."""
     points: tuple[Point, ...]
     sha256: str | None
     """Of the final parameters; None for a task of shapes."""

@@ -3,10 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: sweep test check clean
+.PHONY: install sweep test check clean
+
+install: $(READY)  ## hcsim into .venv
 
 sweep: $(READY)  ## all studies at low resolution: tables and figures in results/quick/
-	$(BIN)/python -m experiments.sweep --quick --out results/quick
+	$(BIN)/python -m experiments.sweep --quick
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2

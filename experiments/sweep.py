@@ -1,7 +1,7 @@
 """Sweeps: what pays on which cluster, simulated.
 
     python -m experiments.sweep                    every study that is shipped: tables and figures in results/
-    python -m experiments.sweep --quick            the same, coarser, in a few minutes
+    python -m experiments.sweep --quick            the same, coarser, in a few minutes, in results/quick/
     python -m experiments.sweep crossover          one study (see experiments/sweeps/), in results/crossover/
     python -m experiments.sweep mine.toml --out D  a file of one's own
 
@@ -49,12 +49,14 @@ def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console:
             bar.finished(cell, result, cost_s)
 
         run_cells(todo, jobs, finished)
-    write(asked, results, out, command)
+    for study, problem in write(asked, results, out, command).items():
+        if problem:
+            console.print(f"no figure of {study}: its rows lack what that figure shows ({problem})", highlight=False)
     return bar.failed
 
 
-def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command: list[str]) -> None:
-    """Tables, manifest and figures."""
+def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command: list[str]) -> dict[str, str]:
+    """Tables, manifest and figures; by study, why its figure could not be drawn, or nothing."""
     # pandas and matplotlib are slow to load, and the processes that run cells load this module too.
     from experiments.figures import draw
     from experiments.study.manifest import manifest
@@ -65,7 +67,7 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
     write_table(curves, out / "curves")
     text = json.dumps(manifest(cells, command), indent=1, ensure_ascii=False)
     (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
-    draw(cells, curves, out)
+    return draw(cells, curves, out)
 
 
 def main(
@@ -73,12 +75,15 @@ def main(
         str | None, typer.Argument(help="A sweep file, or a shipped sweep; left out, all of those.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Each grid's quick table: fewer points.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where tables and figures go.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where tables and figures go; left out: results/, results/NAME, results/quick for --quick."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=512, help="Processes; left out, one for each core.")] = None,
 ) -> None:
     """Run a sweep of simulated runs; write tables, a manifest and figures."""
     console = Console(stderr=True)
-    folder = out or (Path("results", Path(what).stem) if what else Path("results"))
+    folder = out or Path("results", *(["quick"] if quick else []), *([Path(what).stem] if what else []))
     try:
         asked = [one for name in ([what] if what else shipped_sweeps()) for one in load_sweep(name, quick=quick)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +98,9 @@ def main(
     except KeyboardInterrupt:
         console.print("interrupted: finished cells are kept, and the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}, figures beside it")
+    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}, with the figures of its studies")
     if failed:
-        console.print(f"{failed} cells failed: see the column error; the same command tries them again")
+        console.print(f"cells that failed: {failed}; see the column error; the same command tries them again")
         raise typer.Exit(1)
 
 

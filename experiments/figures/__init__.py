@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pandas as pd
 
+from hcsim.errors import HcsimError
+
 STUDIES = ("allreduce", "compression", "time_to_target", "crossover", "scaling", "stragglers", "failures")
 """Studies that have figures, each drawn by the module of its name."""
 
 Draw = Callable[[pd.DataFrame, pd.DataFrame, Path], None]
 
 
-def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> list[str]:
-    """Draw the figures of all studies that the tables have rows of; the names of those studies."""
-    drawn = []
+def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]:
+    """Draw the figures of all studies that the tables have rows of; by study, why it could not be drawn, or nothing.
+
+    A sweep of one's own may bear a study's name and lack what its figure is made of."""
+    drawn = {}
     for study in STUDIES:
         ours = cells[(cells["study"] == study) & cells["error"].isna()]
         if len(ours):
             module = import_module(f"experiments.figures.{study}")
-            module.draw(ours.reset_index(drop=True), curves[curves["study"] == study].reset_index(drop=True), out)
-            drawn.append(study)
+            try:
+                module.draw(ours.reset_index(drop=True), curves[curves["study"] == study].reset_index(drop=True), out)
+                drawn[study] = ""
+            except (HcsimError, LookupError, ValueError) as problem:
+                drawn[study] = str(problem) or type(problem).__name__
     return drawn

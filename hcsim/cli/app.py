@@ -66,7 +66,7 @@ def run(
     algorithm: Annotated[Text, typer.Option(help="ring, tree, … or auto.")] = None,
     size: Annotated[Text, typer.Option(help='Bytes per rank, such as "64 MiB".')] = None,
     dtype: Annotated[Text, typer.Option(help="float32, bfloat16, int64, …")] = None,
-    repeat: Annotated[int | None, typer.Option(help="How often the job is done.")] = None,
+    repeat: Annotated[int | None, typer.Option(help="How many times the job is done.")] = None,
     timeout: Annotated[Text, typer.Option(help='How long one operation may take, such as "30 s".')] = None,
     task: Annotated[Text, typer.Option(help="Train: what is learned (digits, text, convex, gpt2, …).")] = None,
     strategy: Annotated[Text, typer.Option(help="Train: ddp, local_sgd:8, diloco:16, parameter_server, …")] = None,
@@ -76,7 +76,7 @@ def run(
     lr: Annotated[float | None, typer.Option(help="Train: learning rate.")] = None,
     save: Annotated[Path | None, typer.Option(help="Train: write the model to this file (safetensors).")] = None,
     device: Annotated[Text, typer.Option(help="Train, real: cpu, mps, cuda, or auto (the default).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Virtual: seed of jitter, loss and faults.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the model, its batches, jitter, loss, faults.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Virtual: write every event to this file, as JSON lines.")] = None,
     real: Annotated[bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.")] = False,
     peers: Annotated[

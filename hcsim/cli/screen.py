@@ -121,7 +121,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
         return
     looks = [point for point in reports[0].points if point.score is not None]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("step", "time", "training loss", "held-out loss", "accuracy", "sent/rank"):
+    for heading in ("step", "time", "training loss", "held-out loss", "accuracy", "sent by rank 0"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in looks:
         assert point.score is not None
@@ -135,8 +135,9 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     slowest = max(reports, key=lambda report: report.duration_s)
     spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in slowest.spent_s.items())
     each = slowest.duration_s / max(1, slowest.steps)
-    say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each ({spent})")
-    say(f"sent per rank {_size(max(report.sent_bytes for report in reports))}, headers included")
+    say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each")
+    say(f"of it on rank {slowest.rank}, waiting included: {spent}; they may overlap")
+    say(f"sent by the busiest rank {_size(max(report.sent_bytes for report in reports))}, headers included")
     digests = list(dict.fromkeys(report.sha256 for report in reports if report.sha256 is not None and report.steps))
     for sha256 in digests:
         say(f"parameters sha256 {sha256}")

@@ -42,6 +42,7 @@ class Onlooker:
             settings = run.settings
             about = {"strategy": settings.strategy, "compressor": settings.compressor, "steps": str(settings.steps)}
             save_model(self._save, run.task, parameters, about)
+            screen.note(f"saved to {self._save}")
 
 
 def train_virtual(scenario: Scenario, settings: Training, wire: Wire, trace: Path | None, save: Path | None) -> bool:
@@ -64,6 +65,8 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
     """Train as one rank of a real group, and show how it went."""
     rank, ranks = our_rank(place), len(place.peers)
     _check(settings, ranks, 1, save)
+    if save is not None and rank != 0:
+        raise ConfigError("--save: rank 0 saves the model; all ranks end with the same one")
     check_torch_device(device)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")

@@ -11,7 +11,7 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
-from hcsim.errors import ConfigError, HcsimError
+from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
 from hcsim.launch import simulate
 from hcsim.telemetry.trace import Event, Sink
@@ -55,6 +55,8 @@ def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
                 raise result
             healthy = False
             screen.say(f"rank {rank} ({name}) failed: {result}")
+    if any(isinstance(result, CollectiveTimeout) for result in results):
+        screen.note("a large model on a slow link takes its time: --timeout allows more of it")
     return healthy
 
 

@@ -92,7 +92,9 @@ def check_input(array: Array, name: str) -> None:
 def not_finite(array: Array, name: str) -> CompressionError:
     """Says where the first NaN or infinity of the input is."""
     at = int(np.argmin(np.isfinite(array)))
-    return CompressionError(f"element {at} of the tensor is {array[at]}, which cannot be sent", name)
+    return CompressionError(
+        f"element {at} of the tensor is {array[at]}, which cannot be sent; has the training diverged?", name
+    )
 
 
 def check_decoded(values: npt.NDArray[np.float32], name: str) -> None:

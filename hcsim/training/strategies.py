@@ -126,7 +126,7 @@ def check_training(settings: Training, ranks: int, homes: int) -> None:
     """Refuse, before anything is started, what cannot be trained."""
     chosen = strategy(settings.strategy)
     if homes < 2 and (isinstance(chosen, HierarchicalParallel) or settings.algorithm == "hierarchical"):
-        raise ConfigError("hierarchical goes over several homes, and here is only one: use ddp, and another algorithm")
+        raise ConfigError("hierarchical goes over several homes, and here is only one")
     if isinstance(chosen, SingleMachine | ParameterServer) and settings.algorithm != "auto":
         raise ConfigError(f'algorithm = "{settings.algorithm}": {settings.strategy} does without all-reduces')
     make(settings.compressor, seed=0, rank=0)
@@ -173,7 +173,7 @@ def _hierarchical(run: Run) -> Aggregator:
     group = run.group
     homes = group.options.groups
     if sum(map(len, homes)) != group.size:
-        raise ConfigError("hierarchical needs to know who is close to whom: give the group Options(groups=…)")
+        raise ConfigError("hierarchical goes over several homes, and none are given (in a program: Options(groups=…))")
     ours = next(home for home in homes if group.rank in home)
     near = group.subgroup(ours)
     far = None

@@ -52,7 +52,9 @@ class PlainLoop(asyncio.AbstractEventLoop):
         _log.error("%s", context.get("message", "an error that no task receives"), exc_info=context.get("exception"))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Hand an error that no task receives to the handler, as asyncio does."""
+        """Hand an error that no task receives to the handler, as asyncio does; an interrupt has its own way out."""
+        if isinstance(context.get("exception"), KeyboardInterrupt):
+            return
         if self._exception_handler is None:
             self.default_exception_handler(context)
             return

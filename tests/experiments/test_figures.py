@@ -139,3 +139,11 @@ def test_labels_have_units_that_read_well() -> None:
     assert [size_label(1 << 10), size_label(1 << 25), size_label(12)] == ["1 KiB", "32 MiB", "12 B"]
     assert [bytes_label(2500), rate_label(2.5e9), count_label(1e10)] == ["2.5 kB", "2.5 Gb/s", "10B"]
     assert [time_label(t) for t in (2e-6, 0.25, 90, 7200)] == ["2 µs", "250 ms", "90 s", "7,200 s"]
+
+
+def test_rows_that_a_figure_cannot_show_are_told_and_not_a_failure(tmp_path: Path) -> None:
+    asked = [Asked("crossover", cell) for cell, _ in TINY["stragglers"]]
+    results = dict(TINY["stragglers"])
+    problems = draw(cell_table(asked, results), curve_table(asked, results), tmp_path)
+    assert "there is no task" in problems["crossover"]
+    assert not list(tmp_path.glob("*.png"))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from experiments.study.grid import load_sweep
 from hcsim.cli.app import app
-from hcsim.config import parse_scenario
+from hcsim.config import Training, parse_scenario
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -74,12 +76,25 @@ def test_the_table_is_the_one_that_is_printed() -> None:
 
 
 def test_the_scenario_runs(tmp_path: Path) -> None:
-    [text] = blocks("toml")
+    [text] = [block for block in blocks("toml") if "kitchen" in block]
     assert parse_scenario(text, "README.md").name == "kitchen"
     file = tmp_path / "kitchen.toml"
     file.write_text(text, encoding="utf-8")
     result = CliRunner().invoke(app, ["run", str(file)])
     assert result.exit_code == 0, result.output
+
+
+def test_the_sweep_is_valid(tmp_path: Path) -> None:
+    [text] = [block for block in blocks("toml") if "grid" in block]
+    file = tmp_path / "mine.toml"
+    file.write_text(text, encoding="utf-8")
+    assert len(load_sweep(str(file), quick=False)) == 2 * 2 * 2 * 2 * 2
+
+
+def test_the_keys_of_training_are_all_explained() -> None:
+    table = README.partition("With `[training]` instead of")[2].partition("Media are")[0]
+    known = [field.encode_name for field in msgspec.structs.fields(Training)]
+    assert [key for key in known if f"`{key}`" not in table] == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "results/README.md"])

@@ -222,3 +222,14 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual):
     for by_rule_s, measured_s, fastest_s in virtual.outcome(3, program).values():
         assert measured_s <= 1.01 * fastest_s
         assert by_rule_s > 1.2 * fastest_s
+
+
+@pytest.mark.parametrize("size_bytes", [8 << 20, 32 << 20])
+def test_who_is_done_first_does_not_break_the_links_of_those_who_still_receive(size_bytes: int) -> None:
+    """On a slow line much of what a rank sent is still on its way when it leaves."""
+
+    async def program(group: Group) -> None:
+        await group.all_reduce(Phantom(size_bytes), algorithm="recursive_doubling")
+
+    outcome = simulate("two-homes-wan", program, options=Options(timeout_s=3600.0))
+    assert outcome.results == [None] * 4

@@ -11,12 +11,10 @@ over the turns, so that noise hits both alike; time is the thread's own, which o
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from time import thread_time
 from typing import Annotated, Any
 
@@ -31,6 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from experiments import asked
 from hcsim.compressors.base import Array, Ident
 from hcsim.compressors.registry import make
 
@@ -231,17 +230,12 @@ def main(
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per compressor to this file.")] = None,
 ) -> None:
     """The compressors' speed in one thread, beside plain expressions in the same run."""
-    chosen = [name.strip() for name in only.split(",")]
-    for name in chosen:
-        if name not in CASES:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(CASES)}", param_hint="--only")
-    if json_file and not Path(json_file).absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {json_file} does not exist", param_hint="--json")
+    names = asked.chosen(only, CASES)
+    asked.check_json(json_file)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        measured = list(progress.track(rows(chosen, size, turns), total=len(chosen), description="measuring"))
+        measured = list(progress.track(rows(names, size, turns), total=len(names), description="measuring"))
     Console(width=120).print(table(measured))
-    if json_file:
-        Path(json_file).write_text(json.dumps(measured, indent=1) + "\n")
+    asked.write_json(json_file, measured)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ SimPy's: above one, hcsim is faster.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import statistics
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from itertools import repeat
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -30,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from experiments import asked
 from hcsim.collectives.group import Group
 from hcsim.config import Attachment, Ethernet, Node, Scenario, idealised
 from hcsim.runtime.channel import Payload, Phantom
@@ -287,18 +286,13 @@ def main(
 ) -> None:
     """The simulator's speed on one core, beside bare SimPy in the same run."""
     known = list(dict.fromkeys(case.name for case in cases()))
-    wanted = [name.strip() for name in only.split(",")]
-    for name in wanted:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--only")
-    if json_file and not Path(json_file).absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {json_file} does not exist", param_hint="--json")
+    wanted = asked.chosen(only, known)
+    asked.check_json(json_file)
     chosen = [case for case in cases() if case.name in wanted]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = [measure(case, turns) for case in progress.track(chosen, description="measuring")]
     Console().print(table(rows))
-    if json_file:
-        Path(json_file).write_text(json.dumps(rows, indent=1) + "\n")
+    asked.write_json(json_file, rows)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 import pytest
-from msgspec.structs import replace
 
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
-from hcsim.config import AnyFault, parse_scenario
+from hcsim.config import AnyFault
+from tests.switches import on_switch
 
 Program = Callable[[Group], Awaitable[Any]]
 GUARD_S = 30.0
@@ -45,17 +45,8 @@ class VirtualCluster:
         wire: Wire | None = None,
         faults: Sequence[AnyFault] = (),
     ) -> Outcome[Any]:
-        nodes = ", ".join(f'{{ name = "mac-{rank}", machine = "ideal", links = ["switch"] }}' for rank in range(size))
-        scenario = parse_scenario(
-            f"""
-            name = "cluster"
-            effects = "ideal"
-            medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "0.1 ms" }}]
-            node = [{nodes}]
-            """,
-            "cluster",
-        )
-        return simulate(replace(scenario, faults=tuple(faults)), program, options=options, wire=wire)
+        scenario = on_switch([f"mac-{rank}" for rank in range(size)], faults)
+        return simulate(scenario, program, options=options, wire=wire)
 
 
 class RealCluster:

@@ -126,7 +126,7 @@ def run(
             tls_files = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca}
             only_real = {"--peers": peers, "--rank": rank, "--wait": wait, **tls_files, "--insecure": insecure or None}
             options.refuse("with --real", {**only_real, "--device": device})
-            assert chosen is not None
+            assert chosen is not None  # it was needed
             if settings is not None:
                 from hcsim.cli.train import train_virtual
 

@@ -14,7 +14,7 @@ from hcsim.compressors.registry import make
 from hcsim.config.spec import read_spec
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
-from hcsim.training.aggregation.aggregator import Aggregator, Direct, Hierarchical
+from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.agreement import Intent, agree
 from hcsim.training.data import Batches
 from hcsim.training.ddp import ddp, single
@@ -44,7 +44,7 @@ class DataParallel(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await ddp(run, _direct(run))
+        await ddp(run, _one_level(run))
 
 
 class HierarchicalParallel(Struct, frozen=True):
@@ -62,7 +62,7 @@ class LocalSgd(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await periodic(run, _direct(run), self.every, Sgd(lr=1.0))
+        await periodic(run, _one_level(run), self.every, Sgd(lr=1.0))
 
 
 class DiLoCo(Struct, frozen=True):
@@ -74,7 +74,7 @@ class DiLoCo(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await periodic(run, _direct(run), self.every, Sgd(lr=self.lr, momentum=self.momentum, nesterov=True))
+        await periodic(run, _one_level(run), self.every, Sgd(lr=self.lr, momentum=self.momentum, nesterov=True))
 
 
 class ParameterServer(Policy, frozen=True, kw_only=True):
@@ -165,8 +165,8 @@ def _optimizer(settings: Training) -> Optimizer:
     return Sgd(lr=settings.lr, momentum=settings.momentum)
 
 
-def _direct(run: Run) -> Aggregator:
-    return Direct(run.group, run.learner.ledger, run.compressor, run.settings.algorithm)
+def _one_level(run: Run) -> Aggregator:
+    return OneLevel(run.group, run.learner.ledger, run.compressor, run.settings.algorithm)
 
 
 def _hierarchical(run: Run) -> Aggregator:
@@ -179,5 +179,5 @@ def _hierarchical(run: Run) -> Aggregator:
     far = None
     if group.rank == ours[0]:
         speakers = group.subgroup([home[0] for home in homes])
-        far = Direct(speakers, run.learner.ledger, run.compressor, run.settings.algorithm)
+        far = OneLevel(speakers, run.learner.ledger, run.compressor, run.settings.algorithm)
     return Hierarchical(near, far)

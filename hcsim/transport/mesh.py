@@ -18,11 +18,11 @@ from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
+from hcsim.transport.callers import Callers
 from hcsim.transport.link import Link
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
 ABORT_TIMEOUT_S = 0.25
 BYE_TIMEOUT_S = 30.0
 """A goodbye waits behind what we sent before it, which the peer may still need: on a slow line that takes a while."""
@@ -94,14 +94,15 @@ class Mesh:
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
-        self._room_for_strangers = asyncio.Semaphore(MAX_STRANGERS)
+        self._strangers = Callers()
         self._closed = False
 
     async def open(self) -> None:
         """Listen for the others, if there are any."""
         if self.us.world > 1:
             self._listener = await self.host.listen(self.us.addresses[self.us.rank])
-            self._tasks.append(self.host.spawn(self._accept(self._listener), name="accept"))
+            accepting = self._strangers.accept(self._listener, self._called_by)
+            self._tasks.append(self.host.spawn(accepting, name="accept"))
 
     async def link(self, rank: int) -> Link:
         """The link to that rank, opened if need be."""
@@ -209,13 +210,8 @@ class Mesh:
             raise
         return channel
 
-    async def _accept(self, listener: Listener) -> None:
-        number = 0
-        while True:
-            await self._room_for_strangers.acquire()  # further callers wait in the listener's queue
-            channel = await listener.accept()
-            number += 1
-            self.host.spawn(self._greet(channel), name=f"greet caller {number}")
+    def _called_by(self, channel: Channel, number: int) -> None:
+        self.host.spawn(self._greet(channel), name=f"greet caller {number}")
 
     async def _greet(self, channel: Channel) -> None:
         """Hear who calls; take it in, or say why not."""
@@ -237,7 +233,7 @@ class Mesh:
         except (ChannelError, TimeoutError):
             await channel.close()
         finally:
-            self._room_for_strangers.release()
+            self._strangers.known()
 
     def _answer(self, theirs: Hello) -> tuple[Kind, str]:
         """Take them in, refuse them and say why, or ask them to call again."""

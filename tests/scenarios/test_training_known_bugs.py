@@ -13,7 +13,7 @@ from hcsim.config import Training
 from hcsim.errors import CompressionError, HcsimError
 from hcsim.launch import simulate_training
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.training.aggregation.aggregator import Direct
+from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.learner import Ledger
@@ -34,7 +34,7 @@ def test_encoded_bytes_summed(spec: str) -> None:
 
     async def program(group: Group) -> tuple[float, float]:
         flat = tensor.reshape(-1).copy()
-        await Direct(group, Ledger(group.host), make(spec, seed=1, rank=group.rank)).total(flat, BUCKET, 1.0, 0)
+        await OneLevel(group, Ledger(group.host), make(spec, seed=1, rank=group.rank)).total(flat, BUCKET, 1.0, 0)
         kept = flat[flat != 0]
         return float(kept.min()), float(kept.max())
 
@@ -51,7 +51,7 @@ def test_claimed_not_sent() -> None:
         for spec in ("none", "topk:0.01", "int8", "onebit", "powersgd:2"):
             before = group.bytes_sent, group.wire_bytes
             flat = np.ones(LAYOUT.length, np.float32)
-            aggregator = Direct(group, Ledger(group.host), make(spec, seed=1, rank=group.rank), "ring")
+            aggregator = OneLevel(group, Ledger(group.host), make(spec, seed=1, rank=group.rank), "ring")
             await aggregator.total(flat, BUCKET, 1.0, 0)
             sent.append(group.bytes_sent - before[0])
             frames, rest = divmod(group.wire_bytes - before[1] - sent[-1], HEADER_BYTES)

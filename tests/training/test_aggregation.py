@@ -15,7 +15,7 @@ from hcsim.compressors.base import Array
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.rng import generator
-from hcsim.training.aggregation.aggregator import Aggregator, Direct, Hierarchical
+from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.layout import Layout
 from hcsim.training.learner import Ledger
 from tests.training.clusters import quiet_cluster
@@ -43,7 +43,7 @@ def totals(
 
     async def program(group: Group) -> tuple[list[Array], Array]:
         compressor = make(spec, seed=3, rank=group.rank)
-        aggregator = wrap(group) if wrap else Direct(group, Ledger(group.host), compressor)
+        aggregator = wrap(group) if wrap else OneLevel(group, Ledger(group.host), compressor)
         sums = []
         for step in range(steps):
             flat = gradient(group.rank, step)
@@ -121,7 +121,7 @@ def test_a_hierarchy_sums_over_all_and_compresses_between_homes_only(spec: str) 
         if group.rank != ours[0]:
             return Hierarchical(near, None)
         speakers = group.subgroup([home[0] for home in homes])
-        return Hierarchical(near, Direct(speakers, Ledger(group.host), make(spec, seed=3, rank=group.rank)))
+        return Hierarchical(near, OneLevel(speakers, Ledger(group.host), make(spec, seed=3, rank=group.rank)))
 
     sums, _ = totals("none", 5, wrap=wrap)
     assert len({theirs[0].tobytes() for theirs in sums}) == 1
@@ -138,7 +138,7 @@ def test_stochastic_rounding_is_right_on_average_through_both_encodings() -> Non
 
     async def program(group: Group) -> Array:
         compressor = make("int8:stochastic", seed=3, rank=group.rank)
-        aggregator = Direct(group, Ledger(group.host), compressor)
+        aggregator = OneLevel(group, Ledger(group.host), compressor)
         mean = np.zeros(LAYOUT.length)
         for step in range(steps):
             flat = gradient(group.rank)
@@ -157,7 +157,7 @@ def test_a_gradient_that_is_not_a_number_ends_the_exchange_on_all_ranks_and_name
         flat = gradient(group.rank)
         if group.rank == 1:
             flat[LAYOUT.tensors[0].span.start] = np.nan
-        aggregator = Direct(group, Ledger(group.host), make("int8", seed=3, rank=group.rank))
+        aggregator = OneLevel(group, Ledger(group.host), make("int8", seed=3, rank=group.rank))
         await aggregator.total(flat, LAYOUT.buckets(1 << 20)[0], 1.0, 0)
 
     results = hcsim.simulate(quiet_cluster(3), program).results

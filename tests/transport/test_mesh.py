@@ -15,7 +15,8 @@ from hcsim.errors import ChannelBroken, ChannelClosed, DeadlineExceeded, PeerRef
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
-from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, MAX_STRANGERS, Hello, Membership, Mesh, Wire
+from hcsim.transport.callers import MAX_STRANGERS
+from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Mesh, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

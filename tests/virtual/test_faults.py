@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from hcsim.config import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle, parse_scenario
 from hcsim.errors import ChannelBroken, DeadlineExceeded
@@ -16,6 +15,7 @@ from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
+from tests.switches import on_switch
 
 LATENCY_S = 1e-3
 SECOND = 125_000_000 - HEADER_BYTES
@@ -23,27 +23,7 @@ SECOND = 125_000_000 - HEADER_BYTES
 
 
 def world_with(*faults: AnyFault) -> World:
-    scenario = parse_scenario(
-        """
-        name = "three"
-        effects = "ideal"
-        medium = [{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "1 ms" }]
-        [[node]]
-        name = "a"
-        machine = "ideal"
-        links = ["switch"]
-        [[node]]
-        name = "b"
-        machine = "ideal"
-        links = ["switch"]
-        [[node]]
-        name = "c"
-        machine = "ideal"
-        links = ["switch"]
-        """,
-        "three",
-    )
-    return World(replace(scenario, faults=faults))
+    return World(on_switch(("a", "b", "c"), faults, latency="1 ms"))
 
 
 async def connected(world: World, source: str = "a", target: str = "b") -> tuple[VirtualChannel, VirtualChannel]:

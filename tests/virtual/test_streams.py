@@ -17,6 +17,7 @@ from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.links import Hop, Path
 from hcsim.virtual.stream import RTO_S, loss_bound_bytes_ps
 from hcsim.virtual.world import World
+from tests.switches import on_switch
 
 MIB = 2**20
 MB = 1_000_000
@@ -25,24 +26,8 @@ MB = 1_000_000
 def pair(
     *faults: AnyFault, rate_bps: float = 1e9, latency: str = "0.1 ms", effects: str = "ideal", tcp: str = ""
 ) -> Scenario:
-    scenario = parse_scenario(
-        f"""
-        name = "pair"
-        effects = "{effects}"
-        medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "{latency}" }}]
-        tcp = {{ {tcp} }}
-        [[node]]
-        name = "a"
-        machine = "ideal"
-        links = ["switch"]
-        [[node]]
-        name = "b"
-        machine = "ideal"
-        links = ["switch"]
-        """,
-        "pair",
-    )
-    return replace(scenario, media=(replace(scenario.media[0], rate_bps=rate_bps),), faults=faults)
+    scenario = on_switch(("a", "b"), faults, latency=latency, effects=effects, tcp=tcp)
+    return replace(scenario, media=(replace(scenario.media[0], rate_bps=rate_bps),))
 
 
 async def connected(world: World) -> tuple[VirtualChannel, VirtualChannel]:

@@ -41,8 +41,8 @@ class Exchange(Protocol):
         """The same without data: only time passes."""
 
 
-class Direct:
-    """All ranks exchange with all."""
+class OneLevel:
+    """All ranks exchange with all, by whatever collective."""
 
     def __init__(self, group: Group, ledger: Ledger, compressor: Compressor, algorithm: str = "auto") -> None:
         self._group = group

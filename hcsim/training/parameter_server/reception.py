@@ -34,9 +34,9 @@ from hcsim.training.parameter_server.messages import (
 )
 from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.task import Flat
+from hcsim.transport.callers import Callers
 
 HELLO_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
 """Callers that have not said who they are."""
 MAX_WORKERS = 4096
 MAX_UNREAD = 16
@@ -75,11 +75,11 @@ class Reception:
         self._sent_bytes: dict[str, int] = {}
         """Over connections that have ended."""
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._room_for_strangers = asyncio.Semaphore(MAX_STRANGERS)
+        self._strangers = Callers()
 
     def open(self, listener: Listener) -> None:
         """Take calls from now on."""
-        self._start(self._accept(listener), "accept workers")
+        self._start(self._strangers.accept(listener, self._called_by), "accept workers")
 
     async def close(self) -> None:
         """Hang up on everybody."""
@@ -116,13 +116,8 @@ class Reception:
 
     # Connections.
 
-    async def _accept(self, listener: Listener) -> None:
-        number = 0
-        while True:
-            await self._room_for_strangers.acquire()  # further callers wait in the listener's queue
-            channel = await listener.accept()
-            number += 1
-            self._start(self._receive(channel), f"caller {number}")
+    def _called_by(self, channel: Channel, number: int) -> None:
+        self._start(self._receive(channel), f"caller {number}")
 
     async def _receive(self, channel: Channel) -> None:
         """Hear who calls; serve it until the connection ends, or say why not."""
@@ -131,7 +126,7 @@ class Reception:
             try:
                 join = await line.recv(HELLO_TIMEOUT_S)
             finally:
-                self._room_for_strangers.release()
+                self._strangers.known()
             if not isinstance(join, Join):
                 raise RemoteProtocolError(f"{line.peer} did not say who it is", line.peer)
             await self._serve(Caller(join.worker, line), join)

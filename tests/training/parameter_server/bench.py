@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from hcsim.compressors.registry import make
-from hcsim.config import AnyFault, parse_scenario
+from hcsim.config import AnyFault
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
@@ -25,6 +24,7 @@ from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import World
+from tests.switches import on_switch
 
 SEED = 5
 SIZES = (16, 8, 4)
@@ -38,17 +38,7 @@ JOB = "bench"
 
 def world_with(*faults: AnyFault) -> World:
     """A host for the server, `s`, and three for workers on a slow switch: a round takes about 15 ms."""
-    nodes = ", ".join(f'{{ name = "{name}", machine = "ideal", links = ["switch"] }}' for name in ("s", *NAMES))
-    scenario = parse_scenario(
-        f"""
-        name = "bench"
-        effects = "ideal"
-        medium = [{{ kind = "ethernet", name = "switch", rate = "10 Mb/s", latency = "0.5 ms" }}]
-        node = [{nodes}]
-        """,
-        "bench",
-    )
-    return World(replace(scenario, faults=tuple(faults)))
+    return World(on_switch(("s", *NAMES), faults, rate="10 Mb/s", latency="0.5 ms"))
 
 
 def learner_on(host: Host) -> Learner:

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Coroutine
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,13 @@ from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import TcpListener, listening_socket
+from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import TlsFiles, client_context, handshake, server_context
 from hcsim.runtime.address import split_address
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
+from hcsim.runtime.store import Store
 from hcsim.telemetry.trace import Trace
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ class RealOptions(msgspec.Struct, frozen=True):
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
     device: str = "cpu"
     """What it computes with, as torch calls it."""
+    state: Path | None = None
+    """A folder for what it remembers across restarts; None: nothing."""
 
 
 class RealHost:
@@ -89,6 +94,11 @@ class RealHost:
         from hcsim.real.mdns import MdnsLan
 
         return MdnsLan(self._options.lan_interfaces)
+
+    @cached_property
+    def store(self) -> Store:
+        """Files in the folder that the options name."""
+        return MemoryStore() if self._options.state is None else FileStore(self._options.state)
 
     def interfaces(self) -> tuple[Interface, ...]:
         """This machine's interfaces, the fastest medium first."""

@@ -162,6 +162,16 @@ class TcpChannel:
         """The other end's address."""
         return self._peer
 
+    @property
+    def identity(self) -> str:
+        """TCP proves nobody's identity."""
+        return ""
+
+    @property
+    def binding(self) -> bytes:
+        """TCP encrypts nothing."""
+        return b""
+
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on."""
         self._max_frame_bytes = max_frame_bytes

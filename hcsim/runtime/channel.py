@@ -52,6 +52,16 @@ class Channel(Protocol):
     def peer(self) -> str:
         """The other end, for people."""
 
+    @property
+    def identity(self) -> str:
+        """Which node is at the other end, as far as that has been proved; empty where nothing has."""
+
+    @property
+    def binding(self) -> bytes:
+        """A digest of this very connection's encryption, the same at both ends; empty where there is none.
+
+        A proof that covers it cannot be carried over to another connection."""
+
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; `header.length` is the payload's size.
 

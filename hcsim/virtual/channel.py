@@ -59,6 +59,16 @@ class VirtualChannel:
         return self._peer
 
     @property
+    def identity(self) -> str:
+        """The model has no encryption of its own, so nothing is proved yet."""
+        return ""
+
+    @property
+    def binding(self) -> bytes:
+        """As above."""
+        return b""
+
+    @property
     def streams(self) -> tuple[Stream, Stream]:
         """What we send, and what we receive."""
         return self._out, self._in

@@ -54,6 +54,21 @@ class VirtualClock:
         return asyncio.timeout(None if seconds is None else seconds / self.rate)
 
 
+class VirtualStore:
+    """A host's disk."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+
+    def load(self, name: str) -> bytes | None:
+        """See `runtime.store.Store.load`."""
+        return self.records.get(name)
+
+    def save(self, name: str, data: bytes) -> None:
+        """See `runtime.store.Store.save`."""
+        self.records[name] = data
+
+
 class VirtualHost:
     """One machine: its clock, processor, interfaces, ports and tasks."""
 
@@ -65,6 +80,7 @@ class VirtualHost:
         self.clock = VirtualClock(self)
         self.device = VirtualDevice(self, machine)
         self.lan = VirtualLan(self)
+        self.store = VirtualStore()
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""

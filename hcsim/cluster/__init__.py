@@ -1,0 +1,1 @@
+"""Who is there, who leads, who is well."""

@@ -1,0 +1,72 @@
+"""A view: who computes together from one moment to the next, agreed by those who did before.
+
+Views of one lineage follow each other without gaps, and each has one successor: the members of a view
+agree on it (see `agreement`). The order of the members is their ranks. Members keep their order and newcomers
+come last, so the first member is always the most senior, and it leads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
+"""How many members of a view must agree on the next one.
+
+- majority: more than half. Two nodes cannot go on without each other.
+- tiebreak: more than half, or just half with the leader among them.
+- any: whoever is left. Both sides of a split cluster go on, and their models part.
+"""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A node in one of its lives: a process that was started anew is another member."""
+
+    node: str
+    """The node's id, proved by its key."""
+    boot: int
+    """Tells a node's lives apart."""
+    name: str
+    """For people."""
+    address: str
+    """Where its collectives listen."""
+    home: str = ""
+    """Members of one home are close to each other."""
+
+
+class View(msgspec.Struct, frozen=True):
+    """Who computes together in one epoch."""
+
+    lineage: str
+    """The line of views that this one belongs to: the node that it started from, and its boot."""
+    epoch: int
+    members: tuple[Member, ...]
+
+    @property
+    def leader(self) -> Member:
+        """The most senior member."""
+        return self.members[0]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The members' ids, by rank."""
+        return tuple(member.node for member in self.members)
+
+    def member(self, node: str) -> Member | None:
+        """The member of that id, if there is one."""
+        return next((member for member in self.members if member.node == node), None)
+
+    def rank(self, member: Member) -> int | None:
+        """The rank of a node in this very life of its."""
+        return next((r for r, m in enumerate(self.members) if (m.node, m.boot) == (member.node, member.boot)), None)
+
+
+def enough(view: View, nodes: list[str], rule: Quorum) -> bool:
+    """Whether these nodes may decide what follows the view. Any two such sets have a node in common (but for `any`)."""
+    count = sum(node in nodes for node in view.nodes)
+    if rule == "any":
+        return count > 0
+    if rule == "tiebreak" and 2 * count == len(view.members):
+        return view.leader.node in nodes
+    return 2 * count > len(view.members)

@@ -1,0 +1,1 @@
+"""Who a node is, and which cluster it may join."""

@@ -42,6 +42,16 @@ class View(msgspec.Struct, frozen=True):
     """The line of views that this one belongs to: the node that it started from, and its boot."""
     epoch: int
     members: tuple[Member, ...]
+    previous: int = -1
+    """The epoch of the view that this one follows."""
+    formed: bool = False
+    """Whether as many members as were asked for have been there, in this view or before it: work may begin."""
+    abrupt: bool = False
+    """The previous view failed: what was under way in it is lost. Otherwise its members finish their step first."""
+    left: tuple[str, ...] = ()
+    """Nodes that left in an orderly way."""
+    reason: str = ""
+    """For people."""
 
     @property
     def leader(self) -> Member:

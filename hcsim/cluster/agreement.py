@@ -1,0 +1,147 @@
+"""How the members of a view agree on the next one: Paxos, once for each view (Lamport, "Paxos Made Simple", 2001).
+
+The members of the present view are the acceptors, the next view is the value, and a quorum of them decides. So each
+view has one successor, whoever proposes it and whoever fails meanwhile; a side without a quorum has none.
+
+    proposer                            acceptor
+    prepare(ballot, present view)  →    promises the ballot, and says what it has accepted before
+    accept(ballot, next view)      →    accepts, unless it has promised a later ballot
+    decided(next view)             →    adopts it
+
+What a proposer must propose where somebody has accepted a view already is that view; otherwise it is free.
+An acceptor's word outlives a crash: `record` is saved before it is given.
+
+Pure: messages in, messages out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.cluster.view import Member, Quorum, View, enough
+
+Ballot: TypeAlias = tuple[int, str]
+"""A number, and the node that uses it: no two are the same."""
+
+NEVER: Ballot = (0, "")
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Will you hear my proposal?"""
+
+    ballot: Ballot
+    after: View
+    """The view whose successor is sought; whoever is behind learns of it here."""
+    reason: str = ""
+
+
+class Promise(msgspec.Struct, frozen=True, tag="promise"):
+    """Yes, and no earlier one."""
+
+    ballot: Ballot
+    after: int
+    us: Member
+    reaches: tuple[str, ...] = ()
+    """The nodes that we have a living connection to."""
+    accepted: tuple[Ballot, View] | None = None
+
+
+class Accept(msgspec.Struct, frozen=True, tag="accept"):
+    """Accept this view as the successor."""
+
+    ballot: Ballot
+    lineage: str
+    after: int
+    view: View
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """Done."""
+
+    ballot: Ballot
+    after: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """No: we have promised a later ballot."""
+
+    ballot: Ballot
+    after: int
+    promised: Ballot
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What an acceptor must not forget."""
+
+    view: View
+    promised: Ballot = NEVER
+    accepted: tuple[Ballot, View] | None = None
+
+
+class Acceptor:
+    """A member's word on the successor of its view."""
+
+    def __init__(self, record: Record, save: Callable[[Record], None]) -> None:
+        self.record = record
+        self._save = save
+
+    def adopt(self, view: View) -> None:
+        """Go on to a view that was decided."""
+        self._remember(Record(view, self.record.promised))
+
+    def prepare(self, asked: Prepare, us: Member, reaches: tuple[str, ...]) -> Promise | Refused:
+        """Answer a proposer; it speaks of our present view."""
+        record = self.record
+        if asked.ballot < record.promised:
+            return Refused(asked.ballot, asked.after.epoch, record.promised)
+        self._remember(msgspec.structs.replace(record, promised=asked.ballot))
+        return Promise(asked.ballot, asked.after.epoch, us, reaches, record.accepted)
+
+    def accept(self, asked: Accept) -> Accepted | Refused:
+        """Accept a view, unless we have promised not to."""
+        record = self.record
+        if asked.ballot < record.promised:
+            return Refused(asked.ballot, asked.after, record.promised)
+        self._remember(Record(record.view, asked.ballot, (asked.ballot, asked.view)))
+        return Accepted(asked.ballot, asked.after)
+
+    def _remember(self, record: Record) -> None:
+        if record != self.record:
+            self._save(record)
+            self.record = record
+
+
+class Proposal:
+    """One ballot, from the proposer's side."""
+
+    def __init__(self, ballot: Ballot, present: View, rule: Quorum, reason: str) -> None:
+        self.ballot = ballot
+        self.present = present
+        self.reason = reason
+        self.chosen: View | None = None
+        """What we propose, once we know what we may."""
+        self.promises: dict[str, Promise] = {}
+        self._accepted: list[str] = []
+        self._rule = rule
+
+    def heard(self, gone: tuple[str, ...]) -> bool:
+        """Whether enough members will hear us. Those that are `gone` for good need not."""
+        return self._enough([*self.promises], gone)
+
+    def bound(self) -> View | None:
+        """The view that must be proposed, since it may have been decided already; None: we are free."""
+        before = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
+        return max(before, key=lambda each: each[0])[1] if before else None
+
+    def accepted(self, node: str, gone: tuple[str, ...]) -> bool:
+        """A member accepted; whether the view is decided."""
+        if node not in self._accepted:
+            self._accepted.append(node)
+        return self._enough(self._accepted, gone)
+
+    def _enough(self, nodes: list[str], gone: tuple[str, ...]) -> bool:
+        left = tuple(member for member in self.present.members if member.node not in gone)
+        return bool(left) and enough(msgspec.structs.replace(self.present, members=left), nodes, self._rule)

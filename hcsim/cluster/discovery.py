@@ -1,0 +1,116 @@
+"""Finding the others: what the local network announces, and the addresses that a person gave.
+
+An announcement is a hint and no more: who it is shows when it answers. A record that nobody answers at is tried a few
+times, and again after a while if it is still there. A node that hears nobody can still be found by those that
+hear it, since a line carries both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.config.cluster import Cluster
+from hcsim.errors import HcsimError
+from hcsim.runtime.host import Host
+from hcsim.runtime.lan import Service
+
+Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
+"""Calls an address, for at most so long; the id of the node that answered."""
+
+_PAUSE_S = 0.25
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What we say about ourselves on the local network."""
+
+    node: str
+    name: str
+    namespace: str
+    """Only nodes of one cluster take notice of each other."""
+    boot: int
+    control: str
+
+    def service(self) -> Service:
+        """As a service record."""
+        properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}"}
+        return Service(f"{self.name}-{self.node[:8]}", self.control, properties)
+
+
+class Discovery:
+    """Keeps dialling whoever should be there and is not."""
+
+    def __init__(self, host: Host, config: Cluster, us: Announcement, dial: Dial, has: Callable[[str], bool]) -> None:
+        self._host = host
+        self._config = config
+        self._us = us
+        self._dial = dial
+        self._has = has
+        self._wanted: dict[str, str] = {}
+        """Addresses by node id, or by themselves where the id is not known."""
+        self._nodes: dict[str, str] = {}
+        """Who answered where."""
+        self._calling: dict[str, None] = {}
+
+    async def run(self) -> None:
+        """Look for others, for ever."""
+        for address in self._config.peers:
+            self.want(address, address)
+        if self._config.discover:
+            await self._host.lan.advertise(self._us.service())
+            self._host.spawn(self._browse(), name="browse")
+        while True:
+            await self._host.clock.sleep(self._config.peer_timeout_s)
+            for key in list(self._wanted):
+                self._call(key)
+
+    async def goodbye(self) -> None:
+        """Take back what we announced."""
+        if self._config.discover:
+            await self._host.lan.withdraw(self._us.service().name)
+
+    def want(self, key: str, address: str) -> None:
+        """There should be somebody at that address: a node's id, or the address itself where that is not known."""
+        self._wanted[key] = address
+        self._call(key)
+
+    def forget(self, key: str) -> None:
+        """Nobody is expected there any more."""
+        if key not in self._config.peers:
+            self._wanted.pop(key, None)
+
+    async def _browse(self) -> None:
+        async for sighting in self._host.lan.browse():
+            properties = sighting.service.properties
+            node = properties.get("node", "")
+            if properties.get("namespace") != self._us.namespace or not node or node == self._us.node:
+                continue
+            if sighting.gone:
+                self.forget(node)
+            else:
+                self.want(node, sighting.service.address)
+
+    def _call(self, key: str) -> None:
+        if key not in self._calling and not self._here(key):
+            self._calling[key] = None
+            self._host.spawn(self._attempts(key), name=f"dial {self._wanted[key]}")
+
+    def _here(self, key: str) -> bool:
+        return self._has(self._nodes.get(key, key))
+
+    async def _attempts(self, key: str) -> None:
+        try:
+            for attempt in range(self._config.max_retries):
+                if key not in self._wanted or self._here(key):
+                    return
+                try:
+                    self._nodes[key] = await self._dial(self._wanted[key], self._config.connection_timeout_s)
+                except HcsimError as error:
+                    self._host.trace("not reached", self._wanted.get(key, key), str(error))
+                    await self._host.clock.sleep(_PAUSE_S * 2**attempt)
+                else:
+                    return
+        finally:
+            del self._calling[key]

@@ -1,0 +1,88 @@
+"""Who is well: suspicion from the rhythm of heartbeats.
+
+The φ-accrual detector (Hayashibara et al., "The φ Accrual Failure Detector", SRDS 2004): from the intervals between
+a peer's heartbeats follows how likely its present silence is; φ is the negative logarithm of that. A peer with a
+steady rhythm is suspected soon, one on a shaky radio later. Where we deviate: the spread is never taken
+for less than a quarter of the interval, since a machine that computes answers late now and then; and two
+hard limits hold whatever the rhythm was. A refused connection is no silence but an answer: nobody is there.
+
+Time comes from outside, so that the same events give the same answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from hcsim.config.cluster import Heartbeat
+
+_MEMORY = 100
+_RHYTHM = 5
+"""Intervals that make a rhythm."""
+_SMOOTHING = 0.2
+"""Weight of the newest round trip in the average. Higher follows faster."""
+
+
+class Pulse:
+    """What is known of one peer's heartbeats."""
+
+    def __init__(self, now: float, policy: Heartbeat) -> None:
+        self._policy = policy
+        self._last_s = now
+        self._intervals_s: deque[float] = deque(maxlen=_MEMORY)
+        self._refused = False
+        self.latency_s: float | None = None
+        """Round trip, as an exponential moving average."""
+
+    def beat(self, now: float) -> None:
+        """A sign of life."""
+        self._intervals_s.append(max(0.0, now - self._last_s))
+        self._last_s = now
+        self._refused = False
+
+    def sign(self, now: float) -> None:
+        """A sign of life outside the rhythm: any other message."""
+        self._last_s = max(self._last_s, now)
+        self._refused = False
+
+    def echoed(self, round_trip_s: float) -> None:
+        """An answer came after that time."""
+        before = round_trip_s if self.latency_s is None else self.latency_s
+        self.latency_s = before + _SMOOTHING * (round_trip_s - before)
+
+    def refused(self) -> None:
+        """Its machine said that nobody is there."""
+        self._refused = True
+
+    def silence_s(self, now: float) -> float:
+        """Since the last sign of life."""
+        return max(0.0, now - self._last_s)
+
+    def phi(self, now: float) -> float:
+        """How surprising the silence is: its odds are 10^-φ. Zero while there is no rhythm."""
+        if len(self._intervals_s) < _RHYTHM:
+            return 0.0
+        mean_s = math.fsum(self._intervals_s) / len(self._intervals_s)
+        variance = math.fsum((each - mean_s) ** 2 for each in self._intervals_s) / len(self._intervals_s)
+        spread_s = max(math.sqrt(variance), self._policy.interval_s / 4)
+        return _surprise((self.silence_s(now) - mean_s) / spread_s)
+
+    def suspected(self, now: float) -> str:
+        """Why this peer is taken for lost; empty while it is not."""
+        policy, silence_s = self._policy, self.silence_s(now)
+        if self._refused:
+            return "its machine answers that nobody is there"
+        if silence_s >= policy.timeout_s:
+            return f"silent for {silence_s:.1f} s"
+        if silence_s >= (policy.failures + 1) * policy.interval_s:
+            return f"{policy.failures} heartbeats overdue"
+        if (phi := self.phi(now)) >= policy.phi:
+            return f"silent for {silence_s:.1f} s, which is not its rhythm (φ = {phi:.1f})"
+        return ""
+
+
+def _surprise(deviations: float) -> float:
+    """-log10 of the odds that a normal variable is so many deviations above its mean, or more."""
+    if deviations < 30:
+        return -math.log10(0.5 * math.erfc(deviations / math.sqrt(2)))
+    return (deviations**2 / 2 + math.log(deviations * math.sqrt(2 * math.pi))) / math.log(10)

@@ -1,0 +1,229 @@
+"""Control channels to the other nodes: one to each, whoever dialled.
+
+Two nodes that find each other at the same moment both dial. Both ends then keep the channel that the node with the
+lower id dialled, and close the other. A channel that says it comes from a node we have a channel to already, but in
+another life, is either that node started anew or somebody with a copy of its key: if the old life still answers,
+the newcomer is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from hcsim.cluster.messages import Beat, Goodbye, Hello, Message, Status, decode, encode
+from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.runtime.channel import Channel, Phantom
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import Host
+from hcsim.transport.callers import Callers
+
+MESSAGE_LIMIT_BYTES = 256 * 1024
+HELLO_TIMEOUT_S = 5.0
+PROBE_S = 1.0
+"""How long the old life of a node has to answer when a new one calls."""
+OUTBOX = 256
+"""Messages that may wait for a peer that does not read; beyond that it is taken for stuck."""
+COPIED = "another machine with the same identity is already here: give each machine its own node key"
+
+
+class Owner(Protocol):
+    """Who is told what happens on the lines."""
+
+    def status(self) -> Status:
+        """How we stand, for the first message."""
+
+    def up(self, status: Status) -> None:
+        """There is a line to a node, which stands like this."""
+
+    def down(self, node: str, *, gone: bool) -> None:
+        """The line to a node has ended; `gone`: it said goodbye."""
+
+    def said(self, node: str, message: Message) -> None:
+        """A node said something."""
+
+    def told(self, what: str) -> None:
+        """Something that a person might like to know."""
+
+
+class Line:
+    """A channel to one node."""
+
+    def __init__(self, channel: Channel, status: Status, dialler: str) -> None:
+        self.channel = channel
+        self.us = status.us
+        self.dialler = dialler
+        self.signs = 0
+        """Messages that came over it."""
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX)
+
+    def put(self, message: Message) -> None:
+        """Have a message sent; a line that is stuck loses it, and what is lost is said again."""
+        if not self._outbox.full():
+            self._outbox.put_nowait(message)
+
+    async def send_all(self) -> None:
+        """Send what is put, until the channel ends."""
+        while True:
+            await _say(self.channel, await self._outbox.get())
+
+
+class Lines:
+    """All our control channels."""
+
+    def __init__(self, host: Host, owner: Owner) -> None:
+        self._host = host
+        self._owner = owner
+        self._lines: dict[str, Line] = {}
+        self._strangers = Callers()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those that we have a line to."""
+        return tuple(self._lines)
+
+    def send(self, node: str, message: Message) -> None:
+        """Send a message, if there is a line."""
+        line = self._lines.get(node)
+        if line is not None:
+            line.put(message)
+
+    def send_all(self, message: Message) -> None:
+        """Send it to everybody."""
+        for line in self._lines.values():
+            line.put(message)
+
+    async def serve(self, address: str) -> None:
+        """Take calls at that address, for ever."""
+        listener = await self._host.listen(address)
+        try:
+            await self._strangers.accept(listener, self._called)
+        finally:
+            await listener.close()
+
+    async def dial(self, address: str, timeout_s: float) -> str:
+        """Call a node. Returns its id when there is a line to it; raises what stands against it."""
+        channel = await self._host.connect(address, timeout_s=timeout_s)
+        try:
+            async with self._host.clock.timeout(HELLO_TIMEOUT_S):
+                await _say(channel, Hello(self._owner.status()))
+                theirs = await _hear_hello(channel)
+        except BaseException as error:
+            await channel.close()
+            if isinstance(error, TimeoutError) and not isinstance(error, HcsimError):
+                raise DeadlineExceeded(f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s") from None
+            raise
+        await self._introduce(channel, theirs, self._owner.status().us.node)
+        return theirs.us.node
+
+    async def close(self, reason: str) -> None:
+        """Say goodbye to everybody."""
+        for line in list(self._lines.values()):
+            try:
+                async with self._host.clock.timeout(PROBE_S):
+                    await _say(line.channel, Goodbye(reason))
+            except (ChannelError, TimeoutError):
+                pass  # it will notice by itself
+            await line.channel.close()
+
+    def _called(self, channel: Channel, number: int) -> None:
+        self._host.spawn(self._greet(channel), name=f"control caller {number}")
+
+    async def _greet(self, channel: Channel) -> None:
+        known = False
+        try:
+            channel.limit(MESSAGE_LIMIT_BYTES)
+            async with self._host.clock.timeout(HELLO_TIMEOUT_S):
+                theirs = await _hear_hello(channel)
+                await _say(channel, Hello(self._owner.status()))
+            self._strangers.known()
+            known = True
+            await self._introduce(channel, theirs, theirs.us.node)
+        except (HcsimError, TimeoutError) as error:
+            self._owner.told(f"a call from {channel.peer} was not taken: {error or 'it said nothing'}")
+            await channel.close()
+        finally:
+            if not known:
+                self._strangers.known()
+
+    async def _introduce(self, channel: Channel, theirs: Status, dialler: str) -> None:
+        """Decide whether this becomes the line to that node; if so, keep it running."""
+        us, node = self._owner.status().us, theirs.us.node
+        if channel.identity and channel.identity != node:
+            await _refuse(channel, f"you say that you are {node}, and your key says {channel.identity}")
+        if node == us.node:
+            await _refuse(channel, "" if theirs.us.boot == us.boot else COPIED)
+        old = self._lines.get(node)
+        if old is not None and old.us.boot != theirs.us.boot and await self._answers(old):
+            await _refuse(channel, COPIED)
+        old = self._lines.get(node)
+        if old is not None and old.us.boot == theirs.us.boot and dialler > old.dialler:
+            await channel.close()
+            return
+        line = self._lines[node] = Line(channel, theirs, dialler)
+        if old is not None:
+            await old.channel.close()
+        if self._lines.get(node) is line:
+            self._host.spawn(self._run(line, node), name=f"line to {theirs.us.name}")
+            self._owner.up(theirs)
+
+    async def _answers(self, line: Line) -> bool:
+        """Whether the node at the other end of a line lives."""
+        signs = line.signs
+        line.put(Beat(1, self._owner.status()))
+        await self._host.clock.sleep(PROBE_S)
+        return self._lines.get(line.us.node) is line and line.signs > signs
+
+    async def _run(self, line: Line, node: str) -> None:
+        sending = self._host.spawn(line.send_all(), name=f"outbox for {line.us.name}")
+        gone = False
+        try:
+            while True:
+                message = await _hear(line.channel)
+                line.signs += 1
+                if isinstance(message, Goodbye):
+                    gone = True
+                    self._owner.told(f"{line.us.name} has gone: {message.reason}")
+                    break
+                self._owner.said(node, message)
+        except RemoteProtocolError as error:
+            self._owner.told(str(error))
+        except ChannelError:
+            pass  # whoever needs the node dials again
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            await line.channel.close()
+            if self._lines.get(node) is line:
+                del self._lines[node]
+                self._owner.down(node, gone=gone)
+
+
+async def _refuse(channel: Channel, reason: str) -> None:
+    try:
+        if reason:
+            await _say(channel, Goodbye(reason))
+    finally:
+        await channel.close()
+    raise PeerRefused(f"{channel.peer} was refused: {reason or 'it is ourselves'}", channel.peer)
+
+
+async def _say(channel: Channel, message: Message) -> None:
+    data = encode(message)
+    await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
+
+
+async def _hear(channel: Channel) -> Message:
+    header, payload = await channel.recv(lambda header: None)
+    if isinstance(payload, Phantom) or header.kind is not Kind.CONTROL:
+        raise RemoteProtocolError(f"{channel.peer} sent {header.kind.name} where control messages belong", channel.peer)
+    return decode(payload, channel.peer)
+
+
+async def _hear_hello(channel: Channel) -> Status:
+    message = await _hear(channel)
+    if isinstance(message, Goodbye):
+        raise PeerRefused(f"{channel.peer} refused us: {message.reason}", channel.peer)
+    if not isinstance(message, Hello):
+        raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
+    return message.status

@@ -1,0 +1,91 @@
+"""What nodes tell each other over their control channels.
+
+Wishes (to join, to leave, to have a failed view replaced) are part of a node's `Status`, which is repeated with
+every heartbeat: a message that is lost delays a wish and does not lose it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.cluster.agreement import Accept, Accepted, Prepare, Promise, Refused
+from hcsim.cluster.view import Member, View
+from hcsim.errors import RemoteProtocolError
+
+
+class Status(msgspec.Struct, frozen=True):
+    """How a node stands."""
+
+    us: Member
+    control: str
+    """Where it takes calls about membership."""
+    lineage: str
+    epoch: int
+    size: int
+    """Of its view."""
+    formed: bool
+    joins: str = ""
+    """The lineage it would like to be in."""
+    leaving: bool = False
+    broken: int = -1
+    """The epoch in which its work failed."""
+    reason: str = ""
+    """Why it failed."""
+    reaches: tuple[str, ...] = ()
+    """The nodes that it has a living connection to."""
+
+    @property
+    def standing(self) -> tuple[bool, int, str]:
+        """Where clusters meet, the least of these goes on: one that works, the larger one, the one with lower id."""
+        return not self.formed, -self.size, self.lineage
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message in each direction."""
+
+    status: Status
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A heartbeat; with number 0, news between two of them."""
+
+    number: int
+    status: Status
+
+
+class Echo(msgspec.Struct, frozen=True, tag="echo"):
+    """The answer to a heartbeat."""
+
+    number: int
+
+
+class Decided(msgspec.Struct, frozen=True, tag="decided"):
+    """This view was agreed on."""
+
+    view: View
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """We close this channel, for that reason."""
+
+    reason: str
+
+
+Message: TypeAlias = Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes | memoryview, peer: str) -> Message:
+    """A message from a peer, checked."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None

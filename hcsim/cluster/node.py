@@ -1,0 +1,266 @@
+"""A node of a cluster: the driver that gives the state machines their events and carries out what they say.
+
+It is the `Conductor` of what is computed here: it says with whom, and when that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from hcsim.cluster.agreement import Record
+from hcsim.cluster.discovery import Announcement, Discovery
+from hcsim.cluster.health import Pulse
+from hcsim.cluster.lines import Lines
+from hcsim.cluster.membership import Adopted, Membership, Over, Rules, Send, Waiting
+from hcsim.cluster.messages import Beat, Echo, Message, Status
+from hcsim.cluster.view import Member, View
+from hcsim.config.cluster import Cluster
+from hcsim.errors import PeerRefused
+from hcsim.runtime.host import Host
+
+RECORD = "membership"
+_LOOKS = 4
+"""Looks at everybody's health per heartbeat."""
+
+
+class Self(msgspec.Struct, frozen=True):
+    """Who this node is."""
+
+    node: str
+    name: str
+    control: str
+    """Where it takes calls about membership."""
+    address: str
+    """Where its collectives listen."""
+    namespace: str = ""
+    home: str = ""
+
+
+class Node:
+    """This machine's part of a cluster."""
+
+    def __init__(self, host: Host, me: Self, config: Cluster, tell: Callable[[str], None] = lambda text: None) -> None:
+        self._host = host
+        self._config = config
+        self._beat = config.beat
+        self._tell = tell
+        self._pulses: dict[str, Pulse] = {}
+        self._sent: dict[int, float] = {}
+        self._number = 1
+        self._changed: list[asyncio.Future[None]] = []
+        self._overs: dict[int, asyncio.Future[str]] = {}
+        self._review = asyncio.Event()
+        self._waiting = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        boot = host.rng("boot").getrandbits(47)
+        self._us = Member(me.node, boot, me.name, me.address, me.home)
+        rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
+        self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
+        self._known = self._membership.status
+        self._lines = Lines(host, self)
+        announcement = Announcement(me.node, me.name, me.namespace, boot, me.control)
+        self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line)
+        self._control = me.control
+
+    async def start(self) -> None:
+        """Take calls, and look for the others."""
+        self._carry_out()
+        for name, work in (
+            ("control", self._lines.serve(self._control)),
+            ("discovery", self._discovery.run()),
+            ("heartbeats", self._beats()),
+            ("reviews", self._reviews()),
+        ):
+            self._tasks.append(self._host.spawn(work, name=name))
+
+    async def stop(self, reason: str = "it was stopped") -> None:
+        """Be no node any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._lines.close(reason)
+        await self._discovery.goodbye()
+
+    # What a computation asks.
+
+    @property
+    def us(self) -> Member:
+        """This node, in this life."""
+        return self._us
+
+    async def view(self, after: int) -> View:
+        """The newest view, once it is later than `after`, has us in it and is large enough to work in."""
+        while True:
+            view = self._membership.view
+            if view.epoch > after and view.formed and view.rank(self._us) is not None:
+                return view
+            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._changed.append(changed)
+            await changed
+
+    def over(self, epoch: int) -> asyncio.Future[str]:
+        """Done once the view of that epoch cannot work any more."""
+        if epoch not in self._overs:
+            self._overs[epoch] = asyncio.get_running_loop().create_future()
+        return self._overs[epoch]
+
+    def superseded(self, epoch: int) -> bool:
+        """Whether a later view is known."""
+        return self._membership.view.epoch > epoch
+
+    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
+        """Our work in that view failed."""
+        self._membership.broken(epoch, reason, self._now())
+        self._carry_out()
+
+    async def leave(self) -> None:
+        """Be in no further view; returns when the others know, or after a deadline."""
+        self._membership.leave(self._now())
+        self._carry_out()
+        try:
+            async with self._host.clock.timeout(self._beat.timeout_s):
+                while len(self._membership.view.members) > 1:
+                    changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._changed.append(changed)
+                    await changed
+        except TimeoutError:
+            pass  # the others will notice
+
+    # What happens on the lines.
+
+    def status(self) -> Status:
+        """How we stand."""
+        return self._membership.status
+
+    def up(self, status: Status) -> None:
+        """There is a line to a node."""
+        node, now = status.us.node, self._now()
+        self._pulses.setdefault(node, Pulse(now, self._beat)).sign(now)
+        self._discovery.want(node, status.control)
+        self._membership.heard(status, now)
+        self._membership.found(node, now)
+        self._membership.connected(node, now)
+        self._carry_out()
+
+    def down(self, node: str, *, gone: bool) -> None:
+        """The line to a node has ended: it has gone, or has to be called again."""
+        if gone:
+            self._discovery.forget(node)
+            self._membership.lost(node, "it has gone", self._now())
+            self._carry_out()
+        else:
+            self._host.spawn(self._call_again(node), name="call again")
+
+    def said(self, node: str, message: Message) -> None:
+        """A node said something."""
+        now, pulse = self._now(), self._pulses[node]
+        if isinstance(message, Beat):
+            if message.number:
+                pulse.beat(now)
+                self._lines.send(node, Echo(message.number))
+            if message.status.us.node == node:
+                self._membership.heard(message.status, now)
+        elif isinstance(message, Echo):
+            if message.number in self._sent:
+                pulse.echoed(now - self._sent[message.number])
+        else:
+            self._membership.message(node, message, now)
+        pulse.sign(now)
+        self._membership.found(node, now)
+        self._carry_out()
+
+    def told(self, what: str) -> None:
+        """Something that a person might like to know."""
+        self._host.trace("cluster", what)
+        self._tell(what)
+
+    # What goes on by itself.
+
+    async def _beats(self) -> None:
+        while True:
+            self._number += 1
+            self._sent[self._number] = self._now()
+            self._sent.pop(self._number - 16, None)
+            self._lines.send_all(Beat(self._number, self._membership.status))
+            for _ in range(_LOOKS):
+                await self._host.clock.sleep(self._beat.interval_s / _LOOKS)
+                self._look()
+
+    def _look(self) -> None:
+        """Suspect those who are silent."""
+        now = self._now()
+        for node, pulse in self._pulses.items():
+            if why := pulse.suspected(now):
+                self._membership.lost(node, why, now)
+        self._carry_out()
+
+    async def _reviews(self) -> None:
+        while True:
+            self._review.clear()
+            wake_at_s = self._membership.wake_at_s
+            try:
+                async with self._host.clock.timeout(None if wake_at_s is None else max(0.0, wake_at_s - self._now())):
+                    await self._review.wait()
+            except TimeoutError:
+                self._membership.tick(self._now())
+                self._carry_out()
+
+    async def _call_again(self, node: str) -> None:
+        """A line broke: call once more, and take a refusal for an answer."""
+        peer = self._membership.roster.peers[node]
+        try:
+            await self._lines.dial(peer.status.control, self._beat.interval_s)
+        except PeerRefused:
+            self._pulses[node].refused()
+            self._look()
+        except Exception as error:
+            self._host.trace("not reached", node, str(error))
+
+    def _carry_out(self) -> None:
+        membership = self._membership
+        while membership.effects:
+            effects, membership.effects = membership.effects, []
+            for effect in effects:
+                if isinstance(effect, Send):
+                    self._lines.send(effect.to, effect.message)
+                elif isinstance(effect, Adopted):
+                    self._adopted(effect.view)
+                elif isinstance(effect, Over):
+                    self._is_over(effect)
+                elif isinstance(effect, Waiting) and effect.reason != self._waiting:
+                    self._waiting = effect.reason
+                    self.told(effect.reason)
+        if membership.status != self._known:
+            self._known = membership.status
+            self._lines.send_all(Beat(0, self._known))
+        self._review.set()
+
+    def _adopted(self, view: View) -> None:
+        self._waiting = ""
+        self._host.trace("view", view.lineage, view.epoch, ",".join(member.name for member in view.members))
+        self._tell(f"view {view.epoch}: {', '.join(m.name for m in view.members)} ({view.reason})")
+        changed, self._changed = self._changed, []
+        for waiter in changed:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _is_over(self, over: Over) -> None:
+        future = self.over(over.epoch)
+        if not future.done():
+            future.set_result(over.reason)
+
+    def _on_line(self, node: str) -> bool:
+        return node in self._lines.nodes
+
+    def _now(self) -> float:
+        return self._host.clock.elapsed()
+
+    def _remembered(self) -> Record | None:
+        data = self._host.store.load(RECORD)
+        return None if data is None else msgspec.msgpack.decode(data, type=Record)
+
+    def _save(self, record: Record) -> None:
+        self._host.store.save(RECORD, msgspec.msgpack.encode(record))

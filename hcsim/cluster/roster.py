@@ -1,0 +1,85 @@
+"""What a node knows of the others, and what follows from it for a view."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hcsim.cluster.messages import Status
+from hcsim.cluster.view import Member, View
+
+
+class Peer(msgspec.Struct):
+    """Another node that is, or was, connected."""
+
+    status: Status
+    suspected: str = ""
+    """Why it is taken for lost; empty while it is well."""
+    astray_since_s: float | None = None
+    """Since when it follows another view than the one we know it to be in."""
+
+
+class Roster:
+    """The others."""
+
+    def __init__(self, us: Member) -> None:
+        self._us = us
+        self.peers: dict[str, Peer] = {}
+
+    def reaches(self) -> tuple[str, ...]:
+        """The nodes that we have a living connection to."""
+        return tuple(sorted(node for node, peer in self.peers.items() if not peer.suspected))
+
+    def well(self, node: str, view: View) -> bool:
+        """Whether a member of the view can be expected to answer for it."""
+        peer = self.peers.get(node)
+        if node == self._us.node:
+            return True
+        return peer is not None and not peer.suspected and node not in self.gone(view)
+
+    def gone(self, view: View) -> tuple[str, ...]:
+        """Members that lost their memory: in their new life they know nothing of the view, and their word is void."""
+        return tuple(
+            member.node
+            for member in view.members
+            if (peer := self.peers.get(member.node)) is not None
+            and peer.status.us.boot != member.boot
+            and peer.status.lineage != view.lineage
+        )
+
+    def turn(self, view: View) -> int:
+        """How many members that are well come before us."""
+        nodes = [node for node in view.nodes if self.well(node, view)]
+        return nodes.index(self._us.node) if self._us.node in nodes else len(nodes)
+
+    def joiners(self, view: View) -> list[Member]:
+        """Nodes outside the view that would like to be in it."""
+        return [
+            peer.status.us
+            for node, peer in sorted(self.peers.items())
+            if not peer.suspected
+            and peer.status.joins == view.lineage
+            and not peer.status.leaving
+            and view.member(node) is None
+        ]
+
+    def leavers(self, view: View) -> list[str]:
+        """Other members that would like to leave."""
+        return [node for node in view.nodes if node in self.peers and self.peers[node].status.leaving]
+
+    def complaint(self, view: View) -> str:
+        """Why work failed in the view for another member, if it did."""
+        for node in view.nodes:
+            peer = self.peers.get(node)
+            if peer is not None and (peer.status.lineage, peer.status.broken) == (view.lineage, view.epoch):
+                return peer.status.reason
+        return ""
+
+    def better(self, ours: Status) -> Status | None:
+        """The cluster in sight that stands above ours."""
+        others = [
+            peer.status
+            for peer in self.peers.values()
+            if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
+        ]
+        best = min(others, key=lambda status: status.standing, default=ours)
+        return best if best.standing < ours.standing else None

@@ -1,0 +1,89 @@
+"""Which view should follow the present one, once its members have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from hcsim.cluster.agreement import Promise
+from hcsim.cluster.view import Member, Quorum, View, enough
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What the proposer knows."""
+
+    promises: Mapping[str, Promise]
+    """Who answered, by node; only those that are well."""
+    joiners: tuple[Member, ...]
+    leavers: tuple[str, ...]
+    reaches: Mapping[str, tuple[str, ...]]
+    """Who has a living connection to whom."""
+    epochs: Mapping[str, int]
+    """How far each node has come, in whatever lineage."""
+    failed: str
+    """Why work failed in the view, if it did."""
+    needed: int
+    quorum: Quorum
+
+
+def successor(view: View, now: Situation, proposer: Member) -> View | None:
+    """The next view; None where nothing would change.
+
+    Members keep their order, so ranks are stable and seniority holds; newcomers follow by node id. Two that do not
+    reach each other cannot compute together: the later one stays out."""
+    stay = [m for m in view.members if m.node in now.promises and now.promises[m.node].us == m]
+    anew = [promise.us for promise in now.promises.values() if promise.us not in stay]
+    chosen: list[Member] = []
+    for member in (*stay, *sorted([*anew, *now.joiners], key=lambda m: m.node)):
+        if member.node not in now.leavers and all(_mutual(now, member.node, other.node) for other in chosen):
+            chosen.append(member)
+    if tuple(chosen) == view.members and not now.failed:
+        return None
+    lost = [m.name for m in view.members if m not in chosen and m.node not in now.leavers]
+    newcomers = [m for m in chosen if m not in view.members]
+    epoch = max([view.epoch, *(now.epochs.get(m.node, 0) for m in newcomers)]) + 1
+    return View(
+        lineage_of(view, [*now.promises], now.quorum, epoch, proposer),
+        epoch,
+        tuple(chosen),
+        previous=view.epoch,
+        formed=view.formed or len(chosen) >= now.needed,
+        abrupt=bool(lost or now.failed),
+        left=now.leavers,
+        reason=_told(view, now, lost, newcomers) or f"{proposer.name} proposed it",
+    )
+
+
+def dissolved(view: View, reason: str) -> View:
+    """The end of a lineage: its members are free to join another."""
+    return View(view.lineage, view.epoch + 1, (), view.epoch, reason=reason)
+
+
+def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, proposer: Member) -> str:
+    """The same line, unless two sides may go on at once: then each has its own."""
+    if rule != "any" or enough(view, deciders, "tiebreak"):
+        return view.lineage
+    return f"{view.lineage}/{epoch}.{proposer.node[:8]}"
+
+
+def orphaned(view: View, promises: Mapping[str, Promise], gone: tuple[str, ...]) -> str:
+    """Which member's memory a formed cluster has to wait for: without it, what was learned would be lost.
+
+    Empty when somebody who answered still has it, or when nobody of the view can have it any more."""
+    if not view.formed or any(promises[m.node].us == m for m in view.members if m.node in promises):
+        return ""
+    absent = [m.name for m in view.members if m.node not in promises and m.node not in gone]
+    return ", ".join(absent)
+
+
+def _mutual(now: Situation, one: str, other: str) -> bool:
+    return other in now.reaches.get(one, ()) and one in now.reaches.get(other, ())
+
+
+def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) -> str:
+    left = [m.name for m in view.members if m.node in now.leavers]
+    parts = [now.failed] if now.failed else [f"{', '.join(lost)} lost"] if lost else []
+    parts += [f"{', '.join(m.name for m in newcomers)} joined"] if newcomers else []
+    parts += [f"{', '.join(left)} left"] if left else []
+    return "; ".join(parts)

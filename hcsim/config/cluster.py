@@ -1,0 +1,87 @@
+"""How a cluster forms and holds together: the `[cluster]` table.
+
+Names and defaults that are also pmetal's: discovery_port, gradient_port, min_peers, peer_timeout,
+connection_timeout, max_retries; heartbeats every 5 s, given up after 15 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from hcsim.config.table import Count, Table
+from hcsim.errors import UsageError
+from hcsim.units import PositiveSeconds
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Heartbeat(Table, frozen=True):
+    """How members watch each other: somebody is suspected when the first of three limits is passed.
+
+    Shorter intervals find a loss sooner, and cost more messages."""
+
+    interval_s: PositiveSeconds = PositiveSeconds(5)
+    timeout_s: PositiveSeconds = PositiveSeconds(15)
+    """Silence that is too long for anybody."""
+    failures: Count = 3
+    """Heartbeats in a row that may be overdue."""
+    phi: Annotated[float, Meta(gt=0, le=300)] = 8.0
+    """Silence whose odds are 10^-phi, given the rhythm so far. Higher: later, and surer."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= self.interval_s:
+            raise UsageError(
+                f"heartbeat: after {self.timeout_s:g} s of silence everybody is given up, but heartbeats come only"
+                f" every {self.interval_s:g} s: the timeout must be longer than the interval"
+            )
+
+
+PRESETS: Mapping[str, Heartbeat] = {
+    "home": Heartbeat(),
+    "low_latency": Heartbeat(interval_s=PositiveSeconds(0.5), timeout_s=PositiveSeconds(2)),
+    "wifi": Heartbeat(interval_s=PositiveSeconds(5), timeout_s=PositiveSeconds(30), failures=4, phi=12.0),
+}
+"""Wired and near; a cable that answers within milliseconds; a radio that goes away for a moment now and then."""
+
+
+class Cluster(Table, frozen=True):
+    """Who is waited for, and when somebody is given up."""
+
+    nodes: Count | None = None
+    """Work begins when so many are there; left out: `min_peers` and this one."""
+    min_peers: Count = 1
+    """Others that have to be there before work begins."""
+    discovery_port: Port = 52415
+    """Where members talk about each other."""
+    gradient_port: Port = 52416
+    """Where their collectives listen."""
+    peers: tuple[str, ...] = ()
+    """Addresses of others that need not be discovered."""
+    discover: bool = True
+    """Whether to announce ourselves on the local network, and to look for others there."""
+    peer_timeout_s: PositiveSeconds = PositiveSeconds(30)
+    """A peer that did not answer is tried again after so long, if it is still in view."""
+    connection_timeout_s: PositiveSeconds = PositiveSeconds(5)
+    max_retries: Count = 3
+    """Attempts in a row to reach a peer."""
+    quorum: Literal["majority", "tiebreak", "any"] = "tiebreak"
+    """Who may go on when a cluster is split; see the README."""
+    preset: Literal["home", "low_latency", "wifi"] = "home"
+    """Which heartbeats."""
+    heartbeat: Heartbeat | None = None
+    """Heartbeats of one's own."""
+    settle_s: PositiveSeconds = PositiveSeconds(0.5)
+    """How long the leader waits for more newcomers before it takes in those that are there."""
+
+    @property
+    def needed(self) -> int:
+        """How many members work begins with."""
+        return self.min_peers + 1 if self.nodes is None else self.nodes
+
+    @property
+    def beat(self) -> Heartbeat:
+        """The heartbeats that count."""
+        return PRESETS[self.preset] if self.heartbeat is None else self.heartbeat

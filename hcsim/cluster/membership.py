@@ -384,11 +384,11 @@ class Membership:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         successive = view.previous == ours.epoch and view.lineage.startswith(f"{ours.lineage}/")
-        if view.lineage == ours.lineage or successive:
-            if view.epoch <= ours.epoch:
-                return
-        elif view.rank(self.us) is None or view.lineage != self._joins or len(ours.members) > 1:
-            return  # we did not ask for it, or have thought better of it
+        if view.epoch <= ours.epoch:
+            return  # no node's epoch ever goes back; who counts on us in this one will have to ask again
+        asked = view.rank(self.us) is not None and view.lineage == self._joins and len(ours.members) == 1
+        if view.lineage != ours.lineage and not successive and not asked:
+            return
         if view.abrupt or view.previous != ours.epoch or view.rank(self.us) is None:
             self.effects.append(Over(ours.epoch, view.reason))
         for peer in self.roster.peers.values():

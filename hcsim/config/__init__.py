@@ -12,6 +12,7 @@ loading too, so a tree that was read from a file makes sense as a whole.
 
 from __future__ import annotations
 
+from hcsim.config.cluster import Cluster, Heartbeat
 from hcsim.config.faults import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle
 from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.machines import CATALOGUE, Machine
@@ -26,8 +27,10 @@ __all__ = [
     "Attachment",
     "Cable",
     "ClockJump",
+    "Cluster",
     "Crash",
     "Ethernet",
+    "Heartbeat",
     "Job",
     "LinkChange",
     "Machine",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 from msgspec.structs import replace
 
+from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault
 from hcsim.config.machines import Machine
 from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
@@ -96,6 +97,8 @@ class Scenario(Table, frozen=True):
     job: Job = Job()
     training: Training | None = None
     """What they learn; without it they do the job."""
+    cluster: Cluster | None = None
+    """How they find each other and hold together; without it, all are there from the start and a loss ends the run."""
 
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:

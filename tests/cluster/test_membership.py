@@ -1,0 +1,242 @@
+"""Views under every order of messages, losses, suspicions and restarts that Hypothesis can think of.
+
+The machines are driven by hand: no clock, no network. What must always hold: a view has one successor, an epoch never
+goes back, not even across restarts. What must hold once all are well and hear each other: all are in one view.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcsim.cluster.agreement import Record
+from hcsim.cluster.membership import Adopted, Membership, Rules, Send
+from hcsim.cluster.messages import Message
+from hcsim.cluster.view import Member, View
+
+
+class Machine:
+    """One node, its disk, and what it was told by Hypothesis to believe."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self.bench = bench
+        self.name = name
+        self.boot = 0
+        self.disk: Record | None = None
+        self.seen: list[View] = []
+        self.start()
+
+    def start(self) -> None:
+        self.boot += 1
+        us = Member(self.name, self.boot, self.name, f"{self.name}:52416")
+        self.core = Membership(us, f"{self.name}:52415", self.bench.rules, self.disk, self.save)
+        self.drain()
+
+    def save(self, record: Record) -> None:
+        self.disk = record
+
+    def drain(self) -> None:
+        while self.core.effects:
+            effects, self.core.effects = self.core.effects, []
+            for effect in effects:
+                if isinstance(effect, Send):
+                    self.bench.mail.append((self.name, effect.to, effect.message))
+                elif isinstance(effect, Adopted):
+                    self.seen.append(effect.view)
+                    self.bench.adopted(self, effect.view)
+
+
+class Bench:
+    def __init__(self, count: int, rules: Rules) -> None:
+        self.rules = rules
+        self.now = 0.0
+        self.mail: list[tuple[str, str, Message]] = []
+        self.successors: dict[tuple[str, int], View] = {}
+        self.machines = {name: Machine(self, name) for name in "abcdefgh"[:count]}
+
+    def adopted(self, machine: Machine, view: View) -> None:
+        if len(view.members) > 1:
+            key = view.lineage, view.epoch
+            assert self.successors.setdefault(key, view) == view, "two views in one epoch"
+            follows = view.lineage, view.previous, "follows"
+            assert self.successors.setdefault(follows, view) == view, "two successors of one view"
+        epochs = [each.epoch for each in machine.seen]
+        assert epochs == sorted(set(epochs)), "an epoch went back"
+
+    def deliver(self, number: int) -> None:
+        if self.mail:
+            source, target, message = self.mail.pop(number % len(self.mail))
+            machine = self.machines[target]
+            machine.core.message(source, message, self.now)
+            machine.drain()
+
+    def gossip(self, one: str, other: str) -> None:
+        """One hears how the other stands."""
+        machine = self.machines[one]
+        machine.core.heard(self.machines[other].core.status, self.now)
+        machine.drain()
+
+    def suspect(self, one: str, other: str) -> None:
+        machine = self.machines[one]
+        machine.core.lost(other, "as a test", self.now)
+        machine.drain()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for machine in self.machines.values():
+            machine.core.tick(self.now)
+            machine.drain()
+
+    def heal(self, rounds: int = 60) -> None:
+        """All hear each other, and every message arrives."""
+        for _ in range(rounds):
+            for one in self.machines:
+                for other in self.machines:
+                    if one != other:
+                        machine = self.machines[one]
+                        self.gossip(one, other)
+                        machine.core.found(other, self.now)
+                        machine.core.connected(other, self.now)
+                        machine.drain()
+            for _ in range(len(self.mail) * 4):
+                self.deliver(0)
+            self.pass_time(1.0)
+
+    def act(self, action: tuple[str, int, int]) -> None:
+        kind, first, second = action
+        names = list(self.machines)
+        one, other = names[first % len(names)], names[second % len(names)]
+        if kind == "deliver":
+            self.deliver(first)
+        elif kind == "drop":
+            del self.mail[first : first + 1]
+        elif kind == "time":
+            self.pass_time(0.5 * (1 + second % 4))
+        elif kind == "restart":
+            self.machines[one].start()
+        elif kind == "break":
+            machine = self.machines[one]
+            machine.core.broken(machine.core.view.epoch, "as a test", self.now)
+            machine.drain()
+        elif one != other:
+            {"gossip": self.gossip, "suspect": self.suspect, "trust": self.trust}[kind](one, other)
+
+    def trust(self, one: str, other: str) -> None:
+        machine = self.machines[one]
+        machine.core.found(other, self.now)
+        machine.core.connected(other, self.now)
+        machine.drain()
+
+
+KINDS = ["deliver"] * 6 + ["gossip"] * 4 + ["drop", "time", "time", "restart", "break", "suspect", "trust"]
+ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), max_size=120)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), st.booleans(), ACTIONS)
+def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
+    bench = Bench(count, Rules(count, quorum))
+    if formed_first:
+        bench.heal(8)
+    for action in actions:
+        bench.act(action)
+    bench.heal()
+    views = {machine.core.view for machine in bench.machines.values()}
+    assert len(views) == 1
+    (view,) = views
+    assert sorted(view.nodes) == sorted(bench.machines)
+    assert all(view.rank(machine.core.us) is not None for machine in bench.machines.values())
+    assert view.formed
+
+
+def formed(count: int, quorum: str = "tiebreak") -> Bench:
+    bench = Bench(count, Rules(count, quorum))  # type: ignore[arg-type]
+    bench.heal(6)
+    return bench
+
+
+def split(bench: Bench, *sides: str) -> None:
+    """Each side hears only itself."""
+    for side in sides:
+        for one in side:
+            for other in bench.machines:
+                if other not in side:
+                    bench.suspect(one, other)
+    for _ in range(20):
+        bench.mail = [each for each in bench.mail if any(each[0] in side and each[1] in side for side in sides)]
+        for side in sides:
+            for one in side:
+                for other in side:
+                    if one != other:
+                        bench.gossip(one, other)
+        for _ in range(len(bench.mail) * 2):
+            bench.mail = [each for each in bench.mail if any(each[0] in side and each[1] in side for side in sides)]
+            bench.deliver(0)
+        bench.pass_time(1.0)
+
+
+def members(bench: Bench, name: str) -> str:
+    return "".join(bench.machines[name].core.view.nodes)
+
+
+def test_the_larger_side_of_a_split_cluster_goes_on():
+    bench = formed(5)
+    split(bench, "ab", "cde")
+    assert members(bench, "c") == "cde"
+    assert members(bench, "a") == "abcde"  # it still waits in the last view that it knows
+
+
+def test_of_two_equal_sides_the_one_with_the_leader_goes_on():
+    bench = formed(4)
+    split(bench, "ab", "cd")
+    assert members(bench, "a") == "ab"
+    assert members(bench, "c") == "abcd"
+
+
+def test_with_a_majority_as_the_rule_neither_half_goes_on():
+    bench = formed(4, "majority")
+    split(bench, "ab", "cd")
+    assert members(bench, "a") == members(bench, "c") == "abcd"
+
+
+def test_with_any_as_the_rule_both_go_on_in_lineages_of_their_own_and_meet_again():
+    bench = formed(4, "any")
+    split(bench, "ab", "cd")
+    a, c = bench.machines["a"].core.view, bench.machines["c"].core.view
+    assert ("".join(a.nodes), "".join(c.nodes)) == ("ab", "cd")
+    assert a.lineage != c.lineage
+    bench.heal()
+    assert {m.core.view.epoch for m in bench.machines.values()} == {bench.machines["a"].core.view.epoch}
+    assert sorted(members(bench, "d")) == list("abcd")
+
+
+def test_the_leader_is_the_most_senior_member_whatever_its_id():
+    bench = formed(4)
+    split(bench, "bcd")  # a is lost
+    bench.heal()
+    view = bench.machines["a"].core.view
+    assert view.leader.node == "b"
+    assert view.nodes[-1] == "a"
+
+
+def test_a_leader_that_was_started_anew_does_not_go_on_without_those_who_have_the_model():
+    bench = formed(2)
+    bench.suspect("b", "a")
+    bench.machines["a"].start()  # it has half of the votes and the tie-breaker, and remembers nothing that was learned
+    for _ in range(10):
+        bench.pass_time(1.0)
+    assert members(bench, "a") == "ab"
+    bench.heal()
+    view = bench.machines["b"].core.view
+    assert view.nodes == ("b", "a")
+
+
+def test_when_all_were_started_anew_they_go_on_from_what_they_promised():
+    bench = formed(3)
+    before = bench.machines["a"].core.view.epoch
+    for machine in bench.machines.values():
+        machine.start()
+    bench.heal()
+    view = bench.machines["a"].core.view
+    assert sorted(view.nodes) == list("abc")
+    assert view.epoch > before

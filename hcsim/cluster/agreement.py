@@ -73,6 +73,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     promised: Ballot
 
 
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """We are not of that view, have never been, and shall not be: decide without us."""
+
+    lineage: str
+    epoch: int
+
+
 class Record(msgspec.Struct, frozen=True):
     """What an acceptor must not forget."""
 

@@ -23,7 +23,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.cluster.agreement import Accept, Accepted, Acceptor, Prepare, Promise, Proposal, Record, Refused
+from hcsim.cluster.agreement import (
+    Accept,
+    Accepted,
+    Acceptor,
+    Declined,
+    Prepare,
+    Promise,
+    Proposal,
+    Record,
+    Refused,
+)
 from hcsim.cluster.messages import Decided, Message, Status
 from hcsim.cluster.roster import Peer, Roster
 from hcsim.cluster.succession import Situation, dissolved, orphaned, successor
@@ -99,6 +109,10 @@ class Membership:
         self._leaving = False
         self._joins = ""
         self._lives = 0
+        self._entered: dict[tuple[str, int], None] = {}
+        """The views that we have been in, in this life."""
+        self._declined: dict[str, int] = {}
+        """By lineage, the view that we said we shall never be in."""
         if self.view.member(us.node) is None or len(self.view.members) == 1:
             self._alone()
 
@@ -175,6 +189,8 @@ class Membership:
             self._learn(message.view)
         elif isinstance(message, Promise | Accepted | Refused):
             self._answered(source, message, now)
+        elif isinstance(message, Declined):
+            self.roster.decline(source, message.lineage, message.epoch)
         self._review(now)
 
     # As an acceptor.
@@ -184,6 +200,17 @@ class Membership:
         self._learn(asked.after)
         if self._concerns_us(source, asked.after.lineage, asked.after.epoch, now):
             self._send(source, self._acceptor.prepare(asked, self.us, self.roster.reaches()), now)
+        elif self._stranger_to(asked.after):
+            self._declined[asked.after.lineage] = asked.after.epoch
+            self._send(source, Declined(asked.after.lineage, asked.after.epoch), now)
+
+    def _stranger_to(self, view: View) -> bool:
+        """Whether we are counted on in a view that we did not enter: we missed its news, and thought better of it."""
+        return (
+            view.lineage != self.view.lineage
+            and view.rank(self.us) is not None
+            and (view.lineage, view.epoch) not in self._entered
+        )
 
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
         """Whether it is about the successor of our view; who is behind is told what that is."""
@@ -387,6 +414,7 @@ class Membership:
         if view.epoch <= ours.epoch:
             return  # no node's epoch ever goes back; who counts on us in this one will have to ask again
         asked = view.rank(self.us) is not None and view.lineage == self._joins and len(ours.members) == 1
+        asked = asked and view.epoch > self._declined.get(view.lineage, -1)
         if view.lineage != ours.lineage and not successive and not asked:
             return
         if view.abrupt or view.previous != ours.epoch or view.rank(self.us) is None:
@@ -408,6 +436,7 @@ class Membership:
         self._needed_since_s = None
         self._not_before_s = 0.0
         self._acceptor.adopt(view)
+        self._entered[view.lineage, view.epoch] = None
         if view.members:
             self.effects.append(Adopted(view))
 

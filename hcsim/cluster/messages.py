@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.cluster.agreement import Accept, Accepted, Prepare, Promise, Refused
+from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.view import Member, View
 from hcsim.errors import RemoteProtocolError
 
@@ -73,7 +73,9 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     reason: str
 
 
-Message: TypeAlias = Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused
+Message: TypeAlias = (
+    Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused | Declined
+)
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -24,6 +24,11 @@ class Roster:
     def __init__(self, us: Member) -> None:
         self._us = us
         self.peers: dict[str, Peer] = {}
+        self._declined: dict[str, tuple[str, int]] = {}
+
+    def decline(self, node: str, lineage: str, epoch: int) -> None:
+        """A node that was counted on does not take part in that view."""
+        self._declined[node] = lineage, epoch
 
     def reaches(self) -> tuple[str, ...]:
         """The nodes that we have a living connection to."""
@@ -37,14 +42,8 @@ class Roster:
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
     def gone(self, view: View) -> tuple[str, ...]:
-        """Members that lost their memory: in their new life they know nothing of the view, and their word is void."""
-        return tuple(
-            member.node
-            for member in view.members
-            if (peer := self.peers.get(member.node)) is not None
-            and peer.status.us.boot != member.boot
-            and peer.status.lineage != view.lineage
-        )
+        """Members whose word is not needed: they lost their memory of the view, or never took part in it."""
+        return tuple(member.node for member in view.members if self._is_gone(member, view))
 
     def turn(self, view: View) -> int:
         """How many members that are well come before us."""
@@ -83,3 +82,11 @@ class Roster:
         ]
         best = min(others, key=lambda status: status.standing, default=ours)
         return best if best.standing < ours.standing else None
+
+    def _is_gone(self, member: Member, view: View) -> bool:
+        peer = self.peers.get(member.node)
+        if peer is None:
+            return False
+        if peer.status.us.boot != member.boot:
+            return peer.status.lineage != view.lineage
+        return self._declined.get(member.node) == (view.lineage, view.epoch)

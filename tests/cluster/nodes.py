@@ -9,10 +9,7 @@ from hcsim.cluster.view import View
 from hcsim.config import AnyFault, Cluster
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
-
 from tests.switches import on_switch
-
-QUICK = Cluster(preset="low_latency")
 
 
 class Party:

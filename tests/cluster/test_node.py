@@ -1,0 +1,139 @@
+"""Nodes that find each other, in the virtual world and under its faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcsim.cluster.node import Node
+from hcsim.cluster.view import View
+from hcsim.config import Crash, Partition, Pause, Reset
+from hcsim.units import PositiveSeconds, Seconds
+from hcsim.virtual.world import HostCrashed
+from tests.cluster.nodes import Party
+
+ABC = ("a", "b", "c")
+
+
+def after(at_s: float, duration_s: float) -> dict[str, object]:
+    return {"at_s": Seconds(at_s), "duration_s": PositiveSeconds(duration_s)}
+
+
+def test_nodes_find_each_other_and_all_hold_the_same_view():
+    party = Party("abcde").run(5)
+    views = {view for views in party.views.values() for view in views}
+    assert len(views) == 1
+    (view,) = views
+    assert view.nodes == tuple("abcde")
+    assert view.leader.name == "a"
+
+
+def test_nobody_works_before_all_who_were_asked_for_are_there():
+    party = Party(ABC)
+    party.late_s = {"c": 3.0}
+    party.run(6)
+    assert party.members("a") == [ABC]
+    assert party.when_s["a", party.views["a"][0].epoch] >= 3.0
+
+
+def test_a_node_that_comes_later_joins_without_ending_what_is_under_way():
+    party = Party("abcd", min_peers=2)
+    party.config = type(party.config)(nodes=3, preset="low_latency")
+    party.late_s = {"d": 3.0}
+    party.run(6)
+    assert party.members("a") == [ABC, tuple("abcd")]
+    assert not party.views["a"][-1].abrupt
+
+
+def test_a_crashed_member_is_left_out_and_the_others_go_on():
+    party = Party(ABC, [Crash(at_s=Seconds(3), node="b")]).run(10)
+    assert isinstance(party.results[1], HostCrashed)
+    assert party.members("a") == party.members("c") == [ABC, ("a", "c")]
+    assert party.views["a"][-1].abrupt
+
+
+def test_when_the_leader_crashes_the_next_most_senior_leads():
+    party = Party(ABC, [Crash(at_s=Seconds(3), node="a")]).run(10)
+    assert party.members("b") == [ABC, ("b", "c")]
+    assert party.views["c"][-1].leader.name == "b"
+
+
+def test_a_member_that_was_stuck_is_left_out_and_comes_back_as_the_most_junior():
+    party = Party(ABC, [Pause(node="a", **after(3, 5))]).run(14)
+    assert party.members("b") == [ABC, ("b", "c"), ("b", "c", "a")]
+    assert party.members("a")[-1] == ("b", "c", "a")
+
+
+def test_a_short_pause_costs_nobody_its_place():
+    party = Party(ABC, [Pause(node="b", **after(3, 0.4))]).run(8)
+    assert party.members("a") == [ABC]
+
+
+@pytest.mark.parametrize("oneway", [False, True])
+def test_who_cannot_be_heard_is_left_out_and_comes_back(oneway):
+    cut = Partition(sides=(("c",), ("a", "b")), oneway=oneway, **after(3, 5))
+    party = Party(ABC, [cut]).run(16)
+    assert party.members("a") == [ABC, ("a", "b"), ABC]
+    assert party.members("c")[-1] == ABC
+
+
+def test_two_that_do_not_reach_each_other_are_not_both_in_a_view():
+    cut = Partition(sides=(("b",), ("c",)), **after(3, 5))  # both reach a
+    party = Party(ABC, [cut]).run(16)
+    assert party.members("a") == [ABC, ("a", "b"), ABC]
+
+
+def test_the_side_without_a_quorum_waits_and_says_so():
+    cut = Partition(sides=(("d", "e"), ABC), **after(3, 5))
+    party = Party("abcde", [cut]).run(16)
+    assert party.members("d") == [tuple("abcde"), ("a", "b", "c", "d", "e")]
+    assert ("d", "waiting for a, b, c: d, e cannot decide alone (quorum = tiebreak)") in party.told
+
+
+def test_a_broken_connection_between_two_that_are_well_changes_nothing():
+    party = Party(ABC, [Reset(at_s=Seconds(3), between=("a", "b"), mid_frame=False)]).run(8)
+    assert party.members("a") == party.members("b") == [ABC]
+
+
+def test_work_that_failed_gets_a_new_view_with_the_same_members():
+    party = Party(ABC)
+
+    async def complain(node: Node) -> None:
+        view = await node.view(-1)
+        node.broken(view.epoch, 2, "as a test")
+        assert await node.over(view.epoch) == "as a test"
+
+    party.meanwhile["b"] = complain
+    party.run(5)
+    assert party.members("c") == [ABC, ABC]
+    assert party.views["c"][1].abrupt
+    assert party.views["c"][1].reason == "as a test"
+
+
+def test_one_that_leaves_is_missed_in_the_next_view_and_nothing_is_cut_short():
+    party = Party(ABC)
+    over: list[bool] = []
+
+    async def go(node: Node) -> None:
+        await node.view(-1)
+        await node.leave()
+
+    async def stay(node: Node) -> None:
+        first: View = await node.view(-1)
+        await node.view(first.epoch)
+        over.append(node.over(first.epoch).done())
+
+    party.meanwhile = {"a": go, "b": stay}
+    party.run(5)
+    assert party.members("b") == [ABC, ("b", "c")]
+    assert party.views["b"][1].left == ("a",)
+    assert over == [False]
+
+
+def test_addresses_that_a_person_gave_do_without_announcements():
+    party = Party(ABC, discover=False, peers=("a:52415", "b:52415", "c:52415")).run(5)
+    assert party.members("c") == [ABC]
+
+
+def test_two_runs_are_the_same_event_for_event():
+    runs = [Party("abcd", [Crash(at_s=Seconds(2), node="a")]).run(6) for _ in range(2)]
+    assert runs[0].world.trace.digest() == runs[1].world.trace.digest()

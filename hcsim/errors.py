@@ -46,6 +46,14 @@ class PeerRefused(ChannelError):
     """Nobody listens there, or the peer answered and said no."""
 
 
+class AdmissionRefused(PeerRefused):
+    """We and the peer do not take each other for members of one cluster. `reason` is one of `identity.reasons`."""
+
+    def __init__(self, message: str, peer: str = "", reason: str = "") -> None:
+        super().__init__(message, peer)
+        self.reason = reason
+
+
 class DeadlineExceeded(HcsimError, TimeoutError):
     """Something took longer than it was allowed to."""
 

@@ -1,0 +1,47 @@
+"""A node's key: whoever holds it is that node."""
+
+from __future__ import annotations
+
+import hashlib
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from hcsim.errors import UsageError
+
+SEED_BYTES = 32
+PUBLIC_BYTES = 32
+SIGNATURE_BYTES = 64
+_NODE_ID_BYTES = 16
+
+
+def node_id_of(public: bytes) -> str:
+    """A node's name among nodes: the first 16 bytes of the SHA3-256 of its public key, in hex."""
+    return hashlib.sha3_256(public).digest()[:_NODE_ID_BYTES].hex()
+
+
+class NodeKey:
+    """An Ed25519 key pair, made of 32 random bytes that the caller brings along."""
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != SEED_BYTES:
+            raise UsageError(f"a node key is made of {SEED_BYTES} bytes, not {len(seed)}")
+        self.private = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public = self.private.public_key().public_bytes_raw()
+        self.node_id = node_id_of(self.public)
+
+    def __repr__(self) -> str:
+        return f"<key of node {self.node_id}>"
+
+    def sign(self, message: bytes) -> bytes:
+        """A signature that only this key can make; the same for the same message."""
+        return self.private.sign(message)
+
+
+def is_signed(message: bytes, signature: bytes, public: bytes) -> bool:
+    """Whether the holder of that key signed this message."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):  # the second: no such point on the curve
+        return False
+    return True

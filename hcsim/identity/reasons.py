@@ -1,0 +1,64 @@
+"""Why a node is not admitted, in the words of both sides.
+
+A refusal crosses the wire as a number, so nothing that a stranger wrote gets into a log, and each side
+says it to its own person.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Reason(IntEnum):
+    """The number is what the peer is told."""
+
+    MALFORMED = 1
+    WRONG_VERSION = 2
+    WRONG_ROLE = 3
+    OTHER_CLUSTER = 4
+    COPIED_IDENTITY = 5
+    REFLECTED = 6
+    FOREIGN_PROOF = 7
+    WRONG_SECRET = 8
+    TOO_MANY_FAILURES = 9
+    TOO_SLOW = 10
+    UNKNOWN = 255
+
+
+_SAME_PHRASE = "run `hcsim cluster join` with the same phrase on both"
+_COPIED = (
+    "the file node_key was copied from one machine to another: delete it on one of them, which makes a new one "
+    "when it starts again"
+)
+
+_OURS = {
+    Reason.MALFORMED: "it sent something that is not the admission handshake",
+    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    Reason.WRONG_ROLE: "it claims the same end of the connection as we have",
+    Reason.OTHER_CLUSTER: f"it belongs to another cluster: {_SAME_PHRASE}",
+    Reason.COPIED_IDENTITY: f"it presents our own identity: either we called ourselves, or {_COPIED}",
+    Reason.REFLECTED: "it sent our own words back to us",
+    Reason.FOREIGN_PROOF: "its proof was not made for this connection (replayed, relayed or damaged)",
+    Reason.WRONG_SECRET: "it names our cluster, but does not know the secret",
+    Reason.TOO_MANY_FAILURES: "too many attempts from there have failed; it has to wait",
+    Reason.TOO_SLOW: "it did not finish the handshake in time",
+    Reason.UNKNOWN: "nobody knows why",
+}
+_THEIRS = {
+    Reason.MALFORMED: "it could not read our handshake: is it another version of hcsim?",
+    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    Reason.WRONG_ROLE: "it takes itself for the same end of the connection as we do",
+    Reason.OTHER_CLUSTER: f"it belongs to another cluster: {_SAME_PHRASE}",
+    Reason.COPIED_IDENTITY: f"it has the same identity as we: either we called ourselves, or {_COPIED}",
+    Reason.REFLECTED: "it heard its own words from us: something between us sends them back",
+    Reason.FOREIGN_PROOF: "our proof did not fit its connection: something between us changes or relays it",
+    Reason.WRONG_SECRET: f"our secret is not that of its cluster: {_SAME_PHRASE}",
+    Reason.TOO_MANY_FAILURES: "too many attempts from our address have failed; we have to wait",
+    Reason.TOO_SLOW: "we did not finish the handshake in time",
+    Reason.UNKNOWN: "for a reason that this version of hcsim does not know",
+}
+
+
+def told(peer: str, reason: Reason, *, by_them: bool) -> str:
+    """A sentence for the person on this side."""
+    return f"{peer} refused us: {_THEIRS[reason]}" if by_them else f"we refused {peer}: {_OURS[reason]}"

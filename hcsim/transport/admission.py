@@ -1,0 +1,315 @@
+"""Admission: a host whose channels all lead to proven members of our cluster.
+
+`AdmittedHost` wraps any host. Its `connect` and `listen` run the handshake (see `identity.handshake`) on
+each new channel before anybody else sees it, and the channel then says who is at the other end. Nothing that comes
+after costs more than before: the wrapped channel's methods are the channel's own.
+
+What a stranger may take from us before it has proved anything is bounded: small messages, a few seconds, a
+number of half-open callers in all and from one source, and less and less after failures. A source is what is
+known about the caller at that point: the identity that TLS has proved, or else its address. A node that was
+admitted before is counted by itself, so strangers on its machine do not lock it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.errors import (
+    AdmissionRefused,
+    ChannelBroken,
+    ChannelClosed,
+    ChannelError,
+    DeadlineExceeded,
+    RemoteProtocolError,
+)
+from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Fault, Handshake, Role, State, read_hello
+from hcsim.identity.reasons import Reason, told
+from hcsim.runtime.channel import Channel, Listener, Phantom
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
+from hcsim.runtime.lan import Lan
+from hcsim.runtime.store import Store
+from hcsim.transport.callers import Callers
+from hcsim.transport.throttle import Throttle
+
+ADMISSION_TIMEOUT_S = 5.0
+MAX_HALF_OPEN_PER_SOURCE = 16
+FIRST_LIMIT_BYTES = 64 * 1024
+"""What a member may send before somebody raises the limit."""
+_REFUSAL_TIMEOUT_S = 0.25
+_FIRST_RETRY_S = 0.05
+_SLOWEST_RETRY_S = 1.0
+_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES)
+"""Refusals that nobody has to wait for."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How one handshake ended, for logs."""
+
+    peer: str
+    text: str
+    node: str = ""
+    """The node that was admitted; empty when nobody was."""
+    boot: int = 0
+    reason: Reason | None = None
+    """Why nobody was admitted; None when somebody was, or the connection just broke."""
+
+
+Observer: TypeAlias = Callable[[Verdict], None]
+
+
+class AdmittedChannel:
+    """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
+
+    __slots__ = ("_inner", "binding", "close", "identity", "limit", "peer", "recv", "send")
+
+    def __init__(self, inner: Channel, identity: str) -> None:
+        self._inner = inner
+        self.identity = identity
+        self.peer = inner.peer
+        self.binding = inner.binding
+        self.send = inner.send
+        self.recv = inner.recv
+        self.limit = inner.limit
+        self.close = inner.close
+
+    def __repr__(self) -> str:
+        return f"<{self._inner!r} to node {self.identity}>"
+
+
+class AdmittedHost:
+    """The host that it wraps, but for `connect` and `listen`."""
+
+    def __init__(self, host: Host, credentials: Credentials, observer: Observer | None = None) -> None:
+        self._host = host
+        self._doorkeeper = _Doorkeeper(host, credentials, observer)
+        self.name = host.name
+        self.clock = host.clock
+        self.device = host.device
+        self.interfaces = host.interfaces
+        self.spawn = host.spawn
+        self.rng = host.rng
+        self.trace = host.trace
+
+    @property
+    def lan(self) -> Lan:
+        """The inner host's, which may be made when somebody asks for it."""
+        return self._host.lan
+
+    @property
+    def store(self) -> Store:
+        """The inner host's."""
+        return self._host.store
+
+    async def listen(self, address: str) -> AdmittedListener:
+        """Accept members at `host:port`."""
+        return AdmittedListener(self._host, await self._host.listen(address), self._doorkeeper)
+
+    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> AdmittedChannel:
+        """Open a channel to a member; see `Host.connect`.
+
+        Raises `AdmissionRefused` when we and whoever listens there are not of one cluster.
+        """
+        clock = self._host.clock
+        started_s = clock.elapsed()
+        draw = self._host.rng("admission", address)
+        delay_s = _FIRST_RETRY_S
+        while True:
+            left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
+            channel = await self._host.connect(address, timeout_s=left_s)
+            left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
+            try:
+                async with clock.timeout(left_s):
+                    return await self._doorkeeper.call(channel)
+            except AdmissionRefused as error:
+                if error.reason != Reason.TOO_MANY_FAILURES.name:
+                    raise
+                failure: ChannelError = error
+            except ChannelBroken as error:  # it may have been started anew just now
+                failure = error
+            except TimeoutError:
+                text = f"{address} did not finish the admission handshake within {timeout_s:g} s"
+                raise DeadlineExceeded(f"{text}: does it run without admission?") from None
+            pause_s = delay_s * draw.uniform(0.5, 1.0)
+            if clock.elapsed() - started_s + pause_s > timeout_s:
+                raise failure
+            await clock.sleep(pause_s)
+            delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
+
+
+class AdmittedListener:
+    """Hands out members; who is not one never gets that far."""
+
+    def __init__(self, host: Host, inner: Listener, doorkeeper: _Doorkeeper) -> None:
+        self._host = host
+        self._inner = inner
+        self._doorkeeper = doorkeeper
+        self._callers = Callers()
+        self._admitted: asyncio.Queue[AdmittedChannel | None] = asyncio.Queue()
+        self._greeting: dict[Channel, asyncio.Task[None]] = {}
+        self._accepting = host.spawn(self._callers.accept(inner, self._called), name=f"admit at {inner.address}")
+
+    @property
+    def address(self) -> str:
+        """`host:port`, with the port that was really taken."""
+        return self._inner.address
+
+    async def accept(self) -> AdmittedChannel:
+        """The next member's channel."""
+        channel = await self._admitted.get()
+        if channel is None:
+            self._admitted.put_nowait(None)  # for the next who asks
+            raise ChannelClosed(f"the listener at {self.address} is closed", self.address)
+        self._callers.known()
+        return channel
+
+    async def close(self) -> None:
+        """Accept no more; who was not accepted yet is let go."""
+        if self._accepting.cancelled() or self._accepting.cancelling():
+            return
+        self._accepting.cancel()
+        await self._inner.close()
+        for task in self._greeting.values():
+            task.cancel()
+        for channel in tuple(self._greeting):
+            await channel.close()
+        while not self._admitted.empty():
+            if waiting := self._admitted.get_nowait():
+                await waiting.close()
+        self._admitted.put_nowait(None)
+
+    def _called(self, channel: Channel, number: int) -> None:
+        self._greeting[channel] = self._host.spawn(self._greet(channel), name=f"admit caller {number}")
+
+    async def _greet(self, channel: Channel) -> None:
+        try:
+            self._admitted.put_nowait(await self._doorkeeper.answer(channel))
+        except (ChannelError, TimeoutError):
+            self._callers.known()
+        finally:
+            self._greeting.pop(channel, None)
+
+
+class _Doorkeeper:
+    """Runs handshakes, remembers failures, and says how each ended."""
+
+    def __init__(self, host: Host, credentials: Credentials, observer: Observer | None) -> None:
+        self._host = host
+        self._us = credentials
+        self._observer = observer
+        self._throttle = Throttle()
+        self._known: dict[str, None] = {}
+        self._half_open: dict[str, int] = {}
+
+    async def call(self, channel: Channel) -> AdmittedChannel:
+        """As the one who dialled; the channel is closed if this fails."""
+        handshake = Handshake(Role.CALLER, self._us, channel.binding)
+        try:
+            channel.limit(MAX_MESSAGE_BYTES)
+            await _say(channel, handshake.first())
+            await self._go_on(handshake, channel)
+            return self._conclude(handshake, channel)
+        except BaseException:
+            await channel.close()
+            raise
+
+    async def answer(self, channel: Channel) -> AdmittedChannel:
+        """As the one who was called; the channel is closed if this fails."""
+        source = channel.identity or _host_of(channel.peer)
+        handshake = Handshake(Role.LISTENER, self._us, channel.binding)
+        self._half_open[source] = self._half_open.get(source, 0) + 1
+        try:
+            channel.limit(MAX_MESSAGE_BYTES)
+            if self._half_open[source] > MAX_HALF_OPEN_PER_SOURCE:
+                await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
+            else:
+                source = await self._examine(handshake, channel, source)
+            return self._conclude(handshake, channel, source)
+        except BaseException:
+            await channel.close()
+            raise
+        finally:
+            self._left(channel.identity or _host_of(channel.peer))
+
+    async def _examine(self, handshake: Handshake, channel: Channel, source: str) -> str:
+        """Run the handshake, unless its source has to wait; returns by what the caller is counted."""
+        try:
+            async with self._host.clock.timeout(ADMISSION_TIMEOUT_S):
+                hello = await _hear(channel)
+                claimed = _claimed(hello)
+                if claimed in self._known:
+                    source = f"{source} {claimed}"
+                if self._throttle.wait_s(source, self._host.clock.elapsed()) > 0.0:
+                    await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
+                else:
+                    await _say(channel, handshake.receive(hello))
+                    await self._go_on(handshake, channel)
+        except RemoteProtocolError:  # it has ended the channel, so nobody can be told
+            handshake.refuse(Reason.MALFORMED)
+        except TimeoutError:
+            if handshake.state is not State.REFUSED:
+                await self._refuse(handshake, channel, Reason.TOO_SLOW)
+        return source
+
+    async def _go_on(self, handshake: Handshake, channel: Channel) -> None:
+        while handshake.state not in (State.ADMITTED, State.REFUSED):
+            await _say(channel, handshake.receive(await _hear(channel)))
+
+    async def _refuse(self, handshake: Handshake, channel: Channel, reason: Reason) -> None:
+        with suppress(ChannelError, TimeoutError):  # it need not listen
+            async with self._host.clock.timeout(_REFUSAL_TIMEOUT_S):
+                await _say(channel, handshake.refuse(reason))
+
+    def _conclude(self, handshake: Handshake, channel: Channel, source: str = "") -> AdmittedChannel:
+        """The member's channel, or an error that says why there is none; either is reported."""
+        theirs, reason, peer = handshake.theirs, handshake.reason, channel.peer
+        if handshake.state is State.ADMITTED and theirs is not None:
+            self._known[theirs.node_id] = None
+            self._throttle.succeeded(source)
+            self._host.trace("admitted", peer, theirs.node_id, theirs.boot)
+            self._report(Verdict(peer, f"{peer} is node {theirs.node_id}", theirs.node_id, theirs.boot))
+            channel.limit(FIRST_LIMIT_BYTES)
+            return AdmittedChannel(channel, theirs.node_id)
+        assert reason is not None
+        if source and reason not in _NO_GUESSES and not handshake.was_told:
+            self._throttle.failed(source, self._host.clock.elapsed())
+        text = told(peer, reason, by_them=handshake.was_told)
+        self._host.trace("refused", peer, reason.name, "by them" if handshake.was_told else "by us")
+        self._report(Verdict(peer, text, reason=reason))
+        raise AdmissionRefused(text, peer, reason.name)
+
+    def _report(self, verdict: Verdict) -> None:
+        if self._observer is not None:
+            self._observer(verdict)
+
+    def _left(self, source: str) -> None:
+        self._half_open[source] -= 1
+        if not self._half_open[source]:
+            del self._half_open[source]
+
+
+def _host_of(peer: str) -> str:
+    """Without the port, which every connection has another of."""
+    return peer.rpartition(":")[0] or peer
+
+
+def _claimed(hello: bytes) -> str:
+    try:
+        return read_hello(hello).node_id
+    except Fault:
+        return ""
+
+
+async def _say(channel: Channel, message: bytes | None) -> None:
+    if message is not None:
+        await channel.send(Header(len(message), Kind.HELLO), memoryview(message))
+
+
+async def _hear(channel: Channel) -> bytes:
+    header, payload = await channel.recv(lambda header: None)
+    return b"" if isinstance(payload, Phantom) or header.kind is not Kind.HELLO else bytes(payload)

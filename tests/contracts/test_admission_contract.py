@@ -1,0 +1,257 @@
+"""Admission, in both worlds: members get through, everybody else is told why and let go."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hcsim import Group
+from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused
+from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials
+from hcsim.identity.key import NodeKey
+from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.reasons import Reason
+from hcsim.rng import stream
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport import admission
+from hcsim.transport.admission import AdmittedHost, Verdict
+from hcsim.transport.mesh import Membership
+from tests.contracts.conftest import Arena
+
+OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
+_machines = itertools.count()
+
+
+def member(name: str, secret: ClusterSecret = OURS, boot: int = 1) -> Credentials:
+    draws = stream(1, "fresh", next(_machines)).randbytes  # two with one name are two machines with one key
+    return Credentials(NodeKey(hashlib.sha256(name.encode()).digest()), secret, boot, draws)
+
+
+def allocate(header: Header) -> None:
+    return None
+
+
+async def listening(arena: Arena, host: Any, credentials: Credentials, verdicts: list[Verdict] | None = None) -> Any:
+    observer = None if verdicts is None else verdicts.append
+    return await AdmittedHost(host, credentials, observer).listen(arena.address(host))
+
+
+def test_members_know_each_other_and_talk(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        seen: list[Verdict] = []
+        listener = await listening(arena, right, member("right", boot=5), seen)
+        client = await AdmittedHost(left, member("left", boot=9), seen.append).connect(listener.address)
+        server = await listener.accept()
+        assert client.identity == member("right").key.node_id
+        assert server.identity == member("left").key.node_id
+        assert sorted((verdict.node, verdict.boot) for verdict in seen) == sorted(
+            [(client.identity, 5), (server.identity, 9)]
+        )
+        for sender, receiver in ((client, server), (server, client)):
+            await sender.send(Header(4, step=3), memoryview(b"data"))
+            header, payload = await receiver.recv(allocate)
+            assert (header.step, bytes(payload)) == (3, b"data")
+        await client.close()
+        with pytest.raises(ChannelBroken):
+            await server.recv(allocate)
+        await server.close()
+        await listener.close()
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize(
+    ("caller", "reason", "words"),
+    [
+        (member("left", THEIRS), Reason.OTHER_CLUSTER, "another cluster"),
+        (member("right"), Reason.COPIED_IDENTITY, "node_key was copied"),
+    ],
+)
+def test_who_is_refused_hears_why_and_so_does_who_refuses(
+    arena: Arena, caller: Credentials, reason: Reason, words: str
+) -> None:
+    async def body(left: Any, right: Any) -> None:
+        seen: list[Verdict] = []
+        listener = await listening(arena, right, member("right"), seen)
+        accepting = asyncio.ensure_future(listener.accept())
+        with pytest.raises(AdmissionRefused, match=f"refused us: .*{words}") as refused:
+            await AdmittedHost(left, caller, seen.append).connect(listener.address)
+        assert refused.value.reason == reason.name
+        assert [verdict.reason for verdict in seen] == [reason, reason]
+        assert any(verdict.text.startswith("we refused") and words in verdict.text for verdict in seen)
+
+        honest = await AdmittedHost(left, member("honest")).connect(listener.address)
+        assert (await accepting).identity == member("honest").key.node_id  # nobody came before it
+        await honest.close()
+        await (await accepting).close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_listener_of_another_cluster_is_not_trusted_either(arena: Arena) -> None:
+    """It says yes to everybody, and cannot prove the secret."""
+
+    async def body(left: Any, right: Any) -> None:
+        impostor = ClusterSecret(bytes(16))
+        impostor.namespace = OURS.namespace
+        listener = await listening(arena, right, member("right", impostor))
+        with pytest.raises(AdmissionRefused) as refused:
+            await AdmittedHost(left, member("left")).connect(listener.address)
+        assert refused.value.reason == Reason.WRONG_SECRET.name
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_nothing_gets_through_without_a_handshake(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        seen: list[Verdict] = []
+        listener = await listening(arena, right, member("right"), seen)
+        for kind, data in ((Kind.DATA, b"tensor"), (Kind.HELLO, b"hello"), (Kind.CONTROL, bytes(107)), (Kind.BYE, b"")):
+            stranger = await left.connect(listener.address)
+            await stranger.send(Header(len(data), kind), memoryview(data))
+            header, payload = await stranger.recv(allocate)
+            assert (header.kind, bytes(payload)) == (Kind.HELLO, bytes([3, Reason.MALFORMED]))
+            with pytest.raises(ChannelBroken):
+                await stranger.recv(allocate)
+            await stranger.close()
+        assert [verdict.reason for verdict in seen] == [Reason.MALFORMED] * 4
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_stranger_may_not_send_much(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        seen: list[Verdict] = []
+        listener = await listening(arena, right, member("right"), seen)
+        stranger = await left.connect(listener.address)
+        size = MAX_MESSAGE_BYTES + 1
+        await stranger.send(Header(size, Kind.HELLO), memoryview(bytes(size)))
+        with pytest.raises(ChannelError):
+            await stranger.recv(allocate)
+        await stranger.close()
+        assert [verdict.reason for verdict in seen] == [Reason.MALFORMED]
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_silent_stranger_is_let_go_and_told_why(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ADMISSION_TIMEOUT_S", 0.2)
+
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        silent = await left.connect(listener.address)
+        client = await AdmittedHost(left, member("left")).connect(listener.address)  # is not held up
+        assert bytes((await silent.recv(allocate))[1]) == bytes([3, Reason.TOO_SLOW])
+        await silent.close()
+        await client.close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_source_has_only_so_many_strangers_at_the_door(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        silent = [await left.connect(listener.address) for _ in range(admission.MAX_HALF_OPEN_PER_SOURCE)]
+        one_more = await left.connect(listener.address)
+        assert bytes((await one_more.recv(allocate))[1]) == bytes([3, Reason.TOO_MANY_FAILURES])
+        for channel in (*silent, one_more):
+            await channel.close()
+        client = await AdmittedHost(left, member("left")).connect(listener.address)  # once they are gone
+        await client.close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_guessing_gets_slower_and_a_known_member_on_the_same_machine_does_not_suffer(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        known = AdmittedHost(left, member("left"))
+        await (await known.connect(listener.address)).close()
+        guesses = 0
+        while True:
+            guess = AdmittedHost(left, member("guesser", ClusterSecret(guesses.to_bytes(16, "big"))))
+            with pytest.raises(AdmissionRefused) as refused:
+                await guess.connect(listener.address, timeout_s=0.3)
+            if refused.value.reason == Reason.TOO_MANY_FAILURES.name:
+                break
+            guesses += 1
+        assert 6 <= guesses < 10
+        await (await known.connect(listener.address)).close()
+        stranger = AdmittedHost(left, member("a new member"))
+        await (await stranger.connect(listener.address)).close()  # calls again until it is let in
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_caller_waits_for_a_listener_that_comes_later(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        address = listener.address
+        await listener.close()
+        with pytest.raises((PeerRefused, DeadlineExceeded)):
+            await AdmittedHost(left, member("left")).connect(address, timeout_s=0.2)
+        calling = asyncio.ensure_future(AdmittedHost(left, member("left")).connect(address))
+        await left.clock.sleep(0.1)
+        listener = await AdmittedHost(right, member("right")).listen(address)
+        assert (await calling).identity == member("right").key.node_id
+        await (await calling).close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_a_port_without_admission_is_named_as_such(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await right.listen(arena.address(right))
+        with pytest.raises(DeadlineExceeded, match="run without admission"):
+            await AdmittedHost(left, member("left")).connect(listener.address, timeout_s=0.2)
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_closing_a_listener_lets_everybody_at_the_door_go(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        silent = await left.connect(listener.address)
+        client = await AdmittedHost(left, member("left")).connect(listener.address)
+        await listener.close()
+        await listener.close()
+        for channel in (silent, client):
+            with pytest.raises(ChannelBroken):
+                await channel.recv(allocate)
+            await channel.close()
+        with pytest.raises(ChannelClosed):
+            await listener.accept()
+
+    arena.run(body)
+
+
+def test_a_group_works_on_admitted_hosts(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        free = await right.listen(arena.address(right))
+        address = free.address
+        await free.close()
+        hosts = AdmittedHost(right, member("right")), AdmittedHost(left, member("left"))
+        addresses = (address, arena.address(left))
+
+        async def sum_up(rank: int) -> Any:
+            async with await Group.open(hosts[rank], Membership(rank, addresses)) as group:
+                return await group.all_reduce(np.full(100_000, rank + 1.0))
+
+        for total in await asyncio.gather(sum_up(0), sum_up(1)):
+            assert np.array_equal(total, np.full(100_000, 3.0))
+
+    arena.run(body)

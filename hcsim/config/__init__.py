@@ -13,7 +13,7 @@ loading too, so a tree that was read from a file makes sense as a whole.
 from __future__ import annotations
 
 from hcsim.config.cluster import Cluster, Heartbeat
-from hcsim.config.faults import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle
+from hcsim.config.faults import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Restart, Throttle
 from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.machines import CATALOGUE, Machine
 from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
@@ -38,6 +38,7 @@ __all__ = [
     "Partition",
     "Pause",
     "Reset",
+    "Restart",
     "Scenario",
     "Tcp",
     "Throttle",

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.virtual.stream import Message, Stream
+from hcsim.virtual.stream import NS, RTO_S, Message, Stream
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
 
 MAX_FRAME_BYTES = 64 * 2**20
+MAX_RTO_NS = 60 * NS
+"""The longest that TCP waits before it sends something again."""
 
 
 class VirtualChannel:
@@ -23,7 +25,7 @@ class VirtualChannel:
 
     __slots__ = (
         "_deliver", "_end", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer", "_reader",
-        "_send_buffer_bytes", "_trace", "_writers",
+        "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
 
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream) -> None:
@@ -40,6 +42,7 @@ class VirtualChannel:
         self._reader: asyncio.Future[None] | None = None
         self._writers: deque[asyncio.Future[None]] = deque()
         self._max_frame_bytes = MAX_FRAME_BYTES
+        self._unheard_since_ns: int | None = None
         self._end: ChannelClosed | ChannelBroken | RemoteProtocolError | None = None
         outgoing.on_room = self._room
 
@@ -52,6 +55,11 @@ class VirtualChannel:
         near._far, far._far = far, near
         near._in, far._in = far._out, near._out
         near._deliver, far._deliver = far._arrived, near._arrived
+
+    @property
+    def host(self) -> VirtualHost:
+        """The host whose end this is."""
+        return self._host
 
     @property
     def peer(self) -> str:
@@ -145,6 +153,35 @@ class VirtualChannel:
     def tell_peer(self, why: str) -> None:
         """Send a reset: the peer's end breaks when it arrives."""
         self._host.signal(self._far._host, self._far.broken, why)
+
+    def vanish(self) -> None:
+        """Our end is gone without a word. The peer finds out when it sends: who is here then answers with a reset."""
+        far = self._far
+        if self._in.unfinished:
+            far._unheard_since_ns = self._loop.now_ns
+        self._out.kill()
+        self._in.kill()
+        far._out.on_pushed_dead = far._unheard
+        self._host.forget(self)
+
+    def _unheard(self) -> None:
+        self._unheard_since_ns = self._loop.now_ns
+        self.retransmit()
+
+    def retransmit(self) -> None:
+        """Send again what the peer's system, if there is one, does not expect; TCP doubles the wait each time."""
+        since_ns = self._unheard_since_ns
+        there = self._host.present(self._peer)
+        if since_ns is None or self._end is not None or not self._host.alive or not there.alive:
+            return
+        waited_ns, rto_ns = self._loop.now_ns - since_ns, round(RTO_S * NS)
+        past, due_ns = 0, 0
+        while due_ns < waited_ns:
+            past, due_ns = past + 1, due_ns + min(rto_ns << past, MAX_RTO_NS)
+        if due_ns == waited_ns:
+            self._host.signal(there, there.disown, self)  # a partition may swallow it, so we go on
+            due_ns += min(rto_ns << past, MAX_RTO_NS)
+        self._loop.call_at_ns(since_ns + due_ns, self.retransmit)
 
     def reset(self, why: str) -> None:
         """Break both ends at once: nothing under way arrives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,10 @@ class VirtualClock:
         """See `runtime.clock.Clock.elapsed`."""
         return self._loop.time()
 
+    def go_on_from(self, before: VirtualClock) -> None:
+        """Show what that clock shows: it is the same one, in the machine's next life."""
+        self.rate, self.offset_s = before.rate, before.offset_s
+
     async def sleep(self, seconds: float) -> None:
         """See `runtime.clock.Clock.sleep`."""
         await asyncio.sleep(seconds / self.rate)
@@ -55,10 +59,12 @@ class VirtualClock:
 
 
 class VirtualStore:
-    """A host's disk."""
+    """A host's disk, in one of the host's lives."""
 
-    def __init__(self) -> None:
-        self.records: dict[str, bytes] = {}
+    def __init__(self, records: Mapping[str, bytes], before: VirtualStore | None = None) -> None:
+        self.records = dict(records)
+        self._at_start = dict(records)
+        self._copies: dict[float, dict[str, bytes]] = before._copies if before is not None else {}
 
     def load(self, name: str) -> bytes | None:
         """See `runtime.store.Store.load`."""
@@ -68,19 +74,43 @@ class VirtualStore:
         """See `runtime.store.Store.save`."""
         self.records[name] = data
 
+    def keep_copy(self, as_of_s: float) -> None:
+        """Keep what is there now, for a life that will find an old state."""
+        self._copies[as_of_s] = dict(self.records)
+
+    def copy_of(self, as_of_s: float | None) -> dict[str, bytes]:
+        """What was there at that time, or at the start of this life."""
+        return self._at_start if as_of_s is None else self._copies[as_of_s]
+
 
 class VirtualHost:
-    """One machine: its clock, processor, interfaces, ports and tasks."""
+    """One machine in one of its lives: its clock, processor, interfaces, ports and tasks.
 
-    def __init__(self, world: World, name: str, machine: Machine) -> None:
+    A machine that is started again is another host of the same name. It has the old one's disk, clock and
+    heat; everything else is new, its random streams too."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        machine: Machine,
+        records: Mapping[str, bytes] | None = None,
+        before: VirtualHost | None = None,
+    ) -> None:
         self._world = world
         self.loop = world.loop
         self.net = world.net
         self._name = name
+        self.life: int = 1 if before is None else before.life + 1
+        self._seeded = name if before is None else f"{name}#{self.life}"
+        self.machine = machine
         self.clock = VirtualClock(self)
         self.device = VirtualDevice(self, machine)
+        if before is not None:
+            self.clock.go_on_from(before.clock)
+            self.device.throttle = before.device.throttle
         self.lan = VirtualLan(self)
-        self.store = VirtualStore()
+        self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""
@@ -88,7 +118,7 @@ class VirtualHost:
         self._listeners: dict[int, VirtualListener] = {}
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)
-        self._signals = random_stream(world.scenario.seed, "signal", name)
+        self._signals = random_stream(world.scenario.seed, "signal", self._seeded)
 
     def __repr__(self) -> str:
         return f"<host {self._name}>"
@@ -117,13 +147,13 @@ class VirtualHost:
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
         """See `runtime.host.Host.connect`."""
         name, port = split_address(address)
-        target = self._world.host(name)
+        self._world.host(name)  # there must be one
         backoff_s = FIRST_BACKOFF_S
         refused = False
         try:
             async with self.clock.timeout(timeout_s):
                 while True:
-                    channel = await self._dial(target, port)
+                    channel = await self._dial(name, port)
                     if channel is not None:
                         return channel
                     refused = True
@@ -143,7 +173,7 @@ class VirtualHost:
 
     def rng(self, *name: str | int) -> random.Random:
         """See `runtime.host.Host.rng`."""
-        return random_stream(self._world.scenario.seed, self._name, *name)
+        return random_stream(self._world.scenario.seed, self._seeded, *name)
 
     def trace(self, kind: str, *fields: str | int | float) -> None:
         """See `runtime.host.Host.trace`."""
@@ -169,6 +199,14 @@ class VirtualHost:
         if target.alive and not self._world.is_cut(self, target):
             arrive(*args)
 
+    def present(self, name: str) -> VirtualHost:
+        """The host of that name, in the life that it has now."""
+        return self._world.host(name)
+
+    def disown(self, channel: VirtualChannel) -> None:
+        """A packet of a connection arrives that nobody here knows: the answer is a reset."""
+        self.signal(channel.host, channel.broken, f"{self._name} does not know it any more")
+
     def forget(self, channel: VirtualChannel) -> None:
         """The channel has ended."""
         self.channels.pop(channel, None)
@@ -177,10 +215,11 @@ class VirtualHost:
         """Nobody listens there any more."""
         self._listeners.pop(port, None)
 
-    async def _dial(self, target: VirtualHost, port: int) -> VirtualChannel | None:
+    async def _dial(self, name: str, port: int) -> VirtualChannel | None:
         """One attempt: a channel, or None when the target says no. Repeats the call while nobody answers."""
         answer: asyncio.Future[VirtualChannel | None] = self.loop.create_future()
         while not answer.done():
+            target = self._world.host(name)  # in the life that it has now
             self.signal(target, target.called, self, port, answer)
             try:
                 async with asyncio.timeout(SYN_RETRY_S):

@@ -56,8 +56,8 @@ class Stream:
         "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
         "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
         "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
-        "acks_blocked", "blocked", "dead", "flow", "gates", "name", "number", "on_room", "outstanding", "queue",
-        "queued_bytes",
+        "acks_blocked", "blocked", "dead", "flow", "gates", "name", "number", "on_pushed_dead", "on_room",
+        "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
@@ -75,6 +75,8 @@ class Stream:
         self.acks_blocked = False
         """A partition holds the acknowledgements: after one window's worth we wait."""
         self.dead = False
+        self.on_pushed_dead: Callable[[], None] | None = None
+        """Called for the first message that is sent after the other end is gone."""
         self._at_half: Callable[[], None] | None = None
         self._held: list[Message] = []
         self._unacknowledged = 0
@@ -149,6 +151,11 @@ class Stream:
         else:
             self._at_half = act
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether something waits to leave, or is under way."""
+        return bool(self.queue) or self._arrival_ns > self._loop.now_ns or bool(self._held)
+
     def kill(self) -> None:
         """Nothing more leaves and nothing more arrives."""
         self.dead = True
@@ -188,11 +195,15 @@ class Stream:
     # The life of the message at the head of the queue.
 
     def _begin(self) -> None:
+        if self.dead:
+            if self.on_pushed_dead is not None:
+                self.on_pushed_dead()
+            return
         if self.flow is None:
             while self.queue and not self.blocked and not self.dead and self._has_room():
                 self._left(self.queue[0])
             return
-        if self.blocked or self.dead or not self._has_room():
+        if self.blocked or not self._has_room():
             return
         message = self.queue[0]
         if self._net.tcp.restart_after_idle:

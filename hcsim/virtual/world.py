@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from hcsim.config import AnyFault, LinkChange, Scenario, Wifi
-from hcsim.errors import ConfigError, HcsimError
+from hcsim.errors import ConfigError, HcsimError, UsageError
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.virtual import faults
 from hcsim.virtual.channel import VirtualChannel
@@ -48,7 +48,10 @@ class World:
         }
         self._cuts: dict[tuple[str, str], int] = {}
         self._connections = 0
-        self._programs: dict[VirtualHost, asyncio.Future[Any]] = {}
+        self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None
+        self._outcomes: dict[str, asyncio.Future[Any]] = {}
+        self.returns: dict[str, int] = {}
+        """How often each host is still to be started again."""
         self._changes: list[LinkChange] = []
         self._hosts = {node.name: VirtualHost(self, node.name, machine_of(node)) for node in scenario.nodes}
         for fault in scenario.faults:
@@ -71,20 +74,46 @@ class World:
             return self.loop.run_to_end(main)
 
     def run_on_all(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-        """Run a program on every host; each one's result, or the exception that ended it."""
+        """Run a program on every host; each one's result, or the exception that ended it.
+
+        A host that is started again runs it again, and what counts is its last life's result."""
         return self.run(self._all(program))
+
+    def restart(self, name: str, records: Mapping[str, bytes]) -> VirtualHost:
+        """Start a crashed host again, with these records in its store."""
+        old = self.host(name)
+        if old.alive:
+            raise UsageError(f"{name} is alive: only a host that crashed can be started again")
+        host = self._hosts[name] = VirtualHost(self, name, old.machine, records, old)
+        for other in self.hosts:
+            for channel in list(other.channels):
+                if channel.peer == name:
+                    channel.retransmit()
+        self._begin(host)
+        return host
 
     def inject(self, fault: AnyFault) -> None:
         """Let a fault happen that is not in the scenario."""
         faults.schedule(self, fault)
 
     async def _all(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+        self._program = program
         for host in self.hosts:
-            outcome = self._programs[host] = self.loop.create_future()
-            if host.alive:
-                host.spawn(program(host), name="main").add_done_callback(partial(_settle, outcome))
-        results: list[T | BaseException] = await asyncio.gather(*self._programs.values(), return_exceptions=True)
-        return results
+            self._begin(host)
+        while True:
+            outcomes = tuple(self._outcomes.values())
+            results: list[T | BaseException] = await asyncio.gather(*outcomes, return_exceptions=True)
+            if outcomes == tuple(self._outcomes.values()):  # else a host has begun anew after its program had ended
+                return results
+
+    def _begin(self, host: VirtualHost) -> None:
+        if self._program is None:
+            return
+        outcome = self._outcomes.get(host.name)
+        if outcome is None or outcome.done():
+            outcome = self._outcomes[host.name] = self.loop.create_future()
+        if host.alive:
+            host.spawn(self._program(host), name="main").add_done_callback(partial(_settle, outcome))
 
     # What hosts and faults ask of their world.
 
@@ -110,9 +139,9 @@ class World:
         self.loop.call_at_ns(self.loop.now_ns + round(seconds * NS), act, *args)
 
     def host_died(self, host: VirtualHost) -> None:
-        """Its program will never end by itself."""
-        outcome = self._programs.get(host)
-        if outcome is not None and not outcome.done():
+        """Its program will never end by itself, unless it is started again."""
+        outcome = self._outcomes.get(host.name)
+        if outcome is not None and not outcome.done() and not self.returns.get(host.name):
             outcome.set_exception(HostCrashed(f"{host.name} crashed"))
 
     def is_cut(self, source: VirtualHost, target: VirtualHost) -> bool:

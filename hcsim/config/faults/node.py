@@ -1,0 +1,53 @@
+"""What happens to a machine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hcsim.config.faults.fault import Fault
+from hcsim.errors import UsageError
+from hcsim.units import PositiveSeconds, PositiveShare, Seconds
+
+
+class Crash(Fault, frozen=True, tag="crash"):
+    """The node is gone; `clean`: its connections are reset, otherwise they fall silent."""
+
+    node: str
+    clean: bool = False
+
+
+class Restart(Fault, frozen=True, tag="restart"):
+    """The node starts anew: at once if it has crashed, otherwise it crashes now and starts after `down`."""
+
+    node: str
+    state: Literal["kept", "lost", "stale"] = "kept"
+    """What it finds in its store: all, nothing, or what was there at an earlier time."""
+    down_s: Seconds = Seconds(1)
+    clean: bool = False
+    """As in a crash, if it has to crash first."""
+    as_of_s: Seconds | None = None
+    """The time that a stale store is from; left out, it is the start of the life before."""
+    slow: PositiveShare = PositiveShare(1)
+    """The part of its speed at which it computes at first."""
+    slow_for_s: Seconds = Seconds(0)
+
+    def __post_init__(self) -> None:
+        if self.as_of_s is not None and (self.state != "stale" or self.as_of_s > self.at_s):
+            raise UsageError('as_of is for a restart with state = "stale", and cannot be later than at')
+        if (self.slow < 1) != (self.slow_for_s > 0):
+            raise UsageError("a slow start needs both slow (less than 1) and slow_for (more than 0 s)")
+
+
+class Pause(Fault, frozen=True, tag="pause"):
+    """The node is alive and does nothing."""
+
+    node: str
+    duration_s: PositiveSeconds
+
+
+class Throttle(Fault, frozen=True, tag="throttle"):
+    """The node computes at a part of its speed."""
+
+    node: str
+    factor: PositiveShare
+    duration_s: PositiveSeconds

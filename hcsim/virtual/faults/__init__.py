@@ -1,0 +1,13 @@
+"""Faults: an explicit list in the scenario, each applied at its moment.
+
+A fault changes the world and nothing else; what the components make of it is theirs. What a fault
+draws at random comes from a stream of its own, so a failing list can be shortened without changing
+the rest of the run.
+"""
+
+from __future__ import annotations
+
+from hcsim.virtual.faults import clock, network, node
+from hcsim.virtual.faults.apply import apply, schedule
+
+__all__ = ["apply", "clock", "network", "node", "schedule"]

@@ -1,0 +1,50 @@
+"""Three hosts on an ideal gigabit switch, with faults; and what tests of faults do on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.config import AnyFault
+from hcsim.runtime.frame import HEADER_BYTES
+from hcsim.runtime.lan import Sighting
+from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+from tests.switches import on_switch
+
+LATENCY_S = 1e-3
+SECOND = 125_000_000 - HEADER_BYTES
+"""What a gigabit link carries in one second."""
+
+
+def world_with(*faults: AnyFault) -> World:
+    return World(on_switch(("a", "b", "c"), faults, latency="1 ms"))
+
+
+async def connected(world: World, source: str = "a", target: str = "b") -> tuple[VirtualChannel, VirtualChannel]:
+    listener = await world.host(target).listen(f"{target}:0")
+    near = await world.host(source).connect(listener.address)
+    far = await listener.accept()
+    far.limit(1 << 40)
+    await listener.close()
+    return near, far
+
+
+async def until(at_s: float) -> None:
+    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+
+
+class Watcher:
+    """Browses on a host, and keeps what it sees: when (in seconds), which address, and whether it left."""
+
+    def __init__(self, host: VirtualHost) -> None:
+        self._host = host
+        self.seen: list[tuple[float, str, bool]] = []
+        host.spawn(self._browse(), name="browse")
+
+    async def _browse(self) -> None:
+        async for sighting in self._host.lan.browse():
+            self._keep(sighting)
+
+    def _keep(self, sighting: Sighting) -> None:
+        self.seen.append((round(self._host.loop.time(), 2), sighting.service.address, sighting.gone))

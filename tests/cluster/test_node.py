@@ -6,7 +6,7 @@ import pytest
 
 from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
-from hcsim.config import Crash, Partition, Pause, Reset
+from hcsim.config import Crash, Partition, Pause, Reset, Restart
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.world import HostCrashed
 from tests.cluster.nodes import Party
@@ -137,3 +137,30 @@ def test_addresses_that_a_person_gave_do_without_announcements():
 def test_two_runs_are_the_same_event_for_event():
     runs = [Party("abcd", [Crash(at_s=Seconds(2), node="a")]).run(6) for _ in range(2)]
     assert runs[0].world.trace.digest() == runs[1].world.trace.digest()
+
+
+def back(at_s: float, node: str, state: str, down_s: float = 0.5) -> Restart:
+    return Restart(at_s=Seconds(at_s), node=node, state=state, down_s=PositiveSeconds(down_s))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", ["kept", "lost", "stale"])
+@pytest.mark.parametrize("node", ["a", "c"])
+def test_a_member_that_was_started_anew_comes_back_as_the_most_junior(node, state):
+    party = Party(ABC, [back(3, node, state)]).run(12)
+    others = tuple(name for name in ABC if name != node)
+    last = {views[-1] for views in party.views.values()}
+    assert len(last) == 1
+    assert last.pop().nodes == (*others, node)
+
+
+def test_when_all_are_started_anew_they_come_together_again_under_a_later_epoch():
+    party = Party(ABC, [back(3, node, "kept") for node in ABC]).run(16)
+    assert [view.nodes for view in party.views["a"]] == [ABC, ABC]
+    assert party.views["a"][1].epoch > party.views["a"][0].epoch
+
+
+@pytest.mark.parametrize("state", ["kept", "lost"])
+def test_of_two_the_leader_is_started_anew_and_the_other_still_has_the_model(state):
+    party = Party("ab", [back(3, "a", state)]).run(12)
+    assert party.members("b")[0] == ("a", "b")
+    assert party.members("b")[-1] == party.members("a")[-1] == ("b", "a")

@@ -4,7 +4,8 @@ Every epoch is a new permutation of all samples. The global batch of a step is t
 dealt out to the ranks in order, as many to each as its batch size says. So N ranks with batches of b see
 in every step, sample for sample, what one process with a batch of N·b sees. Nothing is dropped and
 nothing is seen twice in an epoch: its last batch may be short, and then some ranks get fewer samples
-than usual or none, which is why gradients are averaged by `counts`.
+than usual or none, which is why gradients are averaged by `counts`. Where the ranks change in the course of a run,
+new batches begin `since` the position that the old ones came to, so this holds for every epoch whatever happens.
 
 A worker that keeps its own pace (of a parameter server) goes through a shard of its own instead.
 """
@@ -35,19 +36,29 @@ def dealt(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 class Batches:
     """The batches of all ranks: every rank computes the same ones, and takes its own."""
 
-    def __init__(self, samples: int, batch_sizes: Sequence[int], seed: int, *, shuffled: bool = True) -> None:
+    def __init__(
+        self,
+        samples: int,
+        batch_sizes: Sequence[int],
+        seed: int,
+        *,
+        shuffled: bool = True,
+        since: tuple[int, int] = (0, 0),
+    ) -> None:
+        """`since` is a step, and how many samples of all epochs were dealt out before it."""
         if samples < 1 or min(batch_sizes, default=0) < 0 or sum(batch_sizes) < 1:
             raise UsageError(f"{samples} samples cannot be dealt out in batches of {tuple(batch_sizes)}")
         self.samples = samples
         self.batch_sizes = tuple(batch_sizes)
         self._seed = seed
+        self._since = since
         self._order = lru_cache(maxsize=2)(self._permuted if shuffled else self._in_sequence)
         self._own_order = lru_cache(maxsize=2 * len(self.batch_sizes))(self._own_permuted if shuffled else self._shard)
 
     @classmethod
-    def of(cls, task: Task, batch_sizes: Sequence[int], seed: int) -> Batches:
+    def of(cls, task: Task, batch_sizes: Sequence[int], seed: int, since: tuple[int, int] = (0, 0)) -> Batches:
         """For a task. A phantom has samples to count and none to shuffle."""
-        return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom)
+        return cls(task.samples, batch_sizes, seed, shuffled=not task.phantom, since=since)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -56,15 +67,20 @@ class Batches:
 
     def counts(self, step: int) -> tuple[int, ...]:
         """By rank, the samples in its batch: the weights of its gradients in the mean."""
-        lo, hi = self._range(step)
+        _, lo, hi = self._range(step)
         return dealt(hi - lo, self.batch_sizes)
+
+    def position(self, step: int) -> int:
+        """How many samples, of all epochs, were dealt out before this step."""
+        epoch, lo, _ = self._range(step)
+        return epoch * self.samples + lo
 
     def batch(self, step: int, rank: int) -> Indices:
         """This rank's part of the step's global batch."""
-        lo, _ = self._range(step)
+        epoch, lo, _ = self._range(step)
         counts = self.counts(step)
         start = lo + sum(counts[:rank])
-        return self._order(step // self.steps_per_epoch)[start : start + counts[rank]]
+        return self._order(epoch)[start : start + counts[rank]]
 
     def shard(self, rank: int) -> Indices:
         """The samples of a worker that goes its own way, as many as its batch size earns. Shards share none."""
@@ -78,11 +94,19 @@ class Batches:
         epoch, at = divmod(number, -(-length // size))
         return self._own_order(rank, epoch)[at * size : (at + 1) * size]
 
-    def _range(self, step: int) -> tuple[int, int]:
-        """Of the epoch's permutation."""
+    def _range(self, step: int) -> tuple[int, int, int]:
+        """An epoch, and a range of its permutation."""
         size = sum(self.batch_sizes)
-        lo = step % self.steps_per_epoch * size
-        return lo, min(lo + size, self.samples)
+        first_step, position = self._since
+        number = step - first_step
+        epoch, lo = divmod(position, self.samples)
+        begun = -(-(self.samples - lo) // size)
+        if number < begun:
+            lo += number * size
+        else:
+            epochs, number = divmod(number - begun, self.steps_per_epoch)
+            epoch, lo = epoch + 1 + epochs, number * size
+        return epoch, lo, min(lo + size, self.samples)
 
     def _permuted(self, epoch: int) -> Indices:
         return _constant(generator(self._seed, "batches", epoch).permutation(self.samples))

@@ -9,6 +9,7 @@ do with the joined batch; clipping comes after the average.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 
@@ -18,24 +19,22 @@ from hcsim.training.run import Run
 
 async def ddp(run: Run, aggregator: Aggregator) -> None:
     """Train all ranks together."""
-    for step in range(run.settings.steps):
+    for step in run.steps():
         exchange = _StepExchange(run, aggregator, step)
         loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), exchange.ready)
         with run.learner.ledger.spent_on("exchange"):
             await exchange.done()
-        await run.update(step)
-        run.note(step + 1, loss)
+        await run.settle(step, partial(run.update, step), loss)
 
 
 async def single(run: Run) -> None:
     """The first rank alone, with everybody's batches: what the others are measured against."""
     if run.group.rank:
         return
-    for step in range(run.settings.steps):
+    for step in run.steps():
         joined = [run.batches.batch(step, rank) for rank in range(run.group.size)]
         loss = await run.learner.gradients(np.concatenate(joined))
-        await run.update(step)
-        run.note(step + 1, loss)
+        await run.settle(step, partial(run.update, step), loss)
 
 
 class _StepExchange:
@@ -55,6 +54,7 @@ class _StepExchange:
         if block in self._closing:
             bucket = self._closing[block]
             gradients = self._run.learner.replica.gradients
+            await self._run.pact.admit(gradients, bucket)
             total = self._aggregator.total(gradients, bucket, self._weight, self._step)
             name = f"gradients of step {self._step}, bucket {bucket.number}"
             self._pending.append(self._run.group.host.spawn(total, name=name))
@@ -66,6 +66,6 @@ class _StepExchange:
         except BaseException:
             for task in self._pending:
                 task.cancel()
+            await asyncio.gather(*self._pending, return_exceptions=True)
             self._run.compressor.abandon(self._step)
             raise
-        self._run.compressor.commit(self._step)

@@ -8,11 +8,15 @@ outer optimizer takes that average as its gradient:
 With an outer step of one and no momentum this is local SGD (Stich, "Local SGD Converges Fast and Communicates
 Little", ICLR 2019): the parameters are averaged. With Nesterov momentum it is DiLoCo (Douillard et al., 2023,
 arXiv 2311.08105). Compression is of Δ. What is left of a run that H does not divide is exchanged at the end.
+
+A run counts the steps that were exchanged. An exchange that fails can be tried again, with other ranks too: each
+still has the way that it went.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -20,55 +24,76 @@ import numpy as np
 from hcsim.compressors.base import Array
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.aggregator import Aggregator
+from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer
 from hcsim.training.run import Run
 
 
-async def periodic(run: Run, aggregator: Aggregator, every: int, outer: Optimizer) -> None:
+class Journey:
+    """Where all ranks last agreed, and how far this one has gone from there."""
+
+    def __init__(self, learner: Learner, outer: Optimizer) -> None:
+        self.learner = learner
+        parameters = learner.replica.parameters
+        self.anchor = parameters if isinstance(parameters, Phantom) else parameters.copy()
+        self.outer = outer.open(self.anchor)
+        self.outer_work = outer.work(learner.layout.length)
+        self.step = 0
+        """Steps taken, exchanged or not."""
+        self.samples: list[int] = []
+        """By rank, since the last exchange."""
+        self.loss = float("nan")
+
+    def start(self, step: int) -> None:
+        """All are at the anchor now."""
+        self.step = step
+        self.samples = []
+        parameters = self.learner.replica.parameters
+        if not isinstance(parameters, Phantom) and not isinstance(self.anchor, Phantom):
+            np.copyto(parameters, self.anchor)
+
+
+async def periodic(run: Run, aggregator: Aggregator, every: int, journey: Journey) -> None:
     """Train with an exchange after each `every` steps."""
-    sync = _Sync(run, aggregator, outer)
-    for step in range(run.settings.steps):
-        loss = await run.learner.gradients(run.batches.batch(step, run.group.rank))
-        await run.update(step)
-        sync.count(step)
-        if (step + 1) % every == 0 or step + 1 == run.settings.steps:
-            await sync.exchange(step)
-        run.note(step + 1, loss)
+    for start in run.steps():
+        end = min((start // every + 1) * every, run.settings.steps)
+        journey.samples = journey.samples or [0] * run.group.size
+        for step in range(journey.step, end):
+            journey.loss = await run.learner.gradients(run.batches.batch(step, run.group.rank))
+            await run.update(step)
+            journey.samples = [sum(pair) for pair in zip(journey.samples, run.batches.counts(step), strict=True)]
+            journey.step = step + 1
+            if step + 1 < end:
+                run.note(step + 1, journey.loss)
+        await _exchange(run, aggregator, journey, end - 1)
 
 
-class _Sync:
-    """Where all ranks last agreed, and how they come to agree again."""
+async def _exchange(run: Run, aggregator: Aggregator, journey: Journey, step: int) -> None:
+    """Average how far everybody went; all go on from the same parameters."""
+    total = sum(journey.samples)
+    weight = journey.samples[run.group.rank] / total if total else 0.0
+    parameters = run.learner.replica.parameters
+    way = parameters if isinstance(parameters, Phantom) else cast(Array, journey.anchor) - parameters
+    for bucket in run.buckets:
+        await run.pact.admit(way, bucket)
+    await run.group.host.device.touch(3 * parameters.nbytes)
+    with run.learner.ledger.spent_on("exchange"):
+        totals = [asyncio.ensure_future(aggregator.total(way, bucket, weight, step)) for bucket in run.buckets]
+        try:
+            await asyncio.gather(*totals)
+        except BaseException:
+            for each in totals:
+                each.cancel()
+            await asyncio.gather(*totals, return_exceptions=True)
+            run.compressor.abandon(step)
+            raise
+    await run.settle(step, partial(_move, run, journey, way, step + 1), journey.loss)
 
-    def __init__(self, run: Run, aggregator: Aggregator, outer: Optimizer) -> None:
-        self._run = run
-        self._aggregator = aggregator
-        parameters = run.learner.replica.parameters
-        self._anchor = parameters if isinstance(parameters, Phantom) else parameters.copy()
-        self._outer = outer.open(self._anchor)
-        self._outer_work = outer.work(run.learner.layout.length)
-        self._samples = [0] * run.group.size
 
-    def count(self, step: int) -> None:
-        """A step was taken."""
-        for rank, count in enumerate(self._run.batches.counts(step)):
-            self._samples[rank] += count
+async def _move(run: Run, journey: Journey, way: Array | Phantom, step: int) -> None:
+    def move() -> None:
+        journey.outer.step(way)
+        journey.start(step)
 
-    async def exchange(self, step: int) -> None:
-        """Average how far everybody went; all go on from the same parameters."""
-        run = self._run
-        weight = self._samples[run.group.rank] / sum(self._samples)
-        self._samples = [0] * run.group.size
-        parameters = run.learner.replica.parameters
-        way = parameters if isinstance(parameters, Phantom) else cast(Array, self._anchor) - parameters
-        await run.group.host.device.touch(3 * parameters.nbytes)
-        with run.learner.ledger.spent_on("exchange"):
-            await asyncio.gather(*(self._aggregator.total(way, bucket, weight, step) for bucket in run.buckets))
-        run.compressor.commit(step)
-        await run.learner.run(self._outer_work, lambda: self._move(way))
-        await run.group.host.device.touch(2 * parameters.nbytes)
-
-    def _move(self, way: Array | Phantom) -> None:
-        self._outer.step(way)
-        parameters = self._run.learner.replica.parameters
-        if not isinstance(parameters, Phantom) and not isinstance(self._anchor, Phantom):
-            np.copyto(parameters, self._anchor)
+    await run.learner.run(journey.outer_work, move)
+    await run.group.host.device.touch(2 * run.learner.replica.parameters.nbytes)

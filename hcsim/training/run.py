@@ -7,6 +7,7 @@ not know why.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, digest
 from hcsim.training.optimizer import clip, scaled_lr, warmup
-from hcsim.training.task import Score, Task
+from hcsim.training.task import Flat, Score, Task
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -62,6 +63,47 @@ class Observer(Protocol):
         """A rank has come to the end."""
 
 
+class Update(msgspec.Struct, frozen=True):
+    """What is to be applied once the ranks agree that it counts."""
+
+    step: int
+    apply: Callable[[], Awaitable[None]]
+    loss: float
+
+
+class Pact(Protocol):
+    """How the ranks of a run agree that a step counts."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether these ranks go no further together."""
+
+    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
+        """Our own part of the bucket is about to be exchanged."""
+
+    async def agreed(self, update: Update) -> bool:
+        """Whether all apply it. Otherwise nobody does, and the step is tried again."""
+
+    async def settled(self) -> None:
+        """The update is applied here."""
+
+
+class Trust:
+    """Ranks that were started together and end together: what was exchanged counts."""
+
+    ends = False
+
+    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
+        """Compressors refuse what cannot be sent."""
+
+    async def agreed(self, update: Update) -> bool:
+        """Always."""
+        return True
+
+    async def settled(self) -> None:
+        """Nothing follows from it."""
+
+
 class Run:
     """Everything a strategy works with, on one rank."""
 
@@ -76,11 +118,49 @@ class Run:
         self.compressor = compressor
         self.points: list[Point] = []
         self.observer: Observer | None = None
+        self.pact: Pact = Trust()
+        self.step = 0
+        """So many are done."""
+        self.pending: Update | None = None
+        """What was exchanged, and may already count elsewhere."""
         self.other_sent_bytes = 0
         """What a strategy sends beside the group, over channels of its own, headers included."""
         self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
+
+    def regroup(self, group: Group, batches: Batches, compressor: Compressor) -> None:
+        """Go on with other ranks."""
+        self._sent_before = group.wire_bytes - self.sent_bytes + self.other_sent_bytes
+        self.group, self.batches, self.compressor = group, batches, compressor
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, each as often as it takes."""
+        while self.step < self.settings.steps and not self.pact.ends:
+            yield self.step
+
+    async def settle(self, step: int, apply: Callable[[], Awaitable[None]], loss: float) -> None:
+        """What the step came to is exchanged: apply it, if all agree."""
+        self.pending = Update(step, apply, loss)
+        if await self.pact.agreed(self.pending):
+            await self.carry_out(self.pending)
+            await self.pact.settled()
+        else:
+            self.drop()
+
+    async def carry_out(self, update: Update) -> None:
+        """The update counts."""
+        self.compressor.commit(update.step)
+        await update.apply()
+        self.pending = None
+        self.step = update.step + 1
+        self.note(self.step, update.loss)
+
+    def drop(self) -> None:
+        """What is pending, if anything is, does not count."""
+        if self.pending is not None:
+            self.compressor.abandon(self.pending.step)
+            self.pending = None
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""

@@ -22,7 +22,7 @@ from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.strategy import train as serve_and_work
-from hcsim.training.periodic import periodic
+from hcsim.training.periodic import Journey, periodic
 from hcsim.training.run import Observer, Report, Run
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
@@ -44,7 +44,7 @@ class DataParallel(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await ddp(run, _one_level(run))
+        await ddp(run, one_level(run))
 
 
 class HierarchicalParallel(Struct, frozen=True):
@@ -52,7 +52,7 @@ class HierarchicalParallel(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await ddp(run, _hierarchical(run))
+        await ddp(run, hierarchical(run))
 
 
 class LocalSgd(Struct, frozen=True):
@@ -62,7 +62,12 @@ class LocalSgd(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await periodic(run, _one_level(run), self.every, Sgd(lr=1.0))
+        await periodic(run, one_level(run), self.every, Journey(run.learner, self.outer))
+
+    @property
+    def outer(self) -> Sgd:
+        """What is made of the average: the average itself."""
+        return Sgd(lr=1.0)
 
 
 class DiLoCo(Struct, frozen=True):
@@ -74,7 +79,12 @@ class DiLoCo(Struct, frozen=True):
 
     async def train(self, run: Run) -> None:
         """Train."""
-        await periodic(run, _one_level(run), self.every, Sgd(lr=self.lr, momentum=self.momentum, nesterov=True))
+        await periodic(run, one_level(run), self.every, Journey(run.learner, self.outer))
+
+    @property
+    def outer(self) -> Sgd:
+        """What is made of the average."""
+        return Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
 
 
 class ParameterServer(Policy, frozen=True, kw_only=True):
@@ -112,7 +122,7 @@ async def train(
     what = what or task(settings.task)
     settings = completed(settings, what, group.size)
     await agree(group, Intent(settings, seed, what.fingerprint))
-    learner = Learner(group.host, what, _optimizer(settings), seed)
+    learner = Learner(group.host, what, optimizer(settings), seed)
     batches = Batches.of(what, _batch_sizes(settings, group.size), seed)
     run = Run(group, settings, what, learner, batches, make(settings.compressor, seed=seed, rank=group.rank))
     run.observer = observer
@@ -157,7 +167,8 @@ def _batch_sizes(settings: Training, ranks: int) -> tuple[int, ...]:
     return settings.batch if isinstance(settings.batch, tuple) else (settings.batch,) * ranks
 
 
-def _optimizer(settings: Training) -> Optimizer:
+def optimizer(settings: Training) -> Optimizer:
+    """The one that completed settings ask for."""
     assert settings.lr is not None
     assert settings.momentum is not None
     if settings.optimizer == "adamw":
@@ -165,11 +176,13 @@ def _optimizer(settings: Training) -> Optimizer:
     return Sgd(lr=settings.lr, momentum=settings.momentum)
 
 
-def _one_level(run: Run) -> Aggregator:
+def one_level(run: Run) -> Aggregator:
+    """All with all, by the algorithm of the settings."""
     return OneLevel(run.group, run.learner.ledger, run.compressor, run.settings.algorithm)
 
 
-def _hierarchical(run: Run) -> Aggregator:
+def hierarchical(run: Run) -> Aggregator:
+    """First within each home."""
     group = run.group
     homes = group.options.groups
     if sum(map(len, homes)) != group.size:

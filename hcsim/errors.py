@@ -85,3 +85,11 @@ class CompressionError(HcsimError):
     def __init__(self, message: str, tensor: str) -> None:
         super().__init__(f"{tensor}: {message}")
         self.tensor = tensor
+
+
+class TrainingError(HcsimError):
+    """Training cannot go on, whoever takes part; the text names the node, the step and the tensor."""
+
+
+class Diverged(TrainingError):
+    """Replicas that must be alike are not: memory or arithmetic failed on a machine."""

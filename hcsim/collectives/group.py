@@ -37,7 +37,7 @@ from hcsim.collectives.plan import Plan, Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
-from hcsim.errors import UsageError
+from hcsim.errors import CollectiveError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
@@ -59,6 +59,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Hierarchical: who is close to whom."""
     local: str = "tree"
     cross: str = "ring"
+    conducted: bool = False
+    """Somebody else says when this group is over. Otherwise it is when a member calls from a later epoch."""
     links: Links | None = None
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 
@@ -80,8 +82,11 @@ class Group:
     async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
         """Listen at our address; links to the others open when they are first needed."""
         mesh = Mesh(host, us)
+        fate = Fate(mesh)
+        if options is not None and options.conducted:
+            mesh.on_newer = None
         await mesh.open()
-        return cls(Fate(mesh), tuple(range(us.world)), 0, options or Options())
+        return cls(fate, tuple(range(us.world)), 0, options or Options())
 
     async def reopen(self) -> Group:
         """After a failure: the same group anew, under the next epoch. Every member has to call it."""
@@ -96,6 +101,10 @@ class Group:
         order = ring_order(links.bandwidth_Bps, links.latency_s) if self.size > 2 else ()
         self.options = msgspec.structs.replace(self.options, links=links, order=order)
         return links
+
+    def fail(self, reason: str, peer: int | None = None) -> None:
+        """End it here and at the others, for a reason that it cannot see by itself."""
+        self._fate.fail(CollectiveError(reason, peer=peer))
 
     async def close(self) -> None:
         """Leave. Operations that are still under way fail, here and at the others."""

@@ -27,10 +27,11 @@ async def agree(group: Group, ours: Intent) -> None:
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     for rank, theirs in enumerate(texts):
         if theirs != texts[0]:
-            raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {_difference(texts[0], theirs)}")
+            raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {difference(texts[0], theirs)}")
 
 
-def _difference(one: bytes, other: bytes) -> str:
+def difference(one: bytes, other: bytes) -> str:
+    """Between what two ranks are about to do."""
     first, second = (_flat(msgspec.json.decode(text)) for text in (one, other))
     unlike = [name for name in first if first[name] != second.get(name)]
     return ", ".join(f"{name} is {first[name]} and {second.get(name)}" for name in unlike)

@@ -1,0 +1,1 @@
+"""Training that goes on while members crash, pause, leave and join."""

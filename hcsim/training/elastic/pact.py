@@ -1,0 +1,151 @@
+"""The vote before every update: it is applied by all members of a view, or by none.
+
+After the exchange everybody holds the same update. One small all-gather then says of every member whether it objects
+(its gradients were not finite), what its replica is (a fingerprint, from before the update), and whether it knows of a
+later view or wants to leave. Whoever hears all votes knows that everybody holds the update, and applies it; whoever
+does not keeps it, and learns from the others, in the next view, whether it counts (see `synchronise`).
+
+A member that objects has sent zeros, so nobody waits for it; all drop the step and try it once more.
+Replicas that differ end training: the majority is right, and the first tensor that differs is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.view import View
+from hcsim.collectives.data import array_of
+from hcsim.collectives.group import Group
+from hcsim.compressors.encoding import is_finite
+from hcsim.errors import Diverged, TrainingError
+from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.layout import Bucket, Layout
+from hcsim.training.run import Update
+from hcsim.training.task import Flat
+
+ATTEMPTS = 2
+"""At a step whose gradients are not finite: once may be a machine's mishap, twice is the model."""
+
+
+class _Vote(NamedTuple):
+    print: int
+    objection: int
+    """The number of the first tensor that is not finite; or -1."""
+    superseded: int
+    leaving: int
+
+
+class Ballot:
+    """What all votes of a training have in common, whatever the view."""
+
+    def __init__(self, layout: Layout, alike: Callable[[], Flat], conductor: Conductor) -> None:
+        self.layout = layout
+        self.alike = alike
+        self.conductor = conductor
+        self.leaving: asyncio.Event | None = None
+        """Set by whoever wants this member to leave in an orderly way."""
+        self.refused: dict[int, int] = {}
+        """How often a step was dropped."""
+
+
+class Votes:
+    """The pact of one view's members."""
+
+    def __init__(self, ballot: Ballot, group: Group, view: View, settled: Callable[[], Awaitable[None]]) -> None:
+        self.ends = False
+        self.leavers: tuple[int, ...] = ()
+        """Who goes after this step."""
+        self._settled = settled
+        self._ballot = ballot
+        self._group = group
+        self._view = view
+        self._objection = -1
+
+    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
+        """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""
+        await self._group.host.device.touch(bucket.size_bytes)
+        if isinstance(gradients, Phantom) or is_finite(gradients[bucket.span]):
+            return
+        names = [tensor.name for tensor in self._ballot.layout.tensors]
+        bad = next(t.name for t in bucket.tensors if not is_finite(t.view(gradients[bucket.span]).reshape(-1)))
+        if self._objection < 0:
+            self._objection = names.index(bad)
+        gradients[bucket.span] = 0.0
+
+    async def agreed(self, update: Update) -> bool:
+        """Vote."""
+        ballot, conductor = self._ballot, self._ballot.conductor
+        later = conductor.superseded(self._view.epoch)
+        leaving = ballot.leaving is not None and ballot.leaving.is_set()
+        votes = await self._gathered(update.step, _Vote(await self._print(), self._objection, later, leaving))
+        self._objection = -1
+        if any(vote.objection >= 0 for vote in votes):
+            self._refused(update.step, votes)
+            return False
+        self.leavers = tuple(rank for rank, vote in enumerate(votes) if vote.leaving)
+        self.ends = bool(self.leavers) or any(vote.superseded for vote in votes)
+        return True
+
+    async def settled(self) -> None:
+        """The update is applied here."""
+        await self._settled()
+
+    async def confirmed(self, step: int) -> None:
+        """All have come to the end, with the same model; whoever hears it may go."""
+        await self._gathered(step, _Vote(await self._print(), -1, 0, 0))
+
+    async def _print(self) -> int:
+        alike = self._ballot.alike()
+        await self._group.host.device.touch(alike.nbytes)
+        return fingerprint(alike)
+
+    async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
+        gathered = await self._group.all_gather(np.array(ours, np.int64))
+        votes = [_Vote(*(int(number) for number in array_of(each))) for each in gathered]
+        if any(vote.print != votes[0].print for vote in votes):
+            await self._differ(step)
+        return votes
+
+    async def _differ(self, step: int) -> None:
+        """Find out where, and end."""
+        alike = self._ballot.alike()
+        assert not isinstance(alike, Phantom)  # they have all the same fingerprint
+        tensors = self._ballot.layout.tensors
+        ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
+        theirs = [array_of(each) for each in await self._group.all_gather(ours)]
+        for number, tensor in enumerate(tensors):
+            prints = [int(each[number]) for each in theirs]
+            usual, count = Counter(prints).most_common(1)[0]
+            if count == len(prints):
+                continue
+            if 2 * count > len(prints):
+                unlike = [rank for rank, each in enumerate(prints) if each != usual]
+                whose = f"{self._names(unlike)} differs from the others"
+            else:
+                whose = f"{self._names(range(len(prints)))} differ, and none is in the majority"
+            raise Diverged(
+                f"before step {step} the replicas are not alike: {tensor.name} on {whose}; memory or "
+                "arithmetic failed there: test that machine, and resume from a checkpoint"
+            )
+        raise Diverged(f"before step {step} the replicas were not alike, and now they are: some machine's memory fails")
+
+    def _refused(self, step: int, votes: list[_Vote]) -> None:
+        count = self._ballot.refused[step] = self._ballot.refused.get(step, 0) + 1
+        against = [rank for rank, vote in enumerate(votes) if vote.objection >= 0]
+        tensor = self._ballot.layout.tensors[votes[against[0]].objection].name
+        self._group.host.trace("step refused", step, self._names(against), tensor)
+        if count >= ATTEMPTS:
+            raise TrainingError(
+                f"step {step} was tried {count} times, and the gradients of {tensor} on {self._names(against)} "
+                "were not finite: a lower learning rate, a warm-up or clipping may help"
+            )
+
+    def _names(self, ranks: range | list[int]) -> str:
+        return ", ".join(self._view.members[rank].name for rank in ranks)

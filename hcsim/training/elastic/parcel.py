@@ -1,0 +1,132 @@
+"""Arrays on their way from member to member, in pieces that each have the group's deadline.
+
+All members of the group take part in a relay, those without anything to give or take too: they follow its rounds,
+so that nobody waits for longer than one piece takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.collectives.data import array_of
+from hcsim.collectives.group import Group
+from hcsim.errors import CollectiveError
+from hcsim.runtime.channel import Phantom
+
+PIECE_BYTES = 8 << 20
+Arrays: TypeAlias = Mapping[str, "npt.NDArray[np.generic] | Phantom"]
+Route: TypeAlias = tuple[int, int]
+"""From whom to whom."""
+
+
+class _Item(msgspec.Struct, frozen=True):
+    name: str
+    dtype: str
+    """Empty for a phantom."""
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return int(np.prod(self.shape)) * (np.dtype(self.dtype).itemsize if self.dtype else 1)
+
+
+class _Label(msgspec.Struct, frozen=True):
+    about: bytes
+    items: tuple[_Item, ...]
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """Arrays by name, and what there is to say about them."""
+
+    about: bytes
+    arrays: Arrays
+
+    def packed(self) -> tuple[bytes, list[npt.NDArray[np.uint8] | Phantom]]:
+        """A label, and the content in pieces."""
+        items = tuple(_item(name, array) for name, array in self.arrays.items())
+        label = msgspec.msgpack.encode(_Label(self.about, items))
+        total = sum(item.size_bytes for item in items)
+        if any(not item.dtype for item in items):
+            return label, [Phantom(hi - lo) for lo, hi in _cuts(total)]
+        flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays.values()]
+        joined = np.concatenate([*flat, np.empty(0, np.uint8)])
+        return label, [joined[lo:hi] for lo, hi in _cuts(total)]
+
+
+class _Taking:
+    """A parcel that arrives."""
+
+    def __init__(self, label: bytes) -> None:
+        self._label = msgspec.msgpack.decode(label, type=_Label)
+        total = sum(item.size_bytes for item in self._label.items)
+        self._phantom = any(not item.dtype for item in self._label.items)
+        self._joined = np.empty(0 if self._phantom else total, np.uint8)
+        self._cuts = _cuts(total)
+
+    def piece(self, number: int) -> npt.NDArray[np.uint8] | Phantom:
+        lo, hi = self._cuts[number]
+        return Phantom(hi - lo) if self._phantom else self._joined[lo:hi]
+
+    def parcel(self) -> Parcel:
+        arrays: dict[str, npt.NDArray[np.generic] | Phantom] = {}
+        at = 0
+        for item in self._label.items:
+            end = at + item.size_bytes
+            if self._phantom:
+                arrays[item.name] = Phantom(item.size_bytes)
+            else:
+                arrays[item.name] = self._joined[at:end].view(item.dtype).reshape(item.shape)
+            at = end
+        return Parcel(self._label.about, arrays)
+
+
+async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parcel]) -> list[Parcel]:
+    """Carry a parcel along each route; `giving` has ours, by taker. Returns what came here, in the routes' order."""
+    packed = {taker: parcel.packed() for taker, parcel in giving.items()}
+    sizes = np.zeros((group.size, 2), np.int64)
+    for taker, (label, pieces) in packed.items():
+        sizes[taker] = len(label), len(pieces)
+    everyone = [array_of(each) for each in await group.all_gather(sizes)]
+    ours = [(giver, everyone[giver][group.rank]) for giver, taker in routes if taker == group.rank]
+    labels = [np.empty(int(length), np.uint8) for _, (length, _) in ours]
+    await _carried(
+        [group.send(np.frombuffer(label, np.uint8), taker) for taker, (label, _) in packed.items()]
+        + [group.recv(label, giver) for label, (giver, _) in zip(labels, ours, strict=True)]
+    )
+    arriving = [_Taking(label.tobytes()) for label in labels]
+    rounds = max((int(everyone[giver][taker][1]) for giver, taker in routes), default=0)
+    for number in range(rounds):
+        await _carried(
+            [group.send(pieces[number], taker) for taker, (_, pieces) in packed.items() if number < len(pieces)]
+            + [
+                group.recv(taking.piece(number), giver)
+                for taking, (giver, (_, count)) in zip(arriving, ours, strict=True)
+                if number < count
+            ]
+        )
+        await group.barrier()
+    return [taking.parcel() for taking in arriving]
+
+
+async def _carried(operations: list[asyncio.Task[Any]]) -> None:
+    for failed in await asyncio.gather(*operations, return_exceptions=True):
+        if isinstance(failed, CollectiveError):
+            raise failed
+        if isinstance(failed, BaseException):
+            raise failed
+
+
+def _item(name: str, array: npt.NDArray[np.generic] | Phantom) -> _Item:
+    if isinstance(array, Phantom):
+        return _Item(name, "", (array.nbytes,))
+    return _Item(name, array.dtype.str, array.shape)
+
+
+def _cuts(total: int) -> list[tuple[int, int]]:
+    return [(lo, min(lo + PIECE_BYTES, total)) for lo in range(0, total, PIECE_BYTES)]

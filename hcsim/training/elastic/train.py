@@ -1,0 +1,136 @@
+"""Training that follows a conductor from view to view.
+
+In every view: open a group, synchronise, and go on with the step that all have come to. A view ends
+
+    when a member is lost       the conductor says that it is over, or a collective fails. What was not voted on by
+                                all is abandoned, and the members of the next view try that step again.
+    when members come or go     all leave it together, after the step that is under way.
+    when training is done       all have confirmed that they hold the same model.
+
+A member that leaves in an orderly way hands what its error feedback still owes to the first of those who stay. With
+one that crashes, what it owed is lost: at most what one member had not sent. Nothing is ever sent twice.
+
+When this returns, the member has trained to the end or left; it is for the caller to be in no further view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.view import View
+from hcsim.collectives.group import Group
+from hcsim.config.training import Training
+from hcsim.errors import CollectiveError, HcsimError, UsageError
+from hcsim.runtime.host import Host
+from hcsim.training.elastic.pact import Ballot, Votes
+from hcsim.training.elastic.parcel import Parcel, relay
+from hcsim.training.elastic.synchronise import synchronise
+from hcsim.training.elastic.trainee import Trainee
+from hcsim.training.run import Observer, Report
+from hcsim.training.task import Task
+from hcsim.transport.mesh import Membership, Wire
+
+
+async def elastic_train(
+    host: Host,
+    conductor: Conductor,
+    settings: Training,
+    seed: int,
+    observer: Observer | None = None,
+    *,
+    what: Task | None = None,
+    wire: Wire | None = None,
+    leaving: asyncio.Event | None = None,
+) -> Report:
+    """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed.
+
+    `what` is a task of one's own; once `leaving` is set, this member leaves after the step that is under way."""
+    member = _Member(Trainee(host, settings, seed, what), conductor, wire or Wire(), observer)
+    member.ballot.leaving = leaving
+    epoch = -1
+    while True:
+        view = await conductor.view(after=epoch)
+        epoch = view.epoch
+        if await member.follow(view):
+            break
+    if observer is not None:
+        observer.finished(member.trainee.run)
+    return member.trainee.run.report()
+
+
+class _Member:
+    """Follows views."""
+
+    def __init__(self, trainee: Trainee, conductor: Conductor, wire: Wire, observer: Observer | None) -> None:
+        self.trainee = trainee
+        self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
+        self._conductor = conductor
+        self._wire = wire
+        self._observer = observer
+
+    async def follow(self, view: View) -> bool:
+        """Train in this view for as long as it lasts; whether that was all."""
+        trainee, conductor = self.trainee, self._conductor
+        rank = view.rank(conductor.us)
+        if rank is None:
+            raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
+        addresses = tuple(member.address for member in view.members)
+        membership = Membership(rank, addresses, view.lineage, view.epoch, self._wire)
+        group = await Group.open(trainee.host, membership, trainee.options(view))
+        over = conductor.over(view.epoch)
+        watching = trainee.host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
+        trainee.host.trace("view", view.epoch, rank, len(addresses))
+        try:
+            return await self._train(group, view)
+        except CollectiveError as error:
+            trainee.host.trace("view failed", view.epoch, str(error))
+            if not over.done():
+                conductor.broken(view.epoch, error.peer, str(error))
+            return False
+        except HcsimError as error:
+            group.fail(f"{conductor.us.name} ended: {error}", rank)
+            raise
+        finally:
+            watching.cancel()
+            await group.close()
+
+    async def _train(self, group: Group, view: View) -> bool:
+        trainee = self.trainee
+        await synchronise(group, view, trainee)
+        run = trainee.run
+        votes = run.pact = Votes(self.ballot, group, view, self._settled)
+        run.observer = self._observer
+        await trainee.method.train(run)
+        if run.step >= run.settings.steps:
+            await votes.confirmed(run.step)
+            return True
+        if not votes.leavers:
+            return False
+        try:
+            await self._hand_over(group, votes.leavers)
+        except CollectiveError:
+            if group.rank not in votes.leavers:
+                raise
+            # Whether it arrived is not known: whoever stayed now might owe it twice.
+        if group.rank not in votes.leavers:
+            return False
+        await self._conductor.leave()
+        return True
+
+    async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
+        """What those who leave still owe is owed by the first who stays."""
+        heirs = [rank for rank in range(group.size) if rank not in leavers]
+        if not heirs:
+            return
+        routes = [(leaver, heirs[0]) for leaver in leavers]
+        giving = {heirs[0]: Parcel(b"", self.trainee.owed())} if group.rank in leavers else {}
+        for parcel in await relay(group, routes, giving):
+            self.trainee.take_in(parcel.arrays)
+
+    async def _settled(self) -> None:
+        """Nothing more is done after a step."""
+
+
+async def _watch(group: Group, over: asyncio.Future[str]) -> None:
+    group.fail(await asyncio.shield(over))

@@ -1,0 +1,231 @@
+"""One member's training, from view to view: what it holds, what it can give, and what it can take over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.cluster.view import View
+from hcsim.collectives.group import Group, Options
+from hcsim.compressors.registry import make
+from hcsim.config.training import Training
+from hcsim.errors import ConfigError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.host import Host
+from hcsim.training.agreement import Intent
+from hcsim.training.data import Batches
+from hcsim.training.elastic.fingerprint import of_all
+from hcsim.training.elastic.method import Held, Method, Replicated, StandingBy, Tally, Travelling
+from hcsim.training.elastic.parcel import Parcel
+from hcsim.training.elastic.standing import Era, Header, Past
+from hcsim.training.learner import Learner
+from hcsim.training.run import Run
+from hcsim.training.strategies import (
+    DataParallel,
+    DiLoCo,
+    HierarchicalParallel,
+    LocalSgd,
+    SingleMachine,
+    completed,
+    hierarchical,
+    one_level,
+    optimizer,
+    strategy,
+)
+from hcsim.training.task import Task
+from hcsim.training.tasks import task
+
+OWN = "own/"
+"""What a compressor's state calls what each rank holds for itself."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """What goes with a model, beside its arrays."""
+
+    era: Era
+    past: Past
+    step: int
+    since: tuple[int, int]
+    """A step, and how many samples were dealt out before it: where the next batches begin."""
+    sizes: dict[str, int]
+    """Batch sizes by node, where each has its own."""
+
+
+class Trainee:
+    """What a member is between two views."""
+
+    def __init__(self, host: Host, settings: Training, seed: int, what: Task | None) -> None:
+        what = what or task(settings.task)
+        self.host = host
+        self.seed = seed
+        self.task = what
+        self.settings = completed(settings, what, len(settings.batch) if isinstance(settings.batch, tuple) else 1)
+        self.learner = Learner(host, what, optimizer(self.settings), seed)
+        self.method = _method(self.settings, self.learner)
+        self.compressor = make(settings.compressor, seed=seed, rank=0)
+        self.era = Era()
+        self.past = Past()
+        self.sizes: dict[str, int] = {}
+        self.reloaded = False
+        """Our state is from a checkpoint: what we did after it, if it counts, is not in it."""
+        self._start = (0, (0, 0))
+        self._run: Run | None = None
+
+    @cached_property
+    def intent(self) -> bytes:
+        """What must be the same for all."""
+        return msgspec.json.encode(Intent(self.settings, self.seed, self.task.fingerprint), enc_hook=float)
+
+    @property
+    def run(self) -> Run:
+        """From the first view on."""
+        assert self._run is not None
+        return self._run
+
+    # Views.
+
+    def options(self, view: View) -> Options:
+        """How a view's group works: members of one home are close to each other."""
+        homes: dict[str, list[int]] = {}
+        for rank, member in enumerate(view.members):
+            homes.setdefault(member.home, []).append(rank)
+        groups = tuple(map(tuple, homes.values()))
+        wanted = len(groups) > 1 or "hierarchical" in (self.settings.strategy, self.settings.algorithm)
+        return Options(timeout_s=self.settings.timeout_s, groups=groups if wanted else (), conducted=True)
+
+    def meet(self, group: Group, view: View) -> None:
+        """A view begins. In the first one, there is nothing yet but what we start with."""
+        if self._run is None:
+            self._run = Run(group, self.settings, self.task, self.learner, self._dealt(view), self.compressor)
+            self._run.step = self._start[0]
+
+    def regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
+        """All members of the view hold the same now: go on with them."""
+        since = self.since
+        run = self.run
+        if not self.sizes:
+            self.sizes = self._given_sizes(view)
+        self.era = self.era.next(view)
+        self.past = self.past.after(self.era, run.step)
+        self.reloaded = False
+        self._start = run.step, since
+        self.compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
+        self.compressor.restore(run.compressor.state())
+        self.method.take_up(tallies)
+        run.regroup(group, self._dealt(view), self.compressor)
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """Where the next batches begin."""
+        gone = self.method.tally(self.run).gone
+        return self._start[1] if gone <= self._start[1][0] else (gone, self.run.batches.position(gone))
+
+    def _dealt(self, view: View) -> Batches:
+        batch = self.settings.batch
+        assert batch is not None
+        sizes = [batch] * len(view.members) if isinstance(batch, int) else [self.sizes.get(n, 0) for n in view.nodes]
+        if not any(sizes):
+            sizes[0] = 1  # before the first synchronisation: nothing is dealt out of it
+        return Batches.of(self.task, self.method.dealt(sizes), self.seed, self._start[1])
+
+    def _given_sizes(self, view: View) -> dict[str, int]:
+        """The list of batch sizes is for the members that training begins with, in their order."""
+        batch = self.settings.batch
+        if not isinstance(batch, tuple):
+            return {}
+        if len(batch) != len(view.members):
+            raise ConfigError(
+                f"batch = {list(batch)}: {len(batch)} batch sizes, and training begins with {len(view.members)} members"
+            )
+        return dict(zip(view.nodes, batch, strict=True))
+
+    # What is held.
+
+    def header(self) -> Header:
+        """What the others are told first."""
+        run, era = self.run, self.era
+        pending = run.pending.step if run.pending is not None else -1
+        intent = int.from_bytes(hashlib.sha256(self.intent).digest()[:8], "big") >> 1
+        return Header(era.generation, era.epoch, era.view, era.lineage, run.step, pending, intent)
+
+    async def resolve(self, truth: Header) -> None:
+        """What we hold of an update counts if those who know say so. Of another era we hear more later."""
+        run = self.run
+        if run.pending is not None and truth.era == self.era:
+            if truth.step > run.pending.step:
+                await run.carry_out(run.pending)
+            else:
+                run.drop()
+
+    def fingerprint(self) -> int:
+        """Of all that must be alike."""
+        return of_all(self._shared())
+
+    def parcel(self, *, whole: bool) -> Parcel:
+        """What a newcomer needs; or only what one needs to know who has the rest already."""
+        about = About(self.era, self.past, self.run.step, self.since, self.sizes)
+        return Parcel(msgspec.msgpack.encode(about), self._shared() if whole else {})
+
+    def adopt(self, parcel: Parcel) -> None:
+        """Go on from there. What error feedback owes is kept if all that it followed from counts."""
+        about = msgspec.msgpack.decode(parcel.about, type=About)
+        own = self._own_that_counts(about)
+        if parcel.arrays:
+            self.method.adopt(parcel.arrays, about.step)
+            shared = {name.removeprefix("compressor/"): array for name, array in parcel.arrays.items()}
+            own = {**own, **{name: array for name, array in shared.items() if name.startswith("shared/")}}
+        else:
+            own = {**own, **{n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}}
+        self.run.compressor.restore({n: array for n, array in own.items() if not isinstance(array, Phantom)})
+        self.era, self.past, self.sizes = about.era, about.past, about.sizes
+        self.run.step = about.step
+        self._start = about.step, about.since
+
+    def take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
+        """Somebody who leaves hands on what it still owes: from now on, we do."""
+        state = self.run.compressor.state()
+        for name, array in owed.items():
+            assert not isinstance(array, Phantom)  # phantoms owe nothing
+            state[name] = state[name] + array if name in state else array  # type: ignore[operator]
+        self.run.compressor.restore(state)
+
+    def owed(self) -> Held:
+        """What we owe: our gradients that were not sent yet."""
+        return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
+
+    def _own_that_counts(self, about: About) -> Held:
+        """What we owe, if all steps that we took part in count; and nothing otherwise."""
+        run = self.run
+        counted = about.past.counted(self.era, about.step)
+        if run.pending is not None:
+            if counted is not None and counted > run.pending.step:
+                run.compressor.commit(run.pending.step)
+                run.pending = None
+            run.drop()
+        return {} if self.reloaded or counted is None or counted < run.step else self.owed()
+
+    def _shared(self) -> Held:
+        state = self.run.compressor.state()
+        return {
+            **self.method.shared(),
+            **{f"compressor/{name}": array for name, array in state.items() if not name.startswith(OWN)},
+        }
+
+
+def _method(settings: Training, learner: Learner) -> Method:
+    chosen = strategy(settings.strategy)
+    match chosen:
+        case SingleMachine():
+            return StandingBy(learner)
+        case DataParallel():
+            return Replicated(learner, one_level)
+        case HierarchicalParallel():
+            return Replicated(learner, hierarchical)
+        case LocalSgd() | DiLoCo():
+            return Travelling(learner, one_level, chosen.every, optimizer(settings), chosen.outer)
+    raise ConfigError(f'strategy = "{settings.strategy}" cannot go on with other members')

@@ -1,0 +1,297 @@
+"""A conductor that reads from a script: which members each view has, and after which step it ends.
+
+It stands in the virtual world beside the hosts and sees what happens to them. So it is the reference too: a run in which
+members go at the same steps by agreement, and without faults, must come to the same parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from hcsim.cluster.view import Member, View
+from hcsim.config import AnyFault, Scenario, Training
+from hcsim.errors import HcsimError
+from hcsim.training.elastic.train import elastic_train
+from hcsim.training.run import Point, Report, Run
+from hcsim.training.task import Task
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+
+PORT = 52416
+NOTICED_S = 0.05
+"""From a member's loss to the next view."""
+
+
+class Cluster:
+    """All that happens to the membership of one training."""
+
+    def __init__(self, world: World, first: Sequence[str], homes: dict[str, str] | None = None) -> None:
+        self.world = world
+        self.homes = homes or {}
+        self.views: list[View] = []
+        self.conductors: dict[str, Scripted] = {}
+        self.done: list[str] = []
+        self.plan: list[tuple[int, Sequence[str]]] = []
+        """After so many steps: these are the members."""
+        self.reports: list[tuple[int, int | None, str]] = []
+        """What was said to be broken: epoch, rank, why."""
+        self.steps: dict[tuple[str, int], int] = {}
+        """By node and step, in which epoch it was applied."""
+        self.on_step: Callable[[str, int], None] = lambda node, step: None
+        self._over: dict[int, str] = {}
+        self._changing = False
+        self._entered = 0
+        self.publish(first)
+
+    def member(self, name: str) -> Member:
+        return Member(f"id-{name}", 1, name, f"{name}:{PORT}", self.homes.get(name, ""))
+
+    @property
+    def names(self) -> list[str]:
+        return [member.name for member in self.views[-1].members]
+
+    def conductor(self, name: str) -> Scripted:
+        return self.conductors.setdefault(name, Scripted(self, name))
+
+    def publish(self, names: Sequence[str]) -> None:
+        """The next view. Members keep their order, newcomers come last."""
+        old = self.names if self.views else []
+        order = [name for name in old if name in names] + [name for name in names if name not in old]
+        self.views.append(View("script", len(self.views), tuple(map(self.member, order))))
+        for conductor in self.conductors.values():
+            conductor.news()
+
+    def lose(self, reason: str, without: Sequence[str] = ()) -> None:
+        """The view is over at once; the next one has whoever is alive, is not done, and is not left out."""
+        self._over[self.views[-1].epoch] = reason
+        for conductor in self.conductors.values():
+            conductor.news()
+        if not self._changing:
+            self._changing = True
+            self.world.later(NOTICED_S, self._after_loss, tuple(without))
+
+    def _after_loss(self, without: tuple[str, ...]) -> None:
+        self._changing = False
+        left = [n for n in self.names if n not in without and n not in self.done and self.world.host(n).alive]
+        if left:
+            self.publish(left)
+
+    def over(self, epoch: int) -> str | None:
+        return self._over.get(epoch)
+
+    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
+        self.reports.append((epoch, rank, reason))
+        if epoch == self.views[-1].epoch:
+            self.lose(f"broken: {reason}")
+
+    def left(self, name: str) -> None:
+        if name in self.names:
+            self.publish([other for other in self.names if other != name])
+
+    def applied(self, node: str, step: int, epoch: int) -> None:
+        self.steps.setdefault((node, step), epoch)
+        self.reached(step)
+        self.on_step(node, step)
+
+    def entered(self, epoch: int) -> None:
+        """A member follows that view; once all do, their first step begins."""
+        self._entered += 1
+        if self._entered == len(self.views[0].members):
+            self.reached(0)
+
+    def reached(self, step: int) -> None:
+        """Members hear of the next view in the step before it, and go after that."""
+        while self.plan and step + 1 >= self.plan[0][0]:
+            self.publish(self.plan.pop(0)[1])
+
+    def finished(self, name: str) -> None:
+        self.done.append(name)
+
+
+class Scripted:
+    """One member's conductor."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._epoch_s: dict[int, asyncio.Future[str]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def us(self) -> Member:
+        return self._cluster.member(self._name)
+
+    async def view(self, after: int) -> View:
+        while True:
+            newest = self._cluster.views[-1]
+            known = self._cluster.over(newest.epoch) is None
+            if newest.epoch > after and newest.rank(self.us) is not None and known:
+                return newest
+            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(news)
+            await news
+
+    def over(self, epoch: int) -> asyncio.Future[str]:
+        if epoch not in self._epoch_s:
+            self._epoch_s[epoch] = asyncio.get_running_loop().create_future()
+            self._cluster.entered(epoch)
+            self.news()
+        return self._epoch_s[epoch]
+
+    def superseded(self, epoch: int) -> bool:
+        return self._cluster.views[-1].epoch > epoch
+
+    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
+        self._cluster.broken(epoch, rank, reason)
+
+    async def leave(self) -> None:
+        self._cluster.left(self._name)
+
+    def news(self) -> None:
+        """Tell those who wait; a crashed host's futures have nobody behind them."""
+        waiting, self._waiting = self._waiting, []
+        for news in waiting:
+            if not news.done():
+                news.set_result(None)
+        for epoch, future in self._epoch_s.items():
+            reason = self._cluster.over(epoch)
+            if reason is not None and not future.done():
+                future.set_result(reason)
+
+
+class Watcher:
+    """Tells the cluster of each step, and keeps the last parameters."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self.points: list[Point] = []
+        self.run: Run | None = None
+
+    def point(self, rank: int, point: Point) -> None:
+        self.points.append(point)
+        self._cluster.applied(self._name, point.step, self._cluster.views[-1].epoch)
+
+    def finished(self, run: Run) -> None:
+        self.run = run
+
+
+class Outcome:
+    """What became of each host."""
+
+    def __init__(self, cluster: Cluster, results: dict[str, Report | BaseException], watchers: dict[str, Watcher]):
+        self.cluster = cluster
+        self.results = results
+        self.watchers = watchers
+        self.digest = cluster.world.trace.digest()
+        self.began: dict[int, int] = {}
+        """By epoch, how many steps had been taken when its members were of one state."""
+
+    def plan(self) -> list[tuple[int, list[str]]]:
+        """Who was there after so many steps, as a script for a run without faults."""
+        eras = sorted(self.began.items())
+        changes = {step: [m.name for m in self.cluster.views[epoch].members] for epoch, step in eras}
+        return sorted(changes.items())
+
+    def sha256(self) -> str:
+        """Of those who came to the end, if it is one."""
+        ends = {r.sha256 for n, r in self.results.items() if isinstance(r, Report) and n in self.cluster.done}
+        assert len(ends) == 1, self.results
+        (only,) = ends
+        assert only is not None
+        return only
+
+    def error(self, name: str) -> BaseException:
+        error = self.results[name]
+        assert isinstance(error, BaseException), error
+        return error
+
+
+def train(
+    scenario: Scenario,
+    settings: Training,
+    *,
+    first: Sequence[str] = (),
+    plan: Sequence[tuple[int, Sequence[str]]] = (),
+    faults: Sequence[AnyFault] = (),
+    prepare: Callable[[Cluster], None] = lambda cluster: None,
+    what: Task | None = None,
+    **options: Any,
+) -> Outcome:
+    """Train on the hosts of a scenario. `first` are the members of the first view (all hosts, if it is not given);
+    `plan` says who is there after so many steps."""
+    began: dict[int, int] = {}
+
+    def sink(events: Sequence[Any]) -> None:
+        began.update({event[3]: event[4] for event in events if event[1] == "synchronised"})
+
+    world = World(replace(scenario, faults=(*scenario.faults, *faults)), sink=sink)
+    homes = {name: str(number) for number, home in enumerate(_homes(scenario)) for name in home}
+    cluster = Cluster(world, first or [host.name for host in world.hosts], homes)
+    cluster.plan = list(plan)
+    prepare(cluster)
+    watchers = {host.name: Watcher(cluster, host.name) for host in world.hosts}
+
+    async def program(host: VirtualHost) -> Report:
+        per_host = {name: given(host.name) if callable(given) else given for name, given in options.items()}
+        report = await elastic_train(
+            host, cluster.conductor(host.name), settings, 7, watchers[host.name], what=what, **per_host
+        )
+        if report.steps == settings.steps:
+            cluster.finished(host.name)
+        return report
+
+    async def watched() -> dict[str, Report | BaseException]:
+        tasks = {}
+        for host in world.hosts:
+            outcome = world._programs[host] = world.loop.create_future()
+            if host.alive:
+                task = host.spawn(program(host), name="main")
+                task.add_done_callback(lambda task, outcome=outcome: _settle(outcome, task))
+            tasks[host.name] = outcome
+        while True:
+            # Nobody waits for those who are in no view any more.
+            waiting = [t for n, t in tasks.items() if not t.done() and n in cluster.names]
+            if not waiting:
+                break
+            await asyncio.sleep(0.05)
+            for host in world.hosts:
+                if not host.alive and host.name in cluster.names and cluster.over(cluster.views[-1].epoch) is None:
+                    cluster.lose(f"{host.name} is lost")
+        results: dict[str, Report | BaseException] = {}
+        for name, task in tasks.items():
+            results[name] = (task.exception() or task.result()) if task.done() else HcsimError("out of every view")
+        return results
+
+    async def limited() -> dict[str, Report | BaseException]:
+        async with asyncio.timeout(3600):
+            return await watched()
+
+    outcome = Outcome(cluster, world.run(limited()), watchers)
+    outcome.began = began
+    return outcome
+
+
+def without_faults(faulty: Outcome, scenario: Scenario, settings: Training, **options: Any) -> Outcome:
+    """The reference: the same members at the same steps, by agreement."""
+    (step, first), *plan = faulty.plan()
+    assert step == 0
+    return train(scenario, settings, first=first, plan=plan, **options)
+
+
+def _settle(outcome: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
+    if outcome.done() or task.cancelled():
+        return
+    if task.exception() is not None:
+        outcome.set_exception(task.exception())
+    else:
+        outcome.set_result(task.result())
+
+
+def _homes(scenario: Scenario) -> Sequence[Sequence[str]]:
+    names = [node.name for node in scenario.nodes]
+    return [[names[rank] for rank in home] for home in scenario.homes]

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from hcsim import rng
+from hcsim.cluster.node import Self
 from hcsim.collectives.group import Group, Options
-from hcsim.config import Scenario, Training, load_scenario
+from hcsim.config import Cluster, Scenario, Training, load_scenario
+from hcsim.identity.handshake import Credentials
+from hcsim.identity.key import SEED_BYTES, NodeKey
+from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
 from hcsim.telemetry.trace import Sink
@@ -89,6 +95,57 @@ def simulate_training(
         return await train(group, chosen, loaded.seed, observer)
 
     return simulate(loaded, program, options=options, wire=wire, sink=sink)
+
+
+def simulate_cluster(
+    scenario: Scenario | str | Path,
+    settings: Training | None = None,
+    *,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+    observer: Observer | None = None,
+    tell: Callable[[str, str], None] = lambda host, what: None,
+) -> Outcome[Report]:
+    """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
+
+    `tell` hears what each host has to say about it."""
+    from hcsim.node import Plan, train_as_member
+
+    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    cluster = loaded.cluster or Cluster()
+    if cluster.nodes is None:
+        cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
+    plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
+    world = World(loaded, sink=sink)
+    homes = {node.name: node.home for node in loaded.nodes}
+
+    async def on_host(host: VirtualHost) -> Report:
+        credentials = _virtual_credentials(host, loaded.seed)
+        me = Self(
+            credentials.key.node_id,
+            credentials.boot,
+            host.name,
+            f"{host.name}:{cluster.discovery_port}",
+            f"{host.name}:{cluster.gradient_port}",
+            credentials.secret.namespace.hex(),
+            homes[host.name] if len(loaded.homes) > 1 else "",
+        )
+        heard = partial(tell, host.name)
+        return await train_as_member(host, me, plan, credentials=credentials, observer=observer, tell=heard)
+
+    results = world.run_on_all(on_host)
+    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count)
+
+
+def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
+    """The key that the host has kept, or else a new one; the cluster's secret is the scenario's."""
+    kept = host.store.load("node_key")
+    if kept is None:
+        kept = host.rng("node key").randbytes(SEED_BYTES)
+        host.store.save("node_key", kept)
+    secret = ClusterSecret(rng.stream(seed, "cluster secret").randbytes(SECRET_BYTES))
+    nonces = host.rng("nonces")
+    return Credentials(NodeKey(kept), secret, host.rng("boot").getrandbits(47), nonces.randbytes)
 
 
 @asynccontextmanager

@@ -30,6 +30,8 @@ class Self(msgspec.Struct, frozen=True):
     """Who this node is."""
 
     node: str
+    boot: int
+    """Tells its lives apart: another number whenever it is started."""
     name: str
     control: str
     """Where it takes calls about membership."""
@@ -55,13 +57,12 @@ class Node:
         self._review = asyncio.Event()
         self._waiting = ""
         self._tasks: list[asyncio.Task[None]] = []
-        boot = host.rng("boot").getrandbits(47)
-        self._us = Member(me.node, boot, me.name, me.address, me.home)
+        self._us = Member(me.node, me.boot, me.name, me.address, me.home)
         rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
         self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
         self._known = self._membership.status
         self._lines = Lines(host, self)
-        announcement = Announcement(me.node, me.name, me.namespace, boot, me.control)
+        announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line)
         self._control = me.control
 

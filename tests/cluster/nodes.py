@@ -27,7 +27,8 @@ class Party:
         """What a host does beside."""
 
     def node(self, host: VirtualHost) -> Node:
-        me = Self(host.name, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        boot = host.rng("boot").getrandbits(47)
+        me = Self(host.name, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
         return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
     def run(self, seconds: float) -> Party:

@@ -152,7 +152,7 @@ class AdmittedListener:
         self._callers = Callers()
         self._admitted: asyncio.Queue[AdmittedChannel | None] = asyncio.Queue()
         self._greeting: dict[Channel, asyncio.Task[None]] = {}
-        self._accepting = host.spawn(self._callers.accept(inner, self._called), name=f"admit at {inner.address}")
+        self._serving = host.spawn(self._serve(), name=f"admit at {inner.address}")
 
     @property
     def address(self) -> str:
@@ -170,10 +170,19 @@ class AdmittedListener:
 
     async def close(self) -> None:
         """Accept no more; who was not accepted yet is let go."""
-        if self._accepting.cancelled() or self._accepting.cancelling():
-            return
-        self._accepting.cancel()
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
         await self._inner.close()
+        await self._let_go()
+
+    async def _serve(self) -> None:
+        try:
+            with suppress(ChannelClosed):  # by whoever gave us the inner listener
+                await self._callers.accept(self._inner, self._called)
+        finally:  # also when the host ends
+            await self._let_go()
+
+    async def _let_go(self) -> None:
         for task in self._greeting.values():
             task.cancel()
         for channel in tuple(self._greeting):

@@ -11,7 +11,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,14 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
+from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.tcp import TcpChannel, translated, tune
-from hcsim.real.tls import TlsFiles, client_context, handshake, server_context
+from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.address import split_address
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
@@ -47,7 +48,8 @@ class RealOptions(msgspec.Struct, frozen=True):
 
     name: str
     seed: int = 0
-    tls: TlsFiles | None = None
+    tls: TlsFiles | ClusterTls | None = None
+    """Files of your own, or what a member of a cluster has."""
     insecure: bool = False
     """Allow plaintext beyond loopback."""
     lan_interfaces: tuple[str, ...] = ()
@@ -62,7 +64,14 @@ class RealOptions(msgspec.Struct, frozen=True):
 class RealHost:
     """This machine. Use it as an async context manager, or close it."""
 
-    def __init__(self, options: RealOptions, *, device: Device | None = None, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        options: RealOptions,
+        *,
+        device: Device | None = None,
+        trace: Trace | None = None,
+        on_refused: Callable[[ChannelError], None] | None = None,
+    ) -> None:
         self._options = options
         self._own_device = RealDevice(options.device)
         self._device = device or self._own_device
@@ -70,8 +79,8 @@ class RealHost:
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._listeners: list[TcpListener] = []
-        self._server_context = server_context(options.tls) if options.tls else None
-        self._client_context = client_context(options.tls) if options.tls else None
+        self._on_refused = on_refused
+        self._tls = Tls(options.tls) if options.tls else None
 
     @property
     def name(self) -> str:
@@ -111,7 +120,7 @@ class RealHost:
             sock = listening_socket(family, sockaddr)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
-        listener = TcpListener(sock, self._server_context, self._options.handshake_timeout_s)
+        listener = TcpListener(sock, self._tls, self._options.handshake_timeout_s, self._refused)
         self._listeners.append(listener)
         return listener
 
@@ -174,6 +183,12 @@ class RealHost:
     ) -> None:
         await self.close()
 
+    def _refused(self, error: ChannelError) -> None:
+        """Somebody called us and did not get through TLS."""
+        self.trace("refused", error.peer, str(error))
+        if self._on_refused is not None:
+            self._on_refused(error)
+
     async def _dial(self, address: str, host: str, port: int) -> TcpChannel:
         """One attempt, at every address that the name stands for."""
         failure = OSError(f"{host} has no address")
@@ -185,9 +200,10 @@ class RealHost:
                 if sock.getsockname() == sock.getpeername():
                     # Dialling a free port of our own can meet itself in TCP's simultaneous open.
                     raise ConnectionRefusedError
-                if self._client_context is not None:
-                    sock = await handshake(sock, self._client_context, server_side=False)
-                return TcpChannel(sock, address)
+                if self._tls is None:
+                    return TcpChannel(sock, address)
+                secured = await self._tls.handshake(sock, server_side=False)
+                return TcpChannel(secured.sock, address, secured.identity, secured.binding)
             except OSError as error:
                 sock.close()
                 failure = error
@@ -208,6 +224,7 @@ class RealHost:
             if self._options.tls is None and not self._options.insecure and not ip.is_loopback:
                 raise ConfigError(
                     f"{host} is not on this machine, and plaintext is only allowed on loopback: "
-                    "give TLS files (certificate, key, CA), or allow plaintext explicitly (insecure)"
+                    "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
+                    "or allow plaintext explicitly (insecure)"
                 )
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]

@@ -1,24 +1,24 @@
 """Accepting connections.
 
-A listener limits what strangers can take from it: handshakes run beside each other, each has a
+A listener limits what strangers can take from it: TLS handshakes run beside each other, each has a
 deadline, and there is a cap on connections that nobody has accepted yet; those beyond it wait in
-the kernel's queue.
+the kernel's queue. One address can have only a part of them, so that it does not shut the others out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from hcsim.errors import ChannelClosed
-from hcsim.real.tcp import TcpChannel, tune
-from hcsim.real.tls import handshake
+from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
+from hcsim.real.tcp import TcpChannel, translated, tune
+from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 
 _MAX_UNACCEPTED = 64
+_MAX_HANDSHAKES_PER_ADDRESS = 32
 _BACKLOG = 128
 _ACCEPT_RETRY_S = 0.1
 
@@ -26,10 +26,14 @@ _ACCEPT_RETRY_S = 0.1
 class TcpListener:
     """Accepts channels at one address."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext | None, handshake_timeout_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, tls: Tls | None, handshake_timeout_s: float, refused: Callable[[ChannelError], None]
+    ) -> None:
         self._sock = sock
-        self._context = context
+        self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
+        self._refused = refused
+        self._handshakes: dict[str, int] = {}
         self._address = join_address(sock.getsockname())
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
         self._welcomed: asyncio.Queue[TcpChannel | None] = asyncio.Queue()
@@ -80,19 +84,39 @@ class TcpListener:
                 self._slots.release()
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
-                self._start(self._welcome(sock, join_address(remote)))
+                self._start(self._welcome(sock, join_address(remote), remote[0]))
 
-    async def _welcome(self, sock: socket.socket, peer: str) -> None:
+    async def _welcome(self, sock: socket.socket, peer: str, address: str) -> None:
+        running = self._handshakes[address] = self._handshakes.get(address, 0) + 1
         try:
             tune(sock)
-            if self._context is not None:
+            if self._tls is None:
+                channel = TcpChannel(sock, peer)
+            elif running > _MAX_HANDSHAKES_PER_ADDRESS:
+                raise ChannelBroken(f"too many TLS handshakes with {address} at once", peer)
+            else:
                 async with asyncio.timeout(self._handshake_timeout_s):
-                    sock = await handshake(sock, self._context, server_side=True)
-        except OSError:  # a stranger, or too slow (TimeoutError is an OSError)
-            sock.close()
-            self._slots.release()
+                    secured = await self._tls.handshake(sock, server_side=True)
+                channel = TcpChannel(secured.sock, peer, secured.identity, secured.binding)
+        except TimeoutError:
+            self._turn_away(
+                sock, ChannelBroken(f"{peer} did not finish the TLS handshake in {self._handshake_timeout_s:g} s", peer)
+            )
+        except OSError as error:
+            self._turn_away(sock, translated(error, peer))
+        except ChannelError as error:
+            self._turn_away(sock, error)
         else:
-            self._welcomed.put_nowait(TcpChannel(sock, peer))
+            self._welcomed.put_nowait(channel)
+        finally:
+            self._handshakes[address] -= 1
+            if not self._handshakes[address]:
+                del self._handshakes[address]
+
+    def _turn_away(self, sock: socket.socket, error: ChannelError) -> None:
+        sock.close()
+        self._slots.release()
+        self._refused(error)
 
 
 def listening_socket(family: int, sockaddr: Any) -> socket.socket:

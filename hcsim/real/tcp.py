@@ -26,6 +26,7 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from hcsim.real.tls_failures import HandshakeCut, handshake_cut, tls_failure, unexpected_tls
 from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
@@ -55,13 +56,10 @@ def tune(sock: socket.socket) -> None:
 
 def translated(error: OSError, peer: str) -> ChannelError:
     """What the system's or OpenSSL's error means for the channel to `peer`."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return PeerRefused(f"the certificate of {peer} is not valid here: {error.verify_message}", peer)
     if isinstance(error, ssl.SSLError):
-        reason = (error.reason or str(error)).replace("_", " ").lower()
-        if "alert" in reason:
-            return PeerRefused(f"{peer} refused the TLS connection: {reason}", peer)
-        return ChannelBroken(f"TLS with {peer} failed: {reason}", peer)
+        return tls_failure(error, peer)
+    if isinstance(error, HandshakeCut):
+        return handshake_cut(peer)
     if isinstance(error, ConnectionRefusedError):
         return PeerRefused(f"nobody listens at {peer}", peer)
     if isinstance(error, ConnectionResetError | BrokenPipeError):
@@ -133,12 +131,14 @@ class _Direction:
 class TcpChannel:
     """A channel over a connected, non-blocking socket, which it owns from now on."""
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, identity: str = "", binding: bytes = b"") -> None:
         loop = asyncio.get_running_loop()
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._write: Callable[[_Parts], int] = sock.sendmsg if self._tls is None else self._write_tls
         self._peer = peer
+        self._identity = identity
+        self._binding = binding
         self._loop = loop
         self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
         self._error: ChannelError | None = None
@@ -164,13 +164,13 @@ class TcpChannel:
 
     @property
     def identity(self) -> str:
-        """TCP proves nobody's identity."""
-        return ""
+        """What TLS has proved; TCP alone proves nobody's."""
+        return self._identity
 
     @property
     def binding(self) -> bytes:
-        """TCP encrypts nothing."""
-        return b""
+        """TLS's; TCP alone encrypts nothing."""
+        return self._binding
 
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on."""
@@ -216,8 +216,7 @@ class TcpChannel:
                 self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
             )
         except RemoteProtocolError as error:
-            self._end(error)
-            raise
+            raise self._end(unexpected_tls(bytes(self._ahead[start : start + 2]), self._peer) or error) from None
         where = place(header)
         while isinstance(where, asyncio.Future):
             await asyncio.shield(where)
@@ -254,7 +253,9 @@ class TcpChannel:
             # After a large frame, who waited for it goes first: it will say where the next one goes.
             await self._fill(at_once=self._turn_bytes < _LARGE_BYTES)
         except EOFError:
-            raise self._end(self._end_of_stream(within_frame=len(self._into) < len(ahead))) from None
+            received = bytes(ahead[: len(ahead) - len(self._into)])
+            over = unexpected_tls(received, self._peer) or self._end_of_stream(within_frame=bool(received))
+            raise self._end(over) from None
         finally:
             self._ahead_end = len(ahead) - len(self._into)
 

@@ -1,21 +1,41 @@
-"""Mutual TLS 1.3 from a certificate, its key and the cluster's certificate authority.
+"""Mutual TLS 1.3: both sides present a certificate, and whoever has one that the authority signed is let in.
 
-Both sides present a certificate, and whoever holds one that the authority signed is a member. Host
-names are not compared: machines in a home get their addresses from a router, and the authority
-signs nobody but members.
+The certificates are those that the cluster's members make for themselves (`ClusterTls`), or files of your
+own (`TlsFiles`). Host names are not compared: machines in a home get their addresses from a router, and
+the authority signs nobody but members. Who a peer is, its certificate's key says.
+
+Sessions are not resumed: every connection proves itself anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import socket
 import ssl
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError
+from hcsim.identity.key import node_id_of
+from hcsim.real.certificates import RENEWED_AFTER, ClusterTls, make_certificates
+from hcsim.real.tls_failures import PLAINTEXT, HandshakeCut
+
+_LINGER_S = 0.25
+_LINGER_BYTES = 64 * 1024
+_ALERT = bytes.fromhex("15030100020246")
+"""Fatal: protocol version. OpenSSL sends none to a peer that does not speak TLS, but an hcsim without TLS knows it."""
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -29,14 +49,73 @@ class TlsFiles(msgspec.Struct, frozen=True):
     """The authority that signed the certificates of all members."""
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For accepting members."""
-    return _context(files, ssl.PROTOCOL_TLS_SERVER)
+class Secured(NamedTuple):
+    """A connection whose other end has proved itself."""
+
+    sock: ssl.SSLSocket
+    identity: str
+    """The node id of the key in the peer's certificate."""
+    binding: bytes
+    """See `Channel.binding`."""
 
 
-def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For dialling members."""
-    return _context(files, ssl.PROTOCOL_TLS_CLIENT)
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Tls:
+    """Our side of TLS. Certificates that we make ourselves are renewed while we run."""
+
+    def __init__(self, source: TlsFiles | ClusterTls, now: Callable[[], datetime] = _utc_now) -> None:
+        self._source = source
+        self._now = now
+        self._renew()
+
+    def context(self, *, server_side: bool) -> ssl.SSLContext:
+        """For the next handshake."""
+        if isinstance(self._source, ClusterTls) and self._now() - self._made_at > RENEWED_AFTER:
+            self._renew()
+        return self._contexts[server_side]
+
+    async def handshake(self, sock: socket.socket, *, server_side: bool) -> Secured:
+        """Wrap a connected non-blocking socket, which is taken over: it is closed if this fails or is cancelled.
+
+        Who made the handshake fail is told, for as long as it takes to read that."""
+        ours = self._public
+        tls = await _shake_hands(sock, self.context(server_side=server_side), server_side=server_side)
+        try:
+            theirs = _key_of(tls.getpeercert(binary_form=True) or b"")
+            raw = theirs.public_bytes_raw() if isinstance(theirs, Ed25519PublicKey) else _encoded(theirs)
+            in_order = (_encoded(theirs), ours) if server_side else (ours, _encoded(theirs))
+            # The client's last handshake message: a MAC over all others, with a key of this connection alone.
+            unique = tls.get_channel_binding("tls-unique") or b""
+            parts = b"".join(len(part).to_bytes(4, "big") + part for part in (*in_order, unique))
+            return Secured(tls, node_id_of(raw), hashlib.sha256(b"hcsim tls binding 1\0" + parts).digest())
+        except BaseException:
+            tls.close()
+            raise
+
+    def _renew(self) -> None:
+        self._made_at = self._now()
+        if isinstance(self._source, ClusterTls):
+            made = make_certificates(self._source, self._made_at)
+            # `ssl` reads keys from files alone: a folder that only we can enter, for as long as that takes.
+            with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
+                files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
+                for path, data in ((files.cert, made.leaf), (files.key, made.key), (files.ca, made.authority)):
+                    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                        file.write(data)
+                self._load(files)
+        else:
+            self._load(self._source)
+
+    def _load(self, files: TlsFiles) -> None:
+        self._contexts = {
+            True: _context(files, ssl.PROTOCOL_TLS_SERVER),
+            False: _context(files, ssl.PROTOCOL_TLS_CLIENT),
+        }
+        self._contexts[True].num_tickets = 0
+        self._public = _encoded(x509.load_pem_x509_certificate(files.cert.read_bytes()).public_key())
 
 
 def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
@@ -63,8 +142,21 @@ def _no_passphrase() -> str:
     raise ValueError("the key has a passphrase; give one without")
 
 
-async def handshake(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> ssl.SSLSocket:
-    """Wrap a connected non-blocking socket, which is taken over: it is closed if this fails or is cancelled."""
+def _key_of(certificate: bytes) -> object:
+    try:
+        return x509.load_der_x509_certificate(certificate).public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:  # the authority signed it, and yet we cannot read it
+        raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"the peer's certificate cannot be read: {error}") from None
+
+
+def _encoded(public: object) -> bytes:
+    """Any kind of public key, as in a certificate."""
+    assert hasattr(public, "public_bytes")
+    encoded: bytes = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return encoded
+
+
+async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> ssl.SSLSocket:
     loop = asyncio.get_running_loop()
     try:
         tls = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
@@ -80,9 +172,29 @@ async def handshake(sock: socket.socket, context: ssl.SSLContext, *, server_side
                 await _once(tls.fileno(), loop.add_reader, loop.remove_reader)
             except ssl.SSLWantWriteError:
                 await _once(tls.fileno(), loop.add_writer, loop.remove_writer)
+    except (ssl.SSLEOFError, ConnectionResetError, BrokenPipeError):
+        tls.close()
+        raise HandshakeCut from None
+    except ssl.SSLError as error:
+        await _part(socket.socket(fileno=tls.detach()), _ALERT if error.reason in PLAINTEXT else b"")
+        raise
     except BaseException:
         tls.close()
         raise
+
+
+async def _part(sock: socket.socket, alert: bytes) -> None:
+    """Close once the peer has read our alert: a reset, which unread bytes would cause, may overtake it."""
+    try:
+        with suppress(OSError):  # TimeoutError is one
+            sock.send(alert)
+            sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_LINGER_S):
+                left_bytes = _LINGER_BYTES
+                while left_bytes > 0 and (data := await asyncio.get_running_loop().sock_recv(sock, left_bytes)):
+                    left_bytes -= len(data)
+    finally:
+        sock.close()
 
 
 async def _once(fd: int, watch: Callable[..., object], unwatch: Callable[[int], bool]) -> None:

@@ -1,0 +1,114 @@
+"""Certificates that a cluster's members make for themselves.
+
+Python's `ssl` accepts a client's certificate only from an authority it knows. So the cluster has one whose key
+is derived from the cluster's secret: every member can make it, nobody else can. Each signs a certificate for
+its own node key with it, and strangers fail in TLS already. That all members hold the authority's key lets a
+member make certificates for other keys, but it is another node for none: a node is its key, not a name.
+
+The authority's certificate is the same, byte for byte, on all members.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from hcsim.identity.key import NodeKey
+from hcsim.identity.namespace import ClusterSecret
+
+VALIDITY = timedelta(days=7)
+RENEWED_AFTER = timedelta(days=1)
+CLOCK_ERROR = timedelta(days=1)
+"""Clocks at home disagree: a certificate is valid this much before it was made."""
+_FOREVER = (datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
+"""RFC 5280 has the second date for a certificate that does not expire."""
+
+
+class ClusterTls(msgspec.Struct, frozen=True):
+    """TLS of a cluster's member."""
+
+    key: NodeKey
+    secret: ClusterSecret
+
+
+class Certificates(msgspec.Struct, frozen=True):
+    """In PEM format."""
+
+    authority: bytes
+    leaf: bytes
+    key: bytes
+
+
+def make_certificates(member: ClusterTls, now: datetime) -> Certificates:
+    """The authority's certificate, and a new one for the member's key."""
+    authority = Ed25519PrivateKey.from_private_bytes(member.secret.derive("tls authority"))
+    name = _name(f"hcsim cluster {member.secret.namespace.hex()[:16]}")
+    root = (
+        _builder(name, name, authority.public_key(), authority.public_key(), _FOREVER)
+        .serial_number(1)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(authority, None)
+    )
+    private = member.key.private
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    validity = (now - CLOCK_ERROR, now + VALIDITY)
+    leaf = (
+        _builder(_name(member.key.node_id), name, private.public_key(), authority.public_key(), validity)
+        .serial_number(x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .sign(authority, None)
+    )
+    pem = serialization.Encoding.PEM
+    return Certificates(root.public_bytes(pem), leaf.public_bytes(pem), private_pem(member.key))
+
+
+def private_pem(key: NodeKey) -> bytes:
+    """A node's private key as openssl reads it."""
+    return key.private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: Ed25519PublicKey,
+    authority: Ed25519PublicKey,
+    validity: tuple[datetime, datetime],
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .not_valid_before(validity[0])
+        .not_valid_after(validity[1])
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

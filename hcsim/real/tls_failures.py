@@ -1,0 +1,81 @@
+"""What went wrong in TLS, in words for the person at either end."""
+
+from __future__ import annotations
+
+import ssl
+
+from hcsim.errors import ChannelBroken, ChannelError, PeerRefused, RemoteProtocolError
+
+_RECORD_STARTS = {
+    b"\x15\x03": "expects TLS, and we spoke plaintext to it",
+    b"\x16\x03": "spoke TLS to a plaintext port",
+}
+"""How TLS looks to who does not expect it: an alert, or the first message of a handshake."""
+_SAME_PHRASE = "join both to one cluster (`hcsim cluster join`), or give both certificates of one authority"
+_CLOCKS = "are the clocks of both machines right?"
+
+_EXPIRED, _NOT_YET_VALID = 10, 9
+_UNKNOWN_AUTHORITY = (2, 7, 18, 19, 20, 21)
+"""X509_V_ERR_…: no issuer found, a signature that does not fit, self-signed, and the like."""
+
+PLAINTEXT = (
+    "WRONG_VERSION_NUMBER",
+    "HTTP_REQUEST",
+    "HTTPS_PROXY_REQUEST",
+    "PACKET_LENGTH_TOO_LONG",
+    "BAD_RECORD_TYPE",
+)
+"""What OpenSSL calls bytes that are not TLS."""
+_OLD_TLS = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE")
+_ALERTS = {
+    "UNKNOWN_CA": f"its authority did not sign our certificate: {_SAME_PHRASE}",
+    "DECRYPT_ERROR": f"its authority did not sign our certificate: {_SAME_PHRASE}",
+    "CERTIFICATE_EXPIRED": f"our certificate has expired: {_CLOCKS}",
+    "BAD_CERTIFICATE": f"our certificate is not valid there: {_CLOCKS}",
+    "CERTIFICATE_UNKNOWN": "our certificate is not valid there",
+    "CERTIFICATE_REQUIRED": "it wants a certificate, and we showed none",
+    "PROTOCOL_VERSION": "it speaks another version of TLS; hcsim needs 1.3",
+}
+
+
+class HandshakeCut(ConnectionResetError):
+    """The connection ended in the middle of the TLS handshake."""
+
+
+def tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:
+    """What OpenSSL's error means for the connection to `peer`."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return PeerRefused(f"we refused {peer}: {_what_is_wrong(error)}", peer)
+    reason = error.reason or str(error)
+    if "ALERT" in reason:
+        alert = reason.rpartition("ALERT_")[2]
+        why = _ALERTS.get(alert, alert.replace("_", " ").lower())
+        return PeerRefused(f"{peer} refused the TLS connection: {why}", peer)
+    if reason in PLAINTEXT:
+        return RemoteProtocolError(f"{peer} speaks plaintext where TLS is needed: secure both ends or none", peer)
+    if reason in _OLD_TLS:
+        return PeerRefused(f"we refused {peer}: it does not speak TLS 1.3", peer)
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return PeerRefused(f"we refused {peer}: it showed no certificate", peer)
+    return ChannelBroken(f"TLS with {peer} failed: {reason.replace('_', ' ').lower()}", peer)
+
+
+def handshake_cut(peer: str) -> ChannelBroken:
+    """Said when the peer went away in the middle of the handshake."""
+    return ChannelBroken(f"{peer} ended the connection during the TLS handshake: does it expect plaintext?", peer)
+
+
+def unexpected_tls(received: bytes, peer: str) -> RemoteProtocolError | None:
+    """Said where a frame should begin and TLS was received instead; None where it was something else."""
+    what = _RECORD_STARTS.get(received[:2])
+    return RemoteProtocolError(f"{peer} {what}: secure both ends or none", peer) if what else None
+
+
+def _what_is_wrong(error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_code == _EXPIRED:
+        return f"its certificate has expired: {_CLOCKS}"
+    if error.verify_code == _NOT_YET_VALID:
+        return f"its certificate is not valid yet: {_CLOCKS}"
+    if error.verify_code in _UNKNOWN_AUTHORITY:
+        return f"our authority did not sign its certificate: {_SAME_PHRASE}"
+    return f"its certificate is not valid: {error.verify_message}"

@@ -1,0 +1,385 @@
+"""TLS among a cluster's members: held against openssl, and told clearly when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from hcsim.errors import (
+    AdmissionRefused,
+    ChannelBroken,
+    ChannelError,
+    DeadlineExceeded,
+    PeerRefused,
+    RemoteProtocolError,
+)
+from hcsim.identity.key import NodeKey, node_id_of
+from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.reasons import Reason
+from hcsim.real.certificates import ClusterTls, make_certificates
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.keys import credentials
+from hcsim.real.tls import Tls, TlsFiles
+from hcsim.runtime.channel import Channel
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.admission import AdmittedHost
+
+OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
+LEFT, RIGHT, MIDDLE = (NodeKey(bytes([number]) * 32) for number in (1, 2, 3))
+NOW = datetime.now(UTC)
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+Refusals = asyncio.Queue[ChannelError]
+Body = Callable[[RealHost, RealHost, Refusals], Awaitable[None]]
+
+
+def allocate(header: Header) -> None:
+    return None
+
+
+def member(key: NodeKey, secret: ClusterSecret = OURS) -> RealOptions:
+    return RealOptions(key.node_id[:4], tls=ClusterTls(key, secret), handshake_timeout_s=2.0)
+
+
+def files(folder: Path, key: NodeKey, secret: ClusterSecret = OURS, made_at: datetime = NOW) -> TlsFiles:
+    made = make_certificates(ClusterTls(key, secret), made_at)
+    paths = TlsFiles(*(folder / f"{key.node_id}.{part}" for part in ("crt", "key", "ca")))
+    for path, data in ((paths.cert, made.leaf), (paths.key, made.key), (paths.ca, made.authority)):
+        path.write_bytes(data)
+    return paths
+
+
+def between(left: RealOptions, right: RealOptions, body: Body) -> None:
+    """The queue fills with what the right host reports of those that it did not let in."""
+
+    async def main() -> None:
+        refused: Refusals = asyncio.Queue()
+        async with (
+            asyncio.timeout(20),
+            RealHost(left) as one,
+            RealHost(right, on_refused=refused.put_nowait) as other,
+        ):
+            await body(one, other, refused)
+
+    asyncio.run(main())
+
+
+async def eventually(refused: Refusals) -> str:
+    return str(await refused.get())
+
+
+# -- members
+
+
+def test_both_ends_know_each_other_and_the_connection() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        bindings = []
+        for _ in range(3):
+            client = await left.connect(listener.address)
+            server = await listener.accept()
+            assert (client.identity, server.identity) == (RIGHT.node_id, LEFT.node_id)
+            assert client.binding == server.binding
+            assert len(client.binding) == 32
+            bindings.append(client.binding)
+            await client.close()
+            await server.close()
+        assert len(set(bindings)) == 3
+        assert refused.empty()
+
+    between(member(LEFT), member(RIGHT), body)
+
+
+def test_certificates_of_ones_own_authority_give_an_identity_too(tmp_path: Path) -> None:
+    """Of any kind of key: here P-256, whose node id is the digest of the key as the certificate has it."""
+    commands = """
+        openssl ecparam -name prime256v1 -genkey -noout -out ca.key
+        openssl req -x509 -new -key ca.key -subj /CN=ca -days 2 -out ca.crt
+        openssl ecparam -name prime256v1 -genkey -noout -out leaf.key
+        openssl req -new -key leaf.key -subj /CN=leaf -out leaf.csr
+        openssl x509 -req -in leaf.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 1 -out leaf.crt
+        openssl ec -in leaf.key -pubout -outform DER -out leaf.pub
+    """
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    for command in filter(None, map(str.strip, commands.splitlines())):
+        subprocess.run(command.split(), cwd=tmp_path, capture_output=True, check=True)
+    own = RealOptions("own", tls=TlsFiles(tmp_path / "leaf.crt", tmp_path / "leaf.key", tmp_path / "ca.crt"))
+
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)
+        server = await listener.accept()
+        assert client.identity == server.identity == node_id_of((tmp_path / "leaf.pub").read_bytes())
+        assert client.binding == server.binding != b""
+        await client.close()
+        await server.close()
+
+    between(own, own, body)
+
+
+def test_admission_over_tls_is_bound_to_the_connection() -> None:
+    """The man in the middle has a certificate that both accept, and passes every frame on, to both sides."""
+
+    async def pump(source: Channel, target: Channel) -> None:
+        while True:
+            header, payload = await source.recv(allocate)
+            await target.send(header, payload)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(20),
+            RealHost(member(LEFT)) as left,
+            RealHost(member(RIGHT)) as right,
+            RealHost(member(MIDDLE)) as middle,
+        ):
+            reasons: list[Reason | None] = []
+            keeper = AdmittedHost(right, credentials(RIGHT, OURS, 1), lambda verdict: reasons.append(verdict.reason))
+            listener = await keeper.listen("127.0.0.1:0")
+            honest = await AdmittedHost(left, credentials(LEFT, OURS, 1)).connect(listener.address)
+            assert honest.identity == RIGHT.node_id
+            await honest.close()
+
+            relay = await middle.listen("127.0.0.1:0")
+
+            async def carry() -> None:
+                one = await relay.accept()
+                other = await middle.connect(listener.address)
+                await asyncio.gather(pump(one, other), pump(other, one), return_exceptions=True)
+                await one.close()
+                await other.close()
+
+            carrying = middle.spawn(carry(), name="carry")
+            with pytest.raises(AdmissionRefused) as refused:
+                await AdmittedHost(left, credentials(LEFT, OURS, 1)).connect(relay.address)
+            assert refused.value.reason == Reason.FOREIGN_PROOF.name
+            assert reasons == [None, Reason.FOREIGN_PROOF]
+            await carrying
+
+    asyncio.run(main())
+
+
+def test_certificates_are_renewed_while_we_run() -> None:
+    now = [NOW]
+    ours = Tls(ClusterTls(LEFT, OURS), lambda: now[0])
+    first = ours.context(server_side=True)
+    now[0] += timedelta(hours=23)
+    assert ours.context(server_side=True) is first
+    now[0] += timedelta(hours=2)
+    assert ours.context(server_side=True) is not first
+
+
+def test_no_key_is_left_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Tls(ClusterTls(LEFT, OURS))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- openssl's opinion
+
+
+def openssl(*arguments: str, data: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["openssl", *arguments]
+    return subprocess.run(command, input=data, capture_output=True, text=True, timeout=20, check=False)
+
+
+@needs_openssl
+def test_openssl_finds_the_certificates_strictly_valid_for_both_ends(tmp_path: Path) -> None:
+    left, right = files(tmp_path, LEFT), files(tmp_path, RIGHT)
+    assert left.ca.read_bytes() == right.ca.read_bytes()  # every member makes the same authority
+    for purpose in ("sslserver", "sslclient"):
+        done = openssl("verify", "-x509_strict", "-purpose", purpose, "-CAfile", str(left.ca), str(right.cert))
+        assert (done.returncode, done.stderr) == (0, "")
+    text = openssl("x509", "-in", str(left.cert), "-noout", "-text").stdout
+    assert f"CN = {LEFT.node_id}" in text
+    assert "ED25519" in text
+    assert "CA:FALSE" in text
+
+
+@needs_openssl
+def test_openssl_does_not_accept_another_clusters_certificate_nor_a_members_as_an_authority(tmp_path: Path) -> None:
+    ours = files(tmp_path, LEFT)
+    foreign = files(tmp_path, RIGHT, THEIRS)
+    assert openssl("verify", "-CAfile", str(ours.ca), str(foreign.cert)).returncode != 0
+    made_by_left = x509.load_pem_x509_certificate(ours.cert.read_bytes())
+    assert not made_by_left.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("arguments", "works", "report"),
+    [
+        ((), False, "showed no certificate"),
+        (("-cert", "{cert}", "-key", "{key}"), True, ""),
+        (("-cert", "{cert}", "-key", "{key}", "-tls1_2"), False, "does not speak TLS 1.3"),
+    ],
+    ids=["no certificate", "a member", "TLS 1.2"],
+)
+def test_openssl_as_a_client(tmp_path: Path, arguments: tuple[str, ...], works: bool, report: str) -> None:
+    paths = files(tmp_path, LEFT)
+    given = [argument.format(cert=paths.cert, key=paths.key) for argument in arguments]
+
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        command = ["s_client", "-connect", listener.address, "-CAfile", str(paths.ca), "-verify_return_error", *given]
+        done = await asyncio.to_thread(openssl, *command, data="")
+        if works:
+            assert "Verify return code: 0 (ok)" in done.stdout
+            assert "TLSv1.3" in done.stdout
+            channel = await listener.accept()
+            assert channel.identity == LEFT.node_id
+            await channel.close()
+        else:
+            assert report in await eventually(refused)
+
+    between(member(LEFT), member(RIGHT), body)
+
+
+@needs_openssl
+def test_openssl_as_a_server(tmp_path: Path, addresses: Callable[[int], list[str]]) -> None:
+    paths, [address] = files(tmp_path, RIGHT), addresses(1)
+    keys = ["-cert", str(paths.cert), "-key", str(paths.key), "-CAfile", str(paths.ca)]
+
+    async def main() -> None:
+        server = await asyncio.create_subprocess_exec(
+            "openssl", "s_server", "-accept", address, *keys, "-Verify", "1", "-verify_return_error",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(20), RealHost(member(LEFT)) as left:
+                channel = await left.connect(address)
+                assert channel.identity == RIGHT.node_id
+                await channel.close()
+        finally:
+            server.kill()
+            await server.communicate()
+
+    asyncio.run(main())
+
+
+# -- failures, at both ends
+
+
+def test_another_clusters_member_is_refused_in_tls_and_both_hear_why() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        with pytest.raises(PeerRefused, match=r"our authority did not sign its certificate.*hcsim cluster join"):
+            await left.connect(listener.address)
+        assert "its authority did not sign our certificate" in await eventually(refused)
+
+    between(member(LEFT, THEIRS), member(RIGHT), body)
+
+
+def test_a_client_of_another_cluster_that_trusts_us_is_refused_and_both_hear_why(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path, LEFT, THEIRS), files(tmp_path, RIGHT)
+    client_options = RealOptions("left", tls=TlsFiles(theirs.cert, theirs.key, ours.ca))
+
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)  # in TLS 1.3 the client is done first
+        await client.send(Header(5), memoryview(b"hello"))
+        with pytest.raises(PeerRefused, match="its authority did not sign our certificate"):
+            await client.recv(allocate)
+        assert "our authority did not sign its certificate" in await eventually(refused)
+
+    between(client_options, member(RIGHT), body)
+
+
+@pytest.mark.parametrize(
+    ("made_at", "words"),
+    [(NOW - timedelta(days=30), "has expired"), (NOW + timedelta(days=30), "not valid yet")],
+)
+def test_a_certificate_out_of_its_time_is_named_at_both_ends(tmp_path: Path, made_at: datetime, words: str) -> None:
+    stale = RealOptions("stale", tls=files(tmp_path, LEFT, made_at=made_at))
+
+    async def as_server(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        with pytest.raises(PeerRefused, match=f"its certificate .*{words}.*clocks"):
+            await left.connect(listener.address)
+        assert "clocks" in await eventually(refused)
+
+    async def as_client(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)
+        await client.send(Header(5), memoryview(b"hello"))
+        with pytest.raises(PeerRefused, match=r"our certificate .*clocks"):
+            await client.recv(allocate)
+        assert words in await eventually(refused)
+
+    between(member(RIGHT), stale, as_server)
+    between(stale, member(RIGHT), as_client)
+
+
+def test_a_plaintext_client_at_a_tls_port_is_told_at_both_ends() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)
+        await client.send(Header(500, Kind.HELLO), memoryview(bytes(500)))
+        with pytest.raises(RemoteProtocolError, match="expects TLS, and we spoke plaintext"):
+            await client.recv(allocate)
+        assert "speaks plaintext where TLS is needed" in await eventually(refused)
+
+    between(RealOptions("left"), member(RIGHT), body)
+
+
+def test_a_tls_client_at_a_plaintext_port_is_told_at_both_ends() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+
+        async def serve() -> str:
+            channel = await listener.accept()
+            with pytest.raises(RemoteProtocolError) as failure:
+                await channel.recv(allocate)
+            return str(failure.value)
+
+        serving = right.spawn(serve(), name="serve")
+        with pytest.raises(DeadlineExceeded, match="during the TLS handshake: does it expect plaintext"):
+            await left.connect(listener.address, timeout_s=0.5)
+        assert "spoke TLS to a plaintext port" in await serving
+
+    between(member(LEFT), RealOptions("right"), body)
+
+
+def test_one_address_cannot_take_all_places_at_the_door() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        loop = asyncio.get_running_loop()
+        listener = await right.listen("127.0.0.1:0")
+        host, _, port = listener.address.rpartition(":")
+        silent = [socket.socket() for _ in range(40)]
+        try:
+            for stranger in silent:
+                stranger.setblocking(False)
+                await loop.sock_connect(stranger, (host, int(port)))
+            assert "too many TLS handshakes" in await eventually(refused)
+        finally:
+            for stranger in silent:
+                stranger.close()
+        client = await left.connect(listener.address)
+        await client.close()
+
+    between(member(LEFT), member(RIGHT), body)
+
+
+def test_frames_are_refused_after_a_failed_handshake_and_the_port_serves_on() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        for _ in range(3):
+            with socket.create_connection(listener.address.split(":"), timeout=5) as stranger:
+                stranger.sendall(b"\x16\x03\x01\x02\x00\x01" + bytes(600))
+                await eventually(refused)
+        client = await left.connect(listener.address)
+        server = await listener.accept()
+        await client.close()
+        with pytest.raises(ChannelBroken):
+            await server.recv(allocate)
+
+    between(member(LEFT), member(RIGHT), body)

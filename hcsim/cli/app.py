@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hcsim.cli import screen
-from hcsim.errors import ConfigError, HcsimError, UsageError
+from hcsim.cli import cluster, screen
+from hcsim.cli.plainly import FAILED, plainly
 
 app = typer.Typer(
     help="Training and collectives on a home cluster: in a simulated one, or on your own machines.",
@@ -20,27 +18,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.add_typer(cluster.app, name="cluster")
+
 Text = str | None
-
-BAD_INPUT = 2
-FAILED = 1
-INTERRUPTED = 130
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Tell a person what is wrong in a line. A programming error keeps its traceback."""
-    try:
-        yield
-    except (ConfigError, UsageError) as error:
-        screen.complain(str(error))
-        raise typer.Exit(BAD_INPUT) from None
-    except HcsimError as error:
-        screen.complain(str(error))
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
-        screen.note("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -94,7 +74,7 @@ def run(
     segment: Annotated[Text, typer.Option(help='Piece that a message is cut into, such as "1 MiB".')] = None,
 ) -> None:
     """Run a job or train: in a scenario's virtual cluster, or with --real on this and other machines."""
-    with _plainly():
+    with plainly():
         from hcsim.cli import options
 
         both = {"algorithm": algorithm, "timeout": timeout}
@@ -142,7 +122,7 @@ def run(
 @app.command()
 def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
     """Score a saved model on data that it was not trained on."""
-    with _plainly():
+    with plainly():
         from hcsim.cli.train import evaluate_model
 
         evaluate_model(model)

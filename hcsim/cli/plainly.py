@@ -1,0 +1,31 @@
+"""Errors as people see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from hcsim.cli import screen
+from hcsim.errors import ConfigError, HcsimError, UsageError
+
+BAD_INPUT = 2
+FAILED = 1
+INTERRUPTED = 130
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Tell a person what is wrong in a line. A programming error keeps its traceback."""
+    try:
+        yield
+    except (ConfigError, UsageError) as error:
+        screen.complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
+    except HcsimError as error:
+        screen.complain(str(error))
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        screen.note("interrupted")
+        raise typer.Exit(INTERRUPTED) from None

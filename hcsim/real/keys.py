@@ -1,0 +1,130 @@
+"""What a machine keeps secret: its node key, and the secrets of the clusters it has joined.
+
+    HOME/node_key          the node's Ed25519 key, in PEM format
+    HOME/clusters/NAME     a cluster's join phrase
+
+HOME is `~/.hcsim` unless a person says otherwise. The files are made once, whole or not at all, and for our
+own eyes only; one that others can read is not used, since they may have read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from hcsim.errors import ConfigError
+from hcsim.identity.handshake import Credentials
+from hcsim.identity.key import SEED_BYTES, NodeKey
+from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.real.certificates import private_pem
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+
+def load_node_key(home: Path) -> NodeKey:
+    """This machine's key, which is made when it is first asked for."""
+    path = home / "node_key"
+    data = _read_private(path)
+    if data is None:
+        _create_private(path, private_pem(NodeKey(os.urandom(SEED_BYTES))))
+        data = _read_private(path) or b""  # another process may have been faster: its key counts
+    try:
+        private = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        private = None
+    if not isinstance(private, Ed25519PrivateKey):
+        raise ConfigError(
+            f"{path}: damaged, or not an Ed25519 key without a passphrase; "
+            "take it from a backup, or delete it: this machine is then a new node to its cluster"
+        )
+    return NodeKey(private.private_bytes_raw())
+
+
+def new_secret() -> ClusterSecret:
+    """A cluster that nobody else has."""
+    return ClusterSecret(os.urandom(SECRET_BYTES))
+
+
+def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
+    """Remember a cluster; False if that very one was remembered already. Another one is never overwritten."""
+    path = _cluster_file(home, name)
+    if _create_private(path, f"{secret.phrase()}\n".encode()):
+        return True
+    if load_secret(home, name) == secret:
+        return False
+    raise ConfigError(
+        f"{path}: this machine belongs to another cluster of the name {name!r} already (`hcsim cluster phrase` "
+        "prints how others join it); give this one another name (--name), or delete that file to forget the other"
+    )
+
+
+def load_secret(home: Path, name: str) -> ClusterSecret:
+    """The secret of a cluster that this machine has joined."""
+    path = _cluster_file(home, name)
+    data = _read_private(path)
+    if data is None:
+        raise ConfigError(
+            f"this machine has joined no cluster of the name {name!r} ({path} does not exist): "
+            "run `hcsim cluster create` on the first machine, `hcsim cluster join` on the others"
+        )
+    try:
+        return ClusterSecret.from_phrase(data.decode("ascii", errors="replace"))
+    except ConfigError:
+        raise ConfigError(f"{path}: damaged; delete it and join the cluster again") from None
+
+
+def credentials(key: NodeKey, secret: ClusterSecret, boot: int) -> Credentials:
+    """What this machine proves itself with; its random bytes are the operating system's."""
+    return Credentials(key, secret, boot, os.urandom)
+
+
+def _cluster_file(home: Path, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be the name of a cluster: use small letters, digits, - and _, up to 32")
+    return home / "clusters" / name
+
+
+def _read_private(path: Path) -> bytes | None:
+    """A file that nobody else can read; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.geteuid():
+                raise ConfigError(f"{path}: belongs to another user, so it is not ours to trust")
+            if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ConfigError(
+                    f"{path}: others on this machine can read it; if none of them did, run `chmod 600 {path}`, "
+                    "otherwise delete it and make a new one"
+                )
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _create_private(path: Path, data: bytes) -> bool:
+    """Make a file that only we can read, with all its content at once; False if there is one already."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(beside, path)  # fails if the name is taken, as a rename would not
+        finally:
+            os.unlink(beside)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    return True

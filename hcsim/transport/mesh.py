@@ -56,6 +56,8 @@ class Membership(msgspec.Struct, frozen=True):
     name: str = "hcsim"
     epoch: int = 0
     wire: Wire = Wire()
+    identities: tuple[str, ...] = ()
+    """Which node each rank is; a rank then has to be that node. Empty: a rank is whoever says so."""
 
     @property
     def world(self) -> int:
@@ -81,6 +83,8 @@ class Mesh:
     def __init__(self, host: Host, us: Membership) -> None:
         if not 0 <= us.rank < us.world:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
+        if us.identities and len(us.identities) != us.world:
+            raise UsageError(f"a group of {us.world} has as many identities, not {len(us.identities)}")
         self.host = host
         self.us = us
         self.links: dict[int, Link] = {}
@@ -193,6 +197,10 @@ class Mesh:
         us = self.us
         channel = await self.host.connect(us.addresses[rank], timeout_s=us.wire.connect_timeout_s)
         try:
+            if _is_impostor(us, rank, channel):
+                proved = f"proved to be node {channel.identity}" if channel.identity else "proved nothing"
+                expected = f"should be rank {rank}, node {us.identities[rank]}"
+                raise PeerRefused(f"{us.addresses[rank]} {expected}, but {proved}", channel.peer)
             await _say(channel, Kind.HELLO, us, msgspec.msgpack.encode(_hello(us, us.rank, stripe)))
             channel.limit(HELLO_LIMIT_BYTES)
             kind, data = await _hear(channel)
@@ -222,7 +230,7 @@ class Mesh:
                 if kind is not Kind.HELLO:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
                 theirs = _decode_hello(data, channel.peer)
-                answer, reason = self._answer(theirs)
+                answer, reason = self._answer(theirs, channel)
                 if answer is Kind.HELLO:
                     self._take_in(theirs, channel)
                     reply = msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0))
@@ -235,19 +243,21 @@ class Mesh:
         finally:
             self._strangers.known()
 
-    def _answer(self, theirs: Hello) -> tuple[Kind, str]:
+    def _answer(self, theirs: Hello, channel: Channel) -> tuple[Kind, str]:
         """Take them in, refuse them and say why, or ask them to call again."""
         us = self.us
+        if us.identities and not channel.identity:
+            return Kind.ABORT, "you have not proved who you are"
         if theirs.name == us.name and theirs.epoch > us.epoch:
             # They gave our epoch up and went on; so must we.
             self.newest_epoch = max(self.newest_epoch, theirs.epoch)
             if self.on_newer is not None:
                 self.on_newer(theirs.rank, theirs.epoch)
             return Kind.LATER, ""
-        reason = "the group is closed" if self._closed else self._objection(theirs)
+        reason = "the group is closed" if self._closed else self._objection(theirs, channel)
         return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 
-    def _objection(self, theirs: Hello) -> str:
+    def _objection(self, theirs: Hello, channel: Channel) -> str:
         us = self.us
         ours = _hello(us, theirs.rank, theirs.stripe)
         for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
@@ -257,6 +267,8 @@ class Mesh:
             return f"rank {theirs.rank} (connection {theirs.stripe}) has no business calling rank {us.rank}"
         if theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {}):
             return f"rank {theirs.rank} is connected already"
+        if _is_impostor(us, theirs.rank, channel):
+            return f"rank {theirs.rank} is node {us.identities[theirs.rank]}, and you are node {channel.identity}"
         return ""
 
     def _take_in(self, theirs: Hello, channel: Channel) -> None:
@@ -269,6 +281,10 @@ class Mesh:
             awaited = self._complete.pop(theirs.rank, None)
             if awaited is not None and not awaited.done():
                 awaited.set_result(link)
+
+
+def _is_impostor(us: Membership, rank: int, channel: Channel) -> bool:
+    return bool(us.identities) and channel.identity != us.identities[rank]
 
 
 def _hello(us: Membership, rank: int, stripe: int) -> Hello:

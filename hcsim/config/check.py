@@ -5,17 +5,17 @@ An error starts with the place in the file, as the decoder's do. Copies of a nod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from hcsim.config.faults import AnyFault, LinkChange, Partition, Reset
+from hcsim.config.check_faults import check_fault
+from hcsim.config.known import check_known, check_pair
 from hcsim.config.machines import CATALOGUE
 from hcsim.config.media import AnyMedium, Thunderbolt
 from hcsim.config.scenario import Attachment, Node, Scenario
 from hcsim.errors import ConfigError
-from hcsim.units import did_you_mean
 
 _Placed: TypeAlias = tuple[str, Node]
 """A node, and where it is in the file."""
@@ -31,15 +31,15 @@ def complete(scenario: Scenario) -> Scenario:
     names = [node.name for _, node in copies]
     for i, medium in enumerate(scenario.media):
         for j, cable in enumerate(medium.cables if isinstance(medium, Thunderbolt) else ()):
-            _check_pair(f"medium[{i}].cable[{j}].between", cable.between, names)
+            check_pair(f"medium[{i}].cable[{j}].between", cable.between, names)
     plugged = [(path, _plugged_in(path, node, scenario.media)) for path, node in copies]
     homes = list(dict.fromkeys(m.home for m in scenario.media if not isinstance(m, Thunderbolt)))
     _refuse_twice((f"wan[{i}].home", line.home) for i, line in enumerate(scenario.wan))
     for i, line in enumerate(scenario.wan):
-        _check_known(f"wan[{i}].home", line.home, homes, "home with a medium")
-    attached = {node.name: [link.medium for link in node.links] for _, node in plugged}
+        check_known(f"wan[{i}].home", line.home, homes, "home with a medium")
+    nodes = {node.name: node for _, node in plugged}
     for i, fault in enumerate(scenario.faults):
-        _check_fault(f"fault[{i}]", fault, attached, media)
+        check_fault(f"fault[{i}]", fault, nodes, media)
     _check_routes(plugged, scenario)
     return replace(scenario, nodes=tuple(node for _, node in plugged))
 
@@ -52,26 +52,13 @@ def _refuse_twice(named: Iterable[tuple[str, str]]) -> None:
         taken[name] = path
 
 
-def _check_known(path: str, name: str, known: Collection[str], what: str) -> None:
-    if name not in known:
-        valid = ", ".join(known) or "none"
-        raise ConfigError(f'{path} = "{name}": there is no such {what}{did_you_mean(name, known)}; known: {valid}')
-
-
-def _check_pair(path: str, pair: tuple[str, str], names: Collection[str]) -> None:
-    for i, name in enumerate(pair):
-        _check_known(f"{path}[{i}]", name, names, "node")
-    if pair[0] == pair[1]:
-        raise ConfigError(f'{path}: "{pair[0]}" is there twice; two different nodes are needed')
-
-
 def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:
     """The node with its home, which must be that of its media."""
     if isinstance(node.machine, str):
-        _check_known(f"{path}.machine", node.machine, CATALOGUE, "machine")
+        check_known(f"{path}.machine", node.machine, CATALOGUE, "machine")
     homes: list[str] = [node.home] if node.home else []
     for i, link in enumerate(node.links):
-        _check_known(f"{path}.links[{i}]", link.medium, media, "medium")
+        check_known(f"{path}.links[{i}]", link.medium, media, "medium")
         medium = media[link.medium]
         if not isinstance(medium, Thunderbolt):
             homes.append(medium.home)
@@ -100,21 +87,6 @@ def _plugged_in(path: str, node: Node, media: Sequence[AnyMedium]) -> Node:
                 place = f"{path}.links[{linked.index(medium.name)}]"
                 raise ConfigError(f'{place} = "{medium.name}": none of its cables goes to "{node.name}"')
     return replace(node, links=tuple(plugged))
-
-
-def _check_fault(path: str, fault: AnyFault, attached: dict[str, list[str]], media: dict[str, AnyMedium]) -> None:
-    if isinstance(fault, Reset):
-        _check_pair(f"{path}.between", fault.between, attached)
-    elif isinstance(fault, Partition):
-        for i, side in enumerate(fault.sides):
-            for j, name in enumerate(side):
-                _check_known(f"{path}.sides[{i}][{j}]", name, attached, "node")
-    elif fault.node is not None:
-        _check_known(f"{path}.node", fault.node, attached, "node")
-    if isinstance(fault, LinkChange):
-        _check_known(f"{path}.medium", fault.medium, media, "medium")
-        if fault.node is not None:
-            _check_known(f"{path}.medium", fault.medium, attached[fault.node], f"link of {fault.node}")
 
 
 def _check_routes(placed: Sequence[_Placed], scenario: Scenario) -> None:

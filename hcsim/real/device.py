@@ -52,8 +52,8 @@ class RealDevice:
         """The same."""
         return self._name
 
-    async def run(self, work: Work, function: Callable[[], T]) -> T:
-        """Call the function; what the work would cost elsewhere does not matter here."""
+    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+        """Call the function; what the work would cost elsewhere does not matter here, nor where it writes."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
     async def touch(self, moved_bytes: int) -> None:

@@ -31,8 +31,10 @@ class Device(Protocol):
     def torch_name(self) -> str:
         """Where torch really computes: "mps", "cuda", "cpu"."""
 
-    async def run(self, work: Work, function: Callable[[], T]) -> T:
-        """Call the function without holding up the network, and take the time the work takes."""
+    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+        """Call the function without holding up the network, and take the time the work takes.
+
+        `into` is the memory that the function writes its numbers to, where it does not return them."""
 
     async def touch(self, moved_bytes: int) -> None:
         """Account for memory traffic that the caller causes itself, such as adding a segment."""

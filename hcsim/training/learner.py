@@ -59,7 +59,7 @@ class Learner:
         for block in reversed(range(len(self.task.blocks))):
             if len(batch):
                 work = backward_work(self.task.blocks[block], len(batch))
-                await self.run(work, partial(self.replica.backward, block))
+                await self.run(work, partial(self.replica.backward, block), self._gradients_of(block))
             if ready is not None:
                 await ready(block)
         return loss
@@ -68,10 +68,16 @@ class Learner:
         """One step of the optimizer with the gradients that are in place."""
         await self.run(self._update_work, partial(self.stepper.step, self.replica.gradients, lr))
 
-    async def run(self, work: Work, function: Callable[[], T]) -> T:
+    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Compute something on the device, and book its time."""
         with self.ledger.spent_on("compute"):
-            return await self.host.device.run(work, function)
+            return await self.host.device.run(work, function, into)
+
+    def _gradients_of(self, block: int) -> memoryview | None:
+        tensors, gradients = self.layout.blocks[block], self.replica.gradients
+        if isinstance(gradients, Phantom) or not tensors:
+            return None
+        return gradients[tensors[0].offset : tensors[-1].span.stop].data
 
 
 def digest(parameters: Flat) -> str | None:

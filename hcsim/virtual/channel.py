@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_RTO_NS = 60 * NS
 """The longest that TCP waits before it sends something again."""
+
+
+Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None], tuple[Header, Payload]], None]
+"""Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
 
 
 class VirtualChannel:
@@ -154,15 +158,33 @@ class VirtualChannel:
         """Send a reset: the peer's end breaks when it arrives."""
         self._host.signal(self._far._host, self._far.broken, why)
 
-    def vanish(self) -> None:
-        """Our end is gone without a word. The peer finds out when it sends: who is here then answers with a reset."""
+    def vanish(self, *, answers: bool = True) -> None:
+        """Our end is gone without a word.
+
+        The peer finds out when it sends, because whoever is here then answers with a reset; unless nobody
+        `answers` at our old address any more."""
         far = self._far
-        if self._in.unfinished:
-            far._unheard_since_ns = self._loop.now_ns
+        unfinished = self._in.unfinished
         self._out.kill()
         self._in.kill()
-        far._out.on_pushed_dead = far._unheard
         self._host.forget(self)
+        if answers:
+            far._out.on_pushed_dead = far._unheard
+            if unfinished:
+                far._unheard()
+
+    def lose(self, why: str, *, answers: bool = True) -> None:
+        """Our system forgets the connection: we are told, the peer is not."""
+        self.vanish(answers=answers)
+        self.broken(why)
+
+    def divert(self, through: Detour | None) -> None:
+        """Have what we send from now on pass through something that may change it; None: no longer."""
+        straight = self._far._arrived
+        if through is None:
+            self._deliver = straight
+        else:
+            self._deliver = lambda header, payload: through(self, straight, (header, payload))
 
     def _unheard(self) -> None:
         self._unheard_since_ns = self._loop.now_ns

@@ -14,6 +14,7 @@ from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import split_address
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.virtual.channel import VirtualChannel, VirtualListener
+from hcsim.virtual.datagrams import Datagram
 from hcsim.virtual.device import VirtualDevice
 from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.loop import OWNER
@@ -34,28 +35,43 @@ class VirtualClock:
 
     def __init__(self, host: VirtualHost) -> None:
         self._loop = host.loop
-        self.rate = 1.0
+        self._rate = 1.0
         self.offset_s = 0.0
+        self._elapsed_offset_s = 0.0
 
     def now(self) -> float:
         """See `runtime.clock.Clock.now`."""
-        return self._loop.time() * self.rate + self.offset_s
+        return self._loop.time() * self._rate + self.offset_s
 
     def elapsed(self) -> float:
         """See `runtime.clock.Clock.elapsed`."""
-        return self._loop.time()
-
-    def go_on_from(self, before: VirtualClock) -> None:
-        """Show what that clock shows: it is the same one, in the machine's next life."""
-        self.rate, self.offset_s = before.rate, before.offset_s
+        return self._loop.time() * self._rate + self._elapsed_offset_s
 
     async def sleep(self, seconds: float) -> None:
         """See `runtime.clock.Clock.sleep`."""
-        await asyncio.sleep(seconds / self.rate)
+        await asyncio.sleep(seconds / self._rate)
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
         """See `runtime.clock.Clock.timeout`."""
-        return asyncio.timeout(None if seconds is None else seconds / self.rate)
+        return asyncio.timeout(None if seconds is None else seconds / self._rate)
+
+    # The world's side of a clock.
+
+    def multiply_rate(self, factor: float) -> None:
+        """Run faster or slower from now on; what it shows does not leap."""
+        faster = self._rate * factor
+        gained_s = self._loop.time() * (faster - self._rate)
+        self.offset_s -= gained_s
+        self._elapsed_offset_s -= gained_s
+        self._rate = faster
+
+    def slept(self, seconds: float) -> None:
+        """The machine was asleep for so long: time has passed, but not for what measures how long something takes."""
+        self._elapsed_offset_s -= seconds * self._rate
+
+    def go_on_from(self, before: VirtualClock) -> None:
+        """Show what that clock shows: it is the same one, in the machine's next life."""
+        self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
 
 
 class VirtualStore:
@@ -108,12 +124,13 @@ class VirtualHost:
         self.device = VirtualDevice(self, machine)
         if before is not None:
             self.clock.go_on_from(before.clock)
-            self.device.throttle = before.device.throttle
-        self.lan = VirtualLan(self)
+            self.device.go_on_from(before.device)
+        self.lan: VirtualLan = VirtualLan(self, before.lan.history if before is not None else ())
         self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""
+        self.asleep_until_s = 0.0
         self.channels: dict[VirtualChannel, None] = {}
         self._listeners: dict[int, VirtualListener] = {}
         self._context = contextvars.copy_context()
@@ -183,20 +200,38 @@ class VirtualHost:
 
     def neighbours(self) -> tuple[VirtualHost, ...]:
         """The other hosts that hear our broadcasts."""
-        return self._world.neighbours(self)
+        return self._world.wiring.neighbours(self)
 
     def signal(self, target: VirtualHost, arrive: Callable[..., None], *args: object) -> None:
         """Send a packet of no size; a partition or a crash swallows it."""
-        if not self.alive or self._world.is_cut(self, target):
+        self._post(target, (0.0,), arrive, args)
+
+    def cast(self, target: VirtualHost, question: bool, arrive: Callable[..., None], *args: object) -> None:
+        """The same as a datagram of the local network, to which faults may do more."""
+        route = self._world.topology.route(self._name, target.name)
+        if route is not None:
+            datagram = Datagram(self._name, target.name, (route.medium, route.arrives_by), question)
+            self._post(target, self._world.datagrams.delays_s(datagram), arrive, args)
+
+    def _post(
+        self, target: VirtualHost, delays_s: tuple[float, ...], arrive: Callable[..., None], args: tuple[object, ...]
+    ) -> None:
+        path = self._world.topology.route(self._name, target.name)
+        if not self.alive or path is None or self._world.wiring.is_cut(self._name, target.name):
             return
-        path = self._world.topology.path(self._name, target.name)
-        delay_s = path.latency_s
+        way_s = path.latency_s
         if path.jitter_s > 0.0:
-            delay_s += self._signals.expovariate(1.0 / path.jitter_s)
-        self.loop.call_at_ns(self.loop.now_ns + round(delay_s * NS), self._signalled, target, arrive, args)
+            way_s += self._signals.expovariate(1.0 / path.jitter_s)
+        for delay_s in delays_s:
+            when_ns = self.loop.now_ns + round((way_s + delay_s) * NS)
+            self.loop.call_at_ns(when_ns, self._signalled, target, arrive, args)
 
     def _signalled(self, target: VirtualHost, arrive: Callable[..., None], args: tuple[object, ...]) -> None:
-        if target.alive and not self._world.is_cut(self, target):
+        wiring = self._world.wiring
+        clear_ns = wiring.clogged_until_ns(self._name, target.name)
+        if self.loop.now_ns < clear_ns:
+            self.loop.call_at_ns(clear_ns, self._signalled, target, arrive, args)
+        elif target.alive and not wiring.is_cut(self._name, target.name):
             arrive(*args)
 
     def present(self, name: str) -> VirtualHost:
@@ -234,7 +269,7 @@ class VirtualHost:
         if listener is None:
             self.signal(caller, answered, answer, None)
             return
-        near, far = self._world.connection(caller, self)
+        near, far = self._world.wiring.join(caller, self)
         self.signal(caller, answered, answer, near)
         listener.offer(far)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from hcsim.runtime.lan import Service, Sighting
@@ -19,8 +19,10 @@ class VirtualLan:
     repeated once after a second, and who starts to browse asks everybody first.
     """
 
-    def __init__(self, host: VirtualHost) -> None:
+    def __init__(self, host: VirtualHost, history: Sequence[Service] = ()) -> None:
         self._host = host
+        self.history = list(history)
+        """All that this machine has ever announced, in earlier lives too."""
         self._ours: dict[str, Service] = {}
         self._seen: dict[str, Service] = {}
         self._browsers: list[asyncio.Queue[Sighting]] = []
@@ -28,6 +30,8 @@ class VirtualLan:
     async def advertise(self, service: Service) -> None:
         """See `runtime.lan.Lan.advertise`."""
         self._ours[service.name] = service
+        if service not in self.history:
+            self.history.append(service)
         self._announce(service)
         loop = self._host.loop
         loop.call_at_ns(loop.now_ns + 1_000_000_000, self._repeat, service)
@@ -45,17 +49,21 @@ class VirtualLan:
             queue.put_nowait(Sighting(service))
         self._browsers.append(queue)
         for neighbour in self._host.neighbours():
-            self._host.signal(neighbour, neighbour.lan.answer, self._host)
+            self._host.cast(neighbour, True, neighbour.lan.answer, self._host)
         try:
             while True:
                 yield await queue.get()
         finally:
             self._browsers.remove(queue)
 
+    def announced(self, name: str) -> Service | None:
+        """What we say under that name at the moment."""
+        return self._ours.get(name)
+
     def answer(self, asker: VirtualHost) -> None:
         """Somebody asks who is there."""
         for service in self._ours.values():
-            self._host.signal(asker, asker.lan.hear, Sighting(service))
+            self._host.cast(asker, False, asker.lan.hear, Sighting(service))
 
     def hear(self, sighting: Sighting) -> None:
         """An announcement arrives."""
@@ -79,4 +87,4 @@ class VirtualLan:
 
     def _multicast(self, sighting: Sighting) -> None:
         for neighbour in (self._host, *self._host.neighbours()):
-            self._host.signal(neighbour, neighbour.lan.hear, sighting)
+            self._host.cast(neighbour, False, neighbour.lan.hear, sighting)

@@ -24,9 +24,8 @@ from itertools import pairwise
 from math import inf
 
 import networkx as nx
-from msgspec.structs import replace
 
-from hcsim.config import Attachment, Ethernet, LinkChange, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
+from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium
 from hcsim.virtual.sharing import Resource
@@ -56,6 +55,8 @@ class Path:
     hops: tuple[Hop, ...]
     medium: str = ""
     """What it leaves the sender by."""
+    arrives_by: str = ""
+    """What it comes to the receiver by."""
 
     @property
     def latency_s(self) -> float:
@@ -128,7 +129,7 @@ class Topology:
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
         self._cables = nx.Graph()
-        self._paths: dict[tuple[str, str], Path] = {}
+        self._routes: dict[tuple[str, str, tuple[str, str] | None], Path | None] = {}
         media = {medium.name: medium for medium in self.scenario.media}
         for node in self.scenario.nodes:
             for link in node.links:
@@ -144,10 +145,17 @@ class Topology:
 
     def path(self, source: str, target: str) -> Path:
         """The best route; `ConfigError` where there is none."""
-        key = (source, target)
-        if key not in self._paths:
-            self._paths[key] = self._find(source, target)
-        return self._paths[key]
+        path = self.route(source, target)
+        if path is None:
+            raise ConfigError(f"there is no route from {source} to {target}: they share no medium, home or WAN")
+        return path
+
+    def route(self, source: str, target: str, over: tuple[str, str] | None = None) -> Path | None:
+        """The best route, if there is one; `over` says by which media it has to leave and to arrive."""
+        key = (source, target, over)
+        if key not in self._routes:
+            self._routes[key] = self._find(source, target, over)
+        return self._routes[key]
 
     def interfaces(self, name: str) -> tuple[Interface, ...]:
         """What a host is attached to."""
@@ -218,12 +226,14 @@ class Topology:
                 tree.nodes[node]["forwards"] = forwards
         self._cables = nx.compose(self._cables, tree)
 
-    def _find(self, source: str, target: str) -> Path:
+    def _find(self, source: str, target: str, over: tuple[str, str] | None) -> Path | None:
         if source == target:
             return Path((Hop((), LOOPBACK_LATENCY_S, mtu=65535),))
         candidates = [*self._bridged(source, target), *self._over_thunderbolt(source, target)]
+        if over is not None:
+            candidates = [path for path in candidates if (path.medium, path.arrives_by) == over]
         if not candidates:
-            raise ConfigError(f"there is no route from {source} to {target}: they share no medium, home or WAN")
+            return None
         if self.scenario.routes == "service_order":
             order = self._service_order[source]
             first = min((path.medium for path in candidates), key=order.index)
@@ -234,11 +244,12 @@ class Topology:
         paths = []
         for out in self._ports[source]:
             for into in self._ports[target]:
+                media = (out.medium.name, into.medium.name)
                 if out.medium.home == into.medium.home:
-                    paths.append(Path((out.out, into.into), out.medium.name))
+                    paths.append(Path((out.out, into.into), *media))
                 elif out.medium.home in self._uplinks and into.medium.home in self._uplinks:
                     up, down = self._uplinks[out.medium.home][0], self._uplinks[into.medium.home][1]
-                    paths.append(Path((out.out, up, down, into.into), out.medium.name))
+                    paths.append(Path((out.out, up, down, into.into), *media))
         return paths
 
     def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
@@ -251,35 +262,8 @@ class Topology:
             if here != source and "forwards" in graph.nodes[here]:
                 hops.append(graph.nodes[here]["forwards"])
             hops.append(graph.edges[here, there]["hops"][here])
-        return [Path(tuple(hops), graph.edges[nodes[0], nodes[1]]["medium"])]
-
-
-def changed(scenario: Scenario, change: LinkChange) -> Scenario:
-    """The scenario with one medium, or one host's attachment to it, changed."""
-    if change.node is None:
-        media = tuple(_changed_medium(m, change) if m.name == change.medium else m for m in scenario.media)
-        return replace(scenario, media=media)
-    nodes = tuple(_changed_node(n, change) if n.name == change.node else n for n in scenario.nodes)
-    return replace(scenario, nodes=nodes)
-
-
-def _changed_medium(medium: Ethernet | Wifi | Thunderbolt, change: LinkChange) -> Ethernet | Wifi | Thunderbolt:
-    figures = _given(latency_s=change.latency_s)
-    if isinstance(medium, Thunderbolt):
-        figures |= _given(forward_bps=change.rate_bps, backward_bps=change.rate_bps)
-        return replace(medium, cables=tuple(replace(cable, **figures) for cable in medium.cables))
-    rate = "phy_rate_bps" if isinstance(medium, Wifi) else "rate_bps"
-    return replace(medium, **figures, **_given(**{rate: change.rate_bps, "loss": change.loss}))
-
-
-def _changed_node(node: Node, change: LinkChange) -> Node:
-    figures = _given(rate_bps=change.rate_bps, latency_s=change.latency_s)
-    links = tuple(replace(link, **figures) if link.medium == change.medium else link for link in node.links)
-    return replace(node, links=links)
-
-
-def _given(**figures: float | None) -> dict[str, float]:
-    return {name: value for name, value in figures.items() if value is not None}
+        first, last = graph.edges[nodes[0], nodes[1]], graph.edges[nodes[-2], nodes[-1]]
+        return [Path(tuple(hops), first["medium"], last["medium"])]
 
 
 def half(loss: float) -> float:

@@ -56,7 +56,7 @@ class Stream:
         "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
         "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
         "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
-        "acks_blocked", "blocked", "dead", "flow", "gates", "name", "number", "on_pushed_dead", "on_room",
+        "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead", "on_room",
         "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
@@ -83,6 +83,8 @@ class Stream:
         self._not_before_ns = 0
         self.number = number
         self.gates: tuple[Gate, ...] = ()
+        self.interfaces = (there.medium, there.arrives_by)
+        """What it leaves and arrives by; a connection keeps them."""
         self._retime(there, back)
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
         self.flow = Flow(number, uses, there.weight, inf) if uses else None
@@ -143,6 +145,12 @@ class Stream:
             for message in held:
                 self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
         self._loop.call_at_ns(when, self._resume)
+
+    def hold_until(self, when_ns: int) -> None:
+        """Let nothing arrive before that time; whatever has left by then arrives at once."""
+        self._not_before_ns = max(self._not_before_ns, when_ns)
+        # What is under way gets there first.
+        self._arrival_ns = max(self._arrival_ns, self._not_before_ns + 1)
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
         """Do something when part of a message has left: now, or half-way through the next of several packets."""

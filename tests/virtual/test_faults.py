@@ -11,32 +11,11 @@ from hcsim.config import AnyFault, ClockJump, Crash, LinkChange, Partition, Paus
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
-from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.runtime.frame import Header
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
-from tests.switches import on_switch
-
-LATENCY_S = 1e-3
-SECOND = 125_000_000 - HEADER_BYTES
-"""What a gigabit link carries in one second."""
-
-
-def world_with(*faults: AnyFault) -> World:
-    return World(on_switch(("a", "b", "c"), faults, latency="1 ms"))
-
-
-async def connected(world: World, source: str = "a", target: str = "b") -> tuple[VirtualChannel, VirtualChannel]:
-    listener = await world.host(target).listen(f"{target}:0")
-    near = await world.host(source).connect(listener.address)
-    far = await listener.accept()
-    far.limit(1 << 40)
-    await listener.close()
-    return near, far
-
-
-async def until(at_s: float) -> None:
-    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+from tests.virtual.faults.arena import LATENCY_S, SECOND, connected, until, world_with
 
 
 def transfer_s(*faults: AnyFault, source: str = "a", target: str = "b", size: int = SECOND) -> float:

@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
-from hcsim.config.faults.clock import ClockJump
-from hcsim.config.faults.network import LinkChange, Partition, Reset
-from hcsim.config.faults.node import Crash, Pause, Restart, Throttle
+from hcsim.config.faults.clock import ClockDrift, ClockJump
+from hcsim.config.faults.data import FlippedBit, NanGradient, StaleStep, WrongSize
+from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord
+from hcsim.config.faults.network import (
+    CablePulled,
+    Clog,
+    Datagrams,
+    HalfOpen,
+    InterfaceChange,
+    LinkChange,
+    Partition,
+    Reset,
+    RouterReboot,
+    WifiGate,
+)
+from hcsim.config.faults.node import Crash, Lid, Pause, Restart, Throttle
 
-AnyFault: TypeAlias = Crash | Restart | Pause | Throttle | Partition | LinkChange | Reset | ClockJump
+AnyFault: TypeAlias = (
+    Crash | Restart | Pause | Lid | Throttle
+    | Partition | Clog | HalfOpen | Reset | LinkChange | Datagrams
+    | WifiGate | CablePulled | InterfaceChange | RouterReboot
+    | FlippedBit | WrongSize | StaleStep | NanGradient
+    | ClockJump | ClockDrift
+    | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
+)  # fmt: skip
 
-__all__ = ["AnyFault", "ClockJump", "Crash", "LinkChange", "Partition", "Pause", "Reset", "Restart", "Throttle"]
+FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
+"""All of them, by their names in a file."""
+
+__all__ = [
+    "FAULTS",
+    "AnyFault",
+    "CablePulled",
+    "ClockDrift",
+    "ClockJump",
+    "Clog",
+    "CopiedIdentity",
+    "Crash",
+    "Datagrams",
+    "FlippedBit",
+    "HalfOpen",
+    "InterfaceChange",
+    "Lid",
+    "LinkChange",
+    "MulticastLoss",
+    "NanGradient",
+    "OneWayVisibility",
+    "Partition",
+    "Pause",
+    "Reset",
+    "Restart",
+    "RouterReboot",
+    "StaleRecord",
+    "StaleStep",
+    "Throttle",
+    "WifiGate",
+    "WrongSize",
+]

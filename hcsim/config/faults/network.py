@@ -40,3 +40,71 @@ class Reset(Fault, frozen=True, tag="reset"):
 
     between: tuple[str, str]
     mid_frame: bool = True
+
+
+class HalfOpen(Fault, frozen=True, tag="half_open"):
+    """The first node has lost its connections to the second, which does not know until it sends."""
+
+    between: tuple[str, str]
+
+
+class Clog(Fault, frozen=True, tag="clog"):
+    """What two nodes send to each other is taken, and arrives only when the clog is gone."""
+
+    between: tuple[str, str]
+    duration_s: PositiveSeconds
+
+
+class Datagrams(Fault, frozen=True, tag="datagrams"):
+    """Datagrams that cross a medium (announcements, questions who is there) are lost, late, doubled or overtaken."""
+
+    medium: str
+    duration_s: PositiveSeconds
+    loss: Share = Share(0)
+    delay_s: Seconds = Seconds(0)
+    duplicate: Share = Share(0)
+    reorder: Share = Share(0)
+
+    def __post_init__(self) -> None:
+        if not (self.loss or self.delay_s or self.duplicate or self.reorder):
+            raise UsageError("datagrams needs at least one of loss, delay, duplicate and reorder")
+
+
+class WifiGate(Fault, frozen=True, tag="wifi_gate"):
+    """An access point's air is closed for a moment, then flushes."""
+
+    medium: str
+    duration_s: PositiveSeconds
+
+
+class CablePulled(Fault, frozen=True, tag="cable_pulled"):
+    """A node is off an Ethernet or Thunderbolt medium, until the cable is plugged in again.
+
+    Connections over it stall; new ones go another way if there is one."""
+
+    node: str
+    medium: str
+    duration_s: PositiveSeconds
+    to: str | None = None
+    """Thunderbolt: where the cable leads; left out, all cables of the node are pulled."""
+
+
+class InterfaceChange(Fault, frozen=True, tag="interface_change"):
+    """A node leaves one medium for another: its connections over the old one are gone, and its peers are not told."""
+
+    node: str
+    medium: str
+    to: str
+    duration_s: PositiveSeconds | None = None
+    """None: it does not go back."""
+
+    def __post_init__(self) -> None:
+        if self.medium == self.to:
+            raise UsageError("an interface_change needs two different media")
+
+
+class RouterReboot(Fault, frozen=True, tag="router_reboot"):
+    """All Ethernet and Wi-Fi of a home are down for a while, and so is its way out; Thunderbolt is not."""
+
+    home: str
+    duration_s: PositiveSeconds

@@ -51,3 +51,12 @@ class Throttle(Fault, frozen=True, tag="throttle"):
     node: str
     factor: PositiveShare
     duration_s: PositiveSeconds
+
+
+class Lid(Fault, frozen=True, tag="lid"):
+    """The node sleeps, and wakes up with its clock ahead by the time that it slept."""
+
+    node: str
+    duration_s: PositiveSeconds
+    connections: Literal["kept", "dead"] = "kept"
+    """Whether its connections are still there when it wakes up."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import singledispatch
+from random import Random
 from typing import TYPE_CHECKING
 
 from hcsim.config import AnyFault
 from hcsim.errors import UsageError
+from hcsim.rng import stream as random_stream
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
@@ -37,3 +39,8 @@ def _strike(world: World, fault: AnyFault) -> None:
 def note(world: World, what: str, where: str | int) -> None:
     """Put what follows from a fault into the trace: that it healed, that a node is back."""
     world.trace.record((world.loop.now_ns, "fault", what, where))
+
+
+def draws(world: World, fault: AnyFault) -> Random:
+    """The fault's own random stream, which depends on the seed and on the fault alone."""
+    return random_stream(world.scenario.seed, "fault", repr(fault))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hcsim.config import ClockJump
-from hcsim.virtual.faults.apply import apply
+from hcsim.config import ClockDrift, ClockJump
+from hcsim.virtual.faults.apply import apply, note
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
@@ -15,3 +15,16 @@ if TYPE_CHECKING:
 def jump(fault: ClockJump, world: World) -> None:
     """The host's clock is set forward or back."""
     world.host(fault.node).clock.offset_s += fault.by_s
+
+
+@apply.register(ClockDrift)
+def drift(fault: ClockDrift, world: World) -> None:
+    """The host's clock runs fast or slow, and its timers with it."""
+    world.host(fault.node).clock.multiply_rate(fault.rate)
+    if fault.duration_s is not None:
+        world.later(fault.duration_s, _steady, world, fault)
+
+
+def _steady(world: World, fault: ClockDrift) -> None:
+    note(world, "steady", fault.node)
+    world.host(fault.node).clock.multiply_rate(1.0 / fault.rate)

@@ -1,14 +1,26 @@
-"""Faults between machines: partition, link change, reset."""
+"""Faults of connections and links: cut, clogged, half open, reset, changed, unplugged, moved, down."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hcsim.config import LinkChange, Partition, Reset
+from hcsim.config import (
+    CablePulled,
+    Clog,
+    HalfOpen,
+    InterfaceChange,
+    LinkChange,
+    Partition,
+    Reset,
+    RouterReboot,
+    WifiGate,
+)
 from hcsim.virtual.faults.apply import apply, note
 
 if TYPE_CHECKING:
+    from hcsim.virtual.changes import Change
+    from hcsim.virtual.sharing import Resource
     from hcsim.virtual.world import World
 
 
@@ -18,37 +30,103 @@ def partition(fault: Partition, world: World) -> None:
     pairs = [(a, b) for a in fault.sides[0] for b in fault.sides[1]]
     if not fault.oneway:
         pairs += [(b, a) for a, b in pairs]
-    world.cut(pairs)
+    world.wiring.cut(pairs)
     world.later(fault.duration_s, _heal, world, pairs)
 
 
 def _heal(world: World, pairs: list[tuple[str, str]]) -> None:
     note(world, "heal", len(pairs))
-    world.mend(pairs)
+    world.wiring.mend(pairs)
 
 
-@apply.register(LinkChange)
-def change_link(fault: LinkChange, world: World) -> None:
-    """A link gets another rate, latency or loss, for a while or for good."""
-    world.change_link(fault)
-    if fault.duration_s is not None:
-        world.later(fault.duration_s, _restore, world, fault)
+@apply.register(Clog)
+def clog(fault: Clog, world: World) -> None:
+    """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
+    a, b = fault.between
+    until_ns = world.loop.now_ns + round(fault.duration_s * 1e9)
+    world.wiring.clog(a, b, until_ns)
+    world.wiring.clog(b, a, until_ns)
+    world.later(fault.duration_s, note, world, "unclog", f"{a} {b}")
 
 
-def _restore(world: World, change: LinkChange) -> None:
-    note(world, "restore", repr(change))
-    world.restore_link(change)
+@apply.register(HalfOpen)
+def half_open(fault: HalfOpen, world: World) -> None:
+    """The first host's system forgets its connections to the second and tells only its own process."""
+    here, there = fault.between
+    for channel in world.wiring.channels(here, there):
+        channel.lose(f"{here} lost it")
 
 
 @apply.register(Reset)
 def reset(fault: Reset, world: World) -> None:
     """Every connection between the two breaks: at once, or else when half of a frame has left."""
-    here, there = fault.between
-    for channel in list(world.host(here).channels):
-        if channel.peer == there:
-            break_it = partial(channel.reset, "connection reset")
-            if fault.mid_frame:
-                for stream in channel.streams:
-                    stream.when_half_sent(break_it)
-            else:
-                break_it()
+    for channel in world.wiring.channels(*fault.between):
+        break_it = partial(channel.reset, "connection reset")
+        if fault.mid_frame:
+            for stream in channel.streams:
+                stream.when_half_sent(break_it)
+        else:
+            break_it()
+
+
+@apply.register(WifiGate)
+def close_gate(fault: WifiGate, world: World) -> None:
+    """Nothing passes through the air for a moment; what has left arrives."""
+    air = world.topology.resources.get(f"{fault.medium}.air")
+    if air is not None:  # somebody is on it
+        world.net.shut(air)
+        world.later(fault.duration_s, _open_gate, world, air)
+
+
+def _open_gate(world: World, air: Resource) -> None:
+    note(world, "open", air.name)
+    world.net.open(air)
+
+
+@apply.register(LinkChange)
+def change_link(fault: LinkChange, world: World) -> None:
+    """A link gets another rate, latency or loss, for a while or for good."""
+    _change(world, fault, fault.duration_s)
+
+
+@apply.register(CablePulled)
+def pull_cable(fault: CablePulled, world: World) -> None:
+    """What went over the cable stalls; new connections take another way, where there is one."""
+    _change(world, fault, fault.duration_s)
+
+
+@apply.register(RouterReboot)
+def reboot_router(fault: RouterReboot, world: World) -> None:
+    """Nothing but Thunderbolt is left in a home."""
+    _change(world, fault, fault.duration_s)
+
+
+@apply.register(InterfaceChange)
+def change_interface(fault: InterfaceChange, world: World) -> None:
+    """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told."""
+    _drop(world, fault.node, fault.medium)
+    _change(world, fault, None)
+    if fault.duration_s is not None:
+        world.later(fault.duration_s, _move_back, world, fault)
+
+
+def _move_back(world: World, fault: InterfaceChange) -> None:
+    _drop(world, fault.node, fault.to)
+    _restore(world, fault)
+
+
+def _drop(world: World, node: str, medium: str) -> None:
+    for channel in list(world.host(node).channels):
+        if channel.streams[0].interfaces[0] == medium:
+            channel.lose(f"{node} has left {medium}", answers=False)
+
+
+def _change(world: World, change: Change, duration_s: float | None) -> None:
+    world.wiring.change(change)
+    if duration_s is not None:
+        world.later(duration_s, _restore, world, change)
+
+
+def _restore(world: World, change: Change) -> None:
+    note(world, "restore", repr(change))
+    world.wiring.restore(change)

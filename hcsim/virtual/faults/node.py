@@ -1,10 +1,11 @@
-"""Faults of machines: crash, restart, pause, throttle."""
+"""Faults of machines: they crash and come back, hang, sleep, get slow."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hcsim.config import Crash, Pause, Restart, Throttle
+from hcsim.config import Crash, Lid, Pause, Restart, Throttle
 from hcsim.errors import UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
 
@@ -26,11 +27,12 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
     """End this life of the host."""
     if not host.alive:
         return
-    for channel in list(host.channels):
-        channel.vanish()
-        if clean:
-            channel.tell_peer(f"{host.name} crashed")
+    channels = list(host.channels)
+    for channel in channels if clean else ():
+        channel.tell_peer(f"{host.name} crashed")
     host.alive = False
+    for channel in channels:
+        channel.vanish()
     world.loop.discard(host)
     world.host_died(host)
 
@@ -38,41 +40,49 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
 @prepare.register(Restart)
 def expect(fault: Restart, world: World) -> None:
     """Whoever waits for the node's program must know that it comes back; a stale store is copied in time."""
-    world.returns[fault.node] = world.returns.get(fault.node, 0) + 1
+    will_return(world, fault.node)
     if fault.as_of_s is not None:
         when_ns = round(fault.as_of_s * 1e9)
         if when_ns < world.loop.now_ns:
             raise UsageError(f"the store of {fault.node} as of {fault.as_of_s:g} s is not known any more")
-        world.loop.call_at_ns(when_ns, _copy_store, world, fault)
+        world.loop.call_at_ns(when_ns, _copy_store, world, fault.node, fault.as_of_s)
 
 
-def _copy_store(world: World, fault: Restart) -> None:
-    assert fault.as_of_s is not None
-    world.host(fault.node).store.keep_copy(fault.as_of_s)
+def will_return(world: World, node: str) -> None:
+    """A crash of the node is not its end: `bring_back` will be called once more."""
+    world.returns[node] = world.returns.get(node, 0) + 1
+
+
+def _copy_store(world: World, node: str, as_of_s: float) -> None:
+    world.host(node).store.keep_copy(as_of_s)
 
 
 @apply.register(Restart)
 def restart(fault: Restart, world: World) -> None:
     """The machine is started again: at once when it is down, else it goes down first."""
     host = world.host(fault.node)
-    was_alive = host.alive
+    wait_s = fault.down_s if host.alive else 0.0
     die(world, host, clean=fault.clean)
-    if was_alive and fault.down_s > 0:
-        world.later(fault.down_s, _start, world, fault)
-    else:
-        _start(world, fault)
+    world.later(wait_s, _start, world, fault)
 
 
 def _start(world: World, fault: Restart) -> None:
-    old = world.host(fault.node)
-    world.returns[fault.node] -= 1
-    if old.alive:  # another restart came first
-        return
-    note(world, "start", f"{fault.node} {old.life + 1}")
-    found = {"kept": old.store.records, "lost": {}, "stale": old.store.copy_of(fault.as_of_s)}
-    host = world.restart(fault.node, found[fault.state])
-    if fault.slow < 1:
-        slow_down(world, host.name, fault.slow, fault.slow_for_s)
+    store = world.host(fault.node).store
+    records: Mapping[str, bytes] = {}
+    if fault.state != "lost":
+        records = store.records if fault.state == "kept" else store.copy_of(fault.as_of_s)
+    if bring_back(world, fault.node, records) and fault.slow < 1:
+        slow_down(world, fault.node, fault.slow, fault.slow_for_s)
+
+
+def bring_back(world: World, node: str, records: Mapping[str, bytes]) -> bool:
+    """Start the node with these records in its store, unless it lives already."""
+    world.returns[node] -= 1
+    if world.host(node).alive:
+        return False
+    note(world, "start", f"{node} {world.host(node).life + 1}")
+    world.restart(node, records)
+    return True
 
 
 @apply.register(Pause)
@@ -93,6 +103,25 @@ def _thaw(world: World, host: VirtualHost) -> None:
     if host.alive and not host.pauses:
         note(world, "thaw", host.name)
         world.loop.thaw(host)
+
+
+@apply.register(Lid)
+def close_lid(fault: Lid, world: World) -> None:
+    """The machine sleeps: no code of it runs, and what measures time for its programs stands still."""
+    host = world.host(fault.node)
+    now_s = world.loop.time()
+    until_s = max(host.asleep_until_s, now_s + fault.duration_s)
+    slept_s = until_s - max(host.asleep_until_s, now_s)
+    host.asleep_until_s = until_s
+    world.later(fault.duration_s, _wake, host, slept_s, fault.connections == "dead")
+    hold(world, host, fault.duration_s)
+
+
+def _wake(host: VirtualHost, slept_s: float, alone: bool) -> None:
+    if host.alive:
+        host.clock.slept(slept_s)
+        for channel in list(host.channels) if alone else ():
+            channel.lose(f"{host.name} was asleep")
 
 
 @apply.register(Throttle)

@@ -1,0 +1,39 @@
+"""What happens to data: on their way, past every checksum of the network, or where they are computed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hcsim.config.faults.fault import Fault
+from hcsim.config.table import Count
+from hcsim.units import PositiveBytes
+
+
+class FlippedBit(Fault, frozen=True, tag="flipped_bit"):
+    """One bit of the next payload from the first node to the second is changed on its way."""
+
+    between: tuple[str, str]
+    of: Literal["data", "control", "any"] = "data"
+    """Which frames: segments of tensors, messages of other components, or whichever comes next."""
+
+
+class WrongSize(Fault, frozen=True, tag="wrong_size"):
+    """The first node sends the second one a segment that is shorter than it should be, or `longer`."""
+
+    between: tuple[str, str]
+    by_bytes: PositiveBytes = PositiveBytes(4)
+    longer: bool = False
+
+
+class StaleStep(Fault, frozen=True, tag="stale_step"):
+    """The first node sends the second one a segment of an earlier step again, instead of the right one."""
+
+    between: tuple[str, str]
+
+
+class NanGradient(Fault, frozen=True, tag="nan_gradient"):
+    """One number among the gradients that the node computes is not a number."""
+
+    node: str
+    nth: Count = 1
+    """Which block's gradients, counted from the time of the fault."""

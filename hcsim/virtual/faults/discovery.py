@@ -1,0 +1,118 @@
+"""Faults of datagrams, and of the knowledge of who is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord
+from hcsim.runtime.lan import Service, Sighting
+from hcsim.virtual.datagrams import LOST, PASSES, Datagram, Rule
+from hcsim.virtual.faults.apply import apply, draws, note, prepare
+from hcsim.virtual.faults.node import bring_back, die, will_return
+
+if TYPE_CHECKING:
+    from hcsim.virtual.host import VirtualHost
+    from hcsim.virtual.world import World
+
+STRAGGLER_S = 2.0
+"""The most by which a datagram that is overtaken, or a second copy of one, is late."""
+
+
+@apply.register(Datagrams)
+def disturb(fault: Datagrams, world: World) -> None:
+    """Each datagram on the medium draws whether it is lost, doubled, or overtaken by later ones."""
+    rng = draws(world, fault)
+
+    def rule(datagram: Datagram) -> tuple[float, ...]:
+        if fault.medium not in datagram.media:
+            return PASSES
+        lost, doubled, overtaken, late, later = (rng.random() for _ in range(5))
+        if lost < fault.loss:
+            return LOST
+        first_s = fault.delay_s + (STRAGGLER_S * late if overtaken < fault.reorder else 0.0)
+        return (first_s, first_s + STRAGGLER_S * later) if doubled < fault.duplicate else (first_s,)
+
+    _have_rule(world, rule, fault.duration_s)
+
+
+@apply.register(MulticastLoss)
+def lose_multicast(fault: MulticastLoss, world: World) -> None:
+    """A share of what a host casts, or of what is cast to it, is lost; it hears itself."""
+    rng = draws(world, fault)
+
+    def rule(datagram: Datagram) -> tuple[float, ...]:
+        ours = (fault.direction != "to" and datagram.source == fault.node) or (
+            fault.direction != "from" and datagram.target == fault.node
+        )
+        if not ours or datagram.source == datagram.target:
+            return PASSES
+        return LOST if rng.random() < fault.share else PASSES
+
+    _have_rule(world, rule, fault.duration_s)
+
+
+@apply.register(OneWayVisibility)
+def hide(fault: OneWayVisibility, world: World) -> None:
+    """What the first host says of itself does not reach the second; its questions do, and are answered."""
+
+    def rule(datagram: Datagram) -> tuple[float, ...]:
+        hidden = (datagram.source, datagram.target) == fault.between and not datagram.question
+        return LOST if hidden else PASSES
+
+    _have_rule(world, rule, fault.duration_s)
+
+
+def _have_rule(world: World, rule: Rule, duration_s: float) -> None:
+    world.datagrams.add(rule)
+    world.later(duration_s, _drop_rule, world, rule)
+
+
+def _drop_rule(world: World, rule: Rule) -> None:
+    note(world, "clear", "datagrams")
+    world.datagrams.remove(rule)
+
+
+@apply.register(StaleRecord)
+def bring_back_record(fault: StaleRecord, world: World) -> None:
+    """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name."""
+    host = world.host(fault.node)
+    oldest: dict[str, Service] = {}
+    for service in host.lan.history:
+        oldest.setdefault(service.name, service)
+    for name, service in oldest.items():
+        stale = service if fault.address is None else replace(service, address=fault.address)
+        _tell_neighbours(host, Sighting(stale))
+        world.later(fault.duration_s, _correct, world, fault.node, name, stale)
+
+
+def _correct(world: World, node: str, name: str, stale: Service) -> None:
+    """The record has run out: what is true is heard again, or that there is nothing."""
+    note(world, "correct", name)
+    host = world.host(node)
+    truth = host.lan.announced(name) if host.alive else None
+    _tell_neighbours(host, Sighting(stale, gone=True) if truth is None else Sighting(truth))
+
+
+def _tell_neighbours(host: VirtualHost, sighting: Sighting) -> None:
+    for neighbour in host.neighbours():
+        if neighbour.alive:
+            neighbour.lan.hear(sighting)
+
+
+@prepare.register(CopiedIdentity)
+def expect_copy(fault: CopiedIdentity, world: World) -> None:
+    """The node will go down and come back."""
+    will_return(world, fault.node)
+
+
+@apply.register(CopiedIdentity)
+def copy_identity(fault: CopiedIdentity, world: World) -> None:
+    """The host is started from a copy of another one's disk, as it is then."""
+    die(world, world.host(fault.node), clean=False)
+    world.later(fault.down_s, _start_copy, world, fault)
+
+
+def _start_copy(world: World, fault: CopiedIdentity) -> None:
+    bring_back(world, fault.node, world.host(fault.of).store.records)

@@ -1,0 +1,154 @@
+"""What joins the hosts at this moment: routes, connections along them, and whatever is in their way.
+
+A connection keeps the interfaces that it was made over, as TCP keeps its two addresses. When a
+change takes one of them away, it stalls until that is back; only new connections go another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from hcsim.config import Scenario, Wifi
+from hcsim.virtual.changes import Change, changed
+from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.links import Path, Topology
+from hcsim.virtual.network import Gate, Network
+from hcsim.virtual.stream import Stream
+
+if TYPE_CHECKING:
+    from hcsim.virtual.host import VirtualHost
+
+
+class Wiring:
+    """The network between hosts, which are given by name, each in its present life."""
+
+    def __init__(self, scenario: Scenario, net: Network, hosts: Mapping[str, VirtualHost]) -> None:
+        self._scenario = scenario
+        self._net = net
+        self._hosts = hosts
+        self.topology = Topology(scenario)
+        self.on_join: Callable[[VirtualChannel], None] | None = None
+        """Called with each end of a new connection."""
+        self._gates = {
+            f"{medium.name}.air": Gate(net, self.topology.resources[f"{medium.name}.air"], medium)
+            for medium in scenario.media
+            if isinstance(medium, Wifi) and medium.gate and f"{medium.name}.air" in self.topology.resources
+        }
+        self._connections = 0
+        self._changes: list[Change] = []
+        self._cuts: dict[tuple[str, str], int] = {}
+        self._clogged_until_ns: dict[tuple[str, str], int] = {}
+
+    def join(self, caller: VirtualHost, callee: VirtualHost) -> tuple[VirtualChannel, VirtualChannel]:
+        """Connect two hosts: the caller's end and the callee's."""
+        self._connections += 1
+        there = self.topology.path(caller.name, callee.name)
+        back = self.topology.path(callee.name, caller.name)
+        number = self._connections
+        near = VirtualChannel(caller, callee.name, self._stream(f"{caller.name}→{callee.name}#{number}", there, back))
+        far = VirtualChannel(callee, caller.name, self._stream(f"{callee.name}→{caller.name}#{number}", back, there))
+        VirtualChannel.join(near, far)
+        for channel in (near, far):
+            channel.host.channels[channel] = None
+            if self.on_join is not None:
+                self.on_join(channel)
+        return near, far
+
+    def channels(self, source: str, target: str) -> list[VirtualChannel]:
+        """The first host's ends of its connections to the second."""
+        return [channel for channel in self._hosts[source].channels if channel.peer == target]
+
+    def neighbours(self, host: VirtualHost) -> tuple[VirtualHost, ...]:
+        """The hosts in the same broadcast domain."""
+        homes = {node.name: self._domains(node.name) for node in self._scenario.nodes}
+        mine = homes[host.name]
+        return tuple(other for other in self._hosts.values() if other.name != host.name and mine & homes[other.name])
+
+    # Partitions and clogs.
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Whether packets from the one to the other are lost."""
+        return self._cuts.get((source, target), 0) > 0
+
+    def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Lose all packets from the first to the second of each pair."""
+        for pair in pairs:
+            self._cuts[pair] = self._cuts.get(pair, 0) + 1
+            self._obstruct(*pair)
+
+    def mend(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Undo one `cut` of each pair."""
+        for pair in pairs:
+            self._cuts[pair] -= 1
+            self._obstruct(*pair)
+
+    def clog(self, source: str, target: str, until_ns: int) -> None:
+        """Let nothing from the one arrive at the other before that time; nothing is lost."""
+        self._clogged_until_ns[source, target] = max(until_ns, self.clogged_until_ns(source, target))
+        for channel in self.channels(source, target):
+            channel.streams[0].hold_until(until_ns)
+
+    def clogged_until_ns(self, source: str, target: str) -> int:
+        """When the way from the one to the other is clear."""
+        return self._clogged_until_ns.get((source, target), 0)
+
+    # Changes of the links.
+
+    def change(self, change: Change) -> None:
+        """Give the network other links, or links other figures."""
+        self._changes.append(change)
+        self._rebuild()
+
+    def restore(self, change: Change) -> None:
+        """Take one change back; later ones stay."""
+        self._changes.remove(change)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        scenario = self._scenario
+        for change in self._changes:
+            scenario = changed(scenario, change)
+        self.topology = Topology(scenario, self.topology.resources)
+        for name, capacity in self.topology.capacities.items():
+            self._net.capacity(self.topology.resources[name], capacity)
+        for host in self._hosts.values():
+            for channel in host.channels:
+                self._reroute(host.name, channel)
+
+    def _reroute(self, source: str, channel: VirtualChannel) -> None:
+        there, back = self._same_way(source, channel)
+        outgoing = channel.streams[0]
+        if there is not None and back is not None and not outgoing.dead:
+            outgoing.reroute(there, back)
+        self._obstruct_one(source, channel)
+
+    def _obstruct(self, source: str, target: str) -> None:
+        for channel in self.channels(source, target):
+            self._obstruct_one(source, channel)
+
+    def _obstruct_one(self, source: str, channel: VirtualChannel) -> None:
+        off = None in self._same_way(source, channel)
+        ahead = off or self.is_cut(source, channel.peer)
+        reverse = off or self.is_cut(channel.peer, source)
+        outgoing, incoming = channel.streams
+        outgoing.obstruct(data=ahead, acks=reverse)
+        incoming.obstruct(data=reverse, acks=ahead)
+
+    def _same_way(self, source: str, channel: VirtualChannel) -> tuple[Path | None, Path | None]:
+        """There and back along the interfaces that the connection was made over, if they are there."""
+        leaves, arrives = channel.streams[0].interfaces
+        route = self.topology.route
+        return route(source, channel.peer, (leaves, arrives)), route(channel.peer, source, (arrives, leaves))
+
+    def _stream(self, name: str, there: Path, back: Path) -> Stream:
+        stream = self._net.stream(name, there, back)
+        used = [resource.name for resource, _ in there.uses]
+        stream.gates = tuple(gate for air, gate in self._gates.items() if air in used)
+        return stream
+
+    def _domains(self, name: str) -> frozenset[str]:
+        scenario = self.topology.scenario
+        links = next(node.links for node in scenario.nodes if node.name == name)
+        attached = {link.medium for link in links}
+        return frozenset(getattr(m, "home", m.name) for m in scenario.media if m.name in attached)

@@ -1,0 +1,355 @@
+"""What goes wrong between machines: connections that are clogged, half open, unplugged, moved, or behind a router."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from hcsim.config import (
+    AnyFault,
+    CablePulled,
+    Clog,
+    HalfOpen,
+    InterfaceChange,
+    LinkChange,
+    RouterReboot,
+    WifiGate,
+    parse_scenario,
+)
+from hcsim.errors import ChannelBroken, DeadlineExceeded
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.runtime.host import Medium
+from hcsim.runtime.lan import Service
+from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.stream import RTO_S
+from hcsim.virtual.world import World
+from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, until, world_with
+
+about = partial(pytest.approx, abs=2e-6)
+"""Ideal links still take a moment for a header."""
+
+HOME = """
+name = "home"
+effects = "ideal"
+[[medium]]
+kind = "ethernet"
+name = "switch"
+rate = "1 Gb/s"
+latency = "1 ms"
+[[medium]]
+kind = "wifi"
+name = "air"
+phy_rate = "800 Mb/s"
+efficiency = 1.0
+latency = "5 ms"
+[[medium]]
+kind = "ethernet"
+name = "far"
+home = "ben"
+rate = "1 Gb/s"
+latency = "1 ms"
+[[medium]]
+kind = "thunderbolt"
+name = "desk"
+[[medium.cable]]
+between = ["studio", "mini"]
+forward = "10 Gb/s"
+[[medium.cable]]
+between = ["mini", "pro"]
+forward = "10 Gb/s"
+[[medium.cable]]
+between = ["studio", "pro"]
+forward = "10 Gb/s"
+[[wan]]
+home = "home"
+up = "100 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[wan]]
+home = "ben"
+up = "100 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[node]]
+name = "studio"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "mini"
+machine = "ideal"
+links = ["switch", "air"]
+[[node]]
+name = "pro"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "laptop"
+machine = "ideal"
+links = ["switch", "air"]
+[[node]]
+name = "ben"
+machine = "ideal"
+links = ["far"]
+"""
+
+
+def home_with(*faults: AnyFault) -> World:
+    world = World(parse_scenario(HOME, "home"))
+    for fault in faults:
+        world.inject(fault)
+    return world
+
+
+async def echo_s(world: World, near: VirtualChannel, far: VirtualChannel) -> float:
+    """How long a message without content takes."""
+    started_s = world.loop.time()
+    await near.send(Header(0))
+    await far.recv(lambda _: None)
+    return world.loop.time() - started_s
+
+
+async def is_silent(channel: VirtualChannel, for_s: float) -> bool:
+    try:
+        async with asyncio.timeout(for_s):
+            await channel.recv(lambda _: None)
+    except TimeoutError:
+        return True
+    return False
+
+
+# Clog.
+
+
+def test_what_is_sent_into_a_clog_is_taken_and_arrives_at_its_end_in_order():
+    world = world_with(Clog(at_s=1.0005, between=("a", "b"), duration_s=4.0))
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        for step, at_s in enumerate((1.0, 1.0003, 1.0007, 2.0, 3.0)):  # two of them are under way when it starts
+            await until(at_s)
+            await near.send(Header(0, step=step))
+        assert world.loop.time() == 3.0  # nobody had to wait to send
+        return [((await far.recv(lambda _: None))[0].step, world.loop.time()) for _ in range(5)]
+
+    arrived = world.run(main())
+    assert [step for step, _ in arrived] == [0, 1, 2, 3, 4]
+    assert [at_s for _, at_s in arrived] == pytest.approx([5.0005] * 5)
+
+
+def test_a_clog_concerns_calls_and_announcements_too_and_nobody_else():
+    world = world_with(Clog(at_s=1.0, between=("a", "b"), duration_s=4.0))
+    watchers = {name: Watcher(world.host(name)) for name in ("b", "c")}
+
+    async def main() -> None:
+        await until(2.0)
+        await world.host("a").lan.advertise(Service("printer", "a:1"))
+        near, far = await connected(world, "a", "c")
+        assert await echo_s(world, near, far) == about(LATENCY_S)
+        await connected(world, "a", "b")
+        assert world.loop.time() == about(5.0 + LATENCY_S)  # called at once, answered after the clog
+
+    world.run(main())
+    assert {name: watcher.seen[0][0] for name, watcher in watchers.items()} == {"b": 5.0, "c": 2.0}
+
+
+# Half open.
+
+
+def test_a_half_open_connection_is_broken_for_one_and_silent_for_the_other_until_it_sends():
+    world = world_with(HalfOpen(at_s=1.0, between=("a", "b")))
+
+    async def main() -> None:
+        near, far = await connected(world)
+        other, third = await connected(world, "a", "c")
+        with pytest.raises(ChannelBroken, match="a lost it"):
+            await near.recv(lambda _: None)
+        assert world.loop.time() == about(1.0)
+        assert await is_silent(far, 20.0)
+        await far.send(Header(0))
+        with pytest.raises(ChannelBroken, match="a does not know it any more"):
+            await far.recv(lambda _: None)
+        assert world.loop.time() == about(21.0 + 2 * LATENCY_S)
+        assert await echo_s(world, other, third) == about(LATENCY_S)
+
+    world.run(main())
+
+
+def test_who_was_sending_into_a_half_open_connection_learns_it_at_once():
+    world = world_with(HalfOpen(at_s=1.5, between=("b", "a")))
+
+    async def main() -> float:
+        near, _ = await connected(world)
+        await until(1.0)
+        await near.send(Header(SECOND), Phantom(SECOND))
+        with pytest.raises(ChannelBroken, match="b does not know it"):
+            await near.recv(lambda _: None)
+        return world.loop.time()
+
+    assert world.run(main()) == pytest.approx(1.5 + 2 * LATENCY_S)
+
+
+# Wi-Fi.
+
+
+def test_a_gate_holds_the_air_for_its_time_and_no_wire():
+    # 0.1 GB/s of PHY rate; from station to station a byte crosses the air twice.
+    size = 50_000_000 - HEADER_BYTES
+    world = home_with(
+        InterfaceChange(at_s=0.0, node="mini", medium="switch", to="air"),
+        InterfaceChange(at_s=0.0, node="laptop", medium="switch", to="air"),
+        WifiGate(at_s=1.5, medium="air", duration_s=0.25),
+    )
+
+    async def main() -> tuple[float, float]:
+        await until(0.1)
+        near, far = await connected(world, "mini", "laptop")
+        wired, end = await connected(world, "studio", "pro")
+        await until(1.0)
+        await near.send(Header(size), Phantom(size))
+        await far.recv(lambda _: None)
+        air_s = world.loop.time()
+        return air_s, await echo_s(world, wired, end)
+
+    air_s, wire_s = world.run(main())
+    assert air_s == about(1.0 + 1.0 + 0.25 + 0.005)
+    assert wire_s == about(0.2e-3)  # over Thunderbolt
+
+
+# Cables.
+
+
+def test_a_connection_stalls_while_its_cable_is_pulled_and_new_ones_go_another_way():
+    world = home_with(CablePulled(at_s=1.0, node="laptop", medium="switch", duration_s=5.0))
+
+    async def main() -> None:
+        near, far = await connected(world, "laptop", "pro")
+        assert await echo_s(world, near, far) == about(1e-3)
+        await until(2.0)
+        assert [interface.medium for interface in world.host("laptop").interfaces()] == [Medium.WIFI]
+        new, end = await connected(world, "laptop", "pro")
+        assert await echo_s(world, new, end) == about(3e-3)  # half of each medium's latency
+        await until(3.0)
+        assert 3.0 + await echo_s(world, near, far) == about(6.0 + RTO_S + 1e-3)
+        assert await echo_s(world, new, end) == about(3e-3)  # it keeps its way
+        newest, end = await connected(world, "laptop", "pro")
+        assert await echo_s(world, newest, end) == about(1e-3)
+
+    world.run(main())
+
+
+def test_without_another_way_nobody_is_reached_or_heard_until_the_cable_is_back():
+    world = world_with(CablePulled(at_s=1.0, node="b", medium="switch", duration_s=8.0))
+    watcher = Watcher(world.host("a"))
+
+    async def main() -> None:
+        listener = await world.host("b").listen("b:1000")
+        await until(2.0)
+        await world.host("b").lan.advertise(Service("printer", "b:1"))
+        with pytest.raises(DeadlineExceeded):
+            await world.host("a").connect(listener.address, timeout_s=3.0)
+        await world.host("a").connect(listener.address, timeout_s=10.0)
+        assert 9.0 < world.loop.time() < 10.1
+
+    world.run(main())
+    assert watcher.seen == []
+
+
+def test_a_pulled_thunderbolt_cable_leaves_the_way_round():
+    world = home_with(CablePulled(at_s=1.0, node="studio", medium="desk", to="mini", duration_s=5.0))
+
+    async def main() -> None:
+        latencies_s = []
+        for at_s in (0.5, 2.0, 7.0):
+            await until(at_s)
+            near, far = await connected(world, "studio", "mini")
+            latencies_s.append(await echo_s(world, near, far))
+        assert latencies_s == about([0.2e-3, 0.4e-3, 0.2e-3])
+
+    world.run(main())
+
+
+def test_without_any_thunderbolt_cable_the_switch_is_left():
+    world = home_with(CablePulled(at_s=1.0, node="studio", medium="desk", duration_s=5.0))
+
+    async def main() -> None:
+        await until(2.0)
+        near, far = await connected(world, "studio", "mini")
+        assert await echo_s(world, near, far) == about(1e-3)
+        assert [interface.name for interface in world.host("studio").interfaces()] == ["switch"]
+
+    world.run(main())
+
+
+def test_a_connection_keeps_its_interfaces_when_another_way_becomes_faster():
+    world = home_with(LinkChange(at_s=1.0, medium="desk", rate_bps=1e6))
+
+    async def main() -> None:
+        near, far = await connected(world, "studio", "mini")
+        await until(2.0)
+        assert near.streams[0].interfaces == ("desk", "desk")
+        assert await echo_s(world, near, far) == about(0.2e-3 + HEADER_BYTES * 8 / 1e6)
+        new, _ = await connected(world, "studio", "mini")
+        assert new.streams[0].interfaces == ("switch", "switch")
+
+    world.run(main())
+
+
+# Interfaces.
+
+
+def test_a_host_that_moves_to_another_medium_loses_its_connections_and_its_peers_hear_nothing():
+    world = home_with(InterfaceChange(at_s=1.0, node="pro", medium="switch", to="air", duration_s=10.0))
+
+    async def main() -> None:
+        near, far = await connected(world, "pro", "laptop")
+        cabled, end = await connected(world, "pro", "studio")
+        with pytest.raises(ChannelBroken, match="pro has left switch"):
+            await near.recv(lambda _: None)
+        assert world.loop.time() == about(1.0)
+        await far.send(Header(0))
+        assert await is_silent(far, 5.0)
+        assert await echo_s(world, cabled, end) == about(0.2e-3)  # Thunderbolt is as it was
+        moved, there = await connected(world, "pro", "laptop")
+        assert moved.streams[0].interfaces == ("air", "switch")
+        with pytest.raises(ChannelBroken, match="pro has left air"):
+            await moved.recv(lambda _: None)
+        assert world.loop.time() == about(11.0)
+        assert not there.streams[0].unfinished
+        back, _ = await connected(world, "laptop", "pro")
+        assert back.streams[0].interfaces == ("switch", "switch")
+
+    world.run(main())
+
+
+# The router.
+
+
+def test_while_the_router_reboots_only_thunderbolt_is_left():
+    world = home_with(RouterReboot(at_s=1.0, home="home", duration_s=20.0))
+    watcher = Watcher(world.host("laptop"))
+
+    async def main() -> None:
+        pairs = [await connected(world, *ends) for ends in (("laptop", "mini"), ("ben", "laptop"))]
+        await until(2.0)
+        await world.host("mini").lan.advertise(Service("printer", "mini:1"))
+        near, far = await connected(world, "studio", "pro")
+        assert await echo_s(world, near, far) == about(0.2e-3)
+        for source, target in (("laptop", "mini"), ("laptop", "ben"), ("ben", "laptop")):
+            with pytest.raises(DeadlineExceeded):
+                await world.host(source).connect(f"{target}:1000", timeout_s=2.0)
+        for near, _ in pairs:
+            await near.send(Header(0))
+        ends_s = [await _arrival_s(world, far) for _, far in pairs]
+        assert ends_s == pytest.approx([21.0 + RTO_S + 1e-3, 21.0 + RTO_S + 21e-3], abs=1e-4)
+
+    world.run(main())
+    assert watcher.seen == []
+
+
+async def _arrival_s(world: World, channel: Any) -> float:
+    await channel.recv(lambda _: None)
+    return world.loop.time()

@@ -47,6 +47,7 @@ from hcsim.config.machines import CATALOGUE, Machine
 from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
+from hcsim.config.write import write_faults
 
 __all__ = [
     "CATALOGUE",
@@ -97,4 +98,5 @@ __all__ = [
     "load_scenario",
     "parse_scenario",
     "shipped_scenarios",
+    "write_faults",
 ]

@@ -1,10 +1,10 @@
-"""Three hosts on an ideal gigabit switch, with faults; and what tests of faults do on it."""
+"""Three hosts on an ideal gigabit switch, or a home with everything in it; and what tests of faults do there."""
 
 from __future__ import annotations
 
 import asyncio
 
-from hcsim.config import AnyFault
+from hcsim.config import AnyFault, Scenario, parse_scenario
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.lan import Sighting
 from hcsim.virtual.channel import VirtualChannel
@@ -15,6 +15,75 @@ from tests.switches import on_switch
 LATENCY_S = 1e-3
 SECOND = 125_000_000 - HEADER_BYTES
 """What a gigabit link carries in one second."""
+
+HOME = """
+name = "home"
+effects = "ideal"
+[[medium]]
+kind = "ethernet"
+name = "switch"
+rate = "1 Gb/s"
+latency = "1 ms"
+[[medium]]
+kind = "wifi"
+name = "air"
+phy_rate = "800 Mb/s"
+efficiency = 1.0
+latency = "5 ms"
+[[medium]]
+kind = "ethernet"
+name = "far"
+home = "ben"
+rate = "1 Gb/s"
+latency = "1 ms"
+[[medium]]
+kind = "thunderbolt"
+name = "desk"
+[[medium.cable]]
+between = ["studio", "mini"]
+forward = "10 Gb/s"
+[[medium.cable]]
+between = ["mini", "pro"]
+forward = "10 Gb/s"
+[[medium.cable]]
+between = ["studio", "pro"]
+forward = "10 Gb/s"
+[[wan]]
+home = "home"
+up = "100 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[wan]]
+home = "ben"
+up = "100 Mb/s"
+down = "100 Mb/s"
+latency = "10 ms"
+[[node]]
+name = "studio"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "mini"
+machine = "ideal"
+links = ["switch", "air"]
+[[node]]
+name = "pro"
+machine = "ideal"
+links = ["switch"]
+[[node]]
+name = "laptop"
+machine = "ideal"
+links = ["switch", "air"]
+[[node]]
+name = "ben"
+machine = "ideal"
+links = ["far"]
+"""
+"""Every kind of medium, in two homes."""
+
+
+def home() -> Scenario:
+    return parse_scenario(HOME, "home")
 
 
 def world_with(*faults: AnyFault) -> World:

@@ -17,7 +17,6 @@ from hcsim.config import (
     LinkChange,
     RouterReboot,
     WifiGate,
-    parse_scenario,
 )
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
@@ -27,78 +26,14 @@ from hcsim.runtime.lan import Service
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
-from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, until, world_with
+from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, home, until, world_with
 
 about = partial(pytest.approx, abs=2e-6)
 """Ideal links still take a moment for a header."""
 
-HOME = """
-name = "home"
-effects = "ideal"
-[[medium]]
-kind = "ethernet"
-name = "switch"
-rate = "1 Gb/s"
-latency = "1 ms"
-[[medium]]
-kind = "wifi"
-name = "air"
-phy_rate = "800 Mb/s"
-efficiency = 1.0
-latency = "5 ms"
-[[medium]]
-kind = "ethernet"
-name = "far"
-home = "ben"
-rate = "1 Gb/s"
-latency = "1 ms"
-[[medium]]
-kind = "thunderbolt"
-name = "desk"
-[[medium.cable]]
-between = ["studio", "mini"]
-forward = "10 Gb/s"
-[[medium.cable]]
-between = ["mini", "pro"]
-forward = "10 Gb/s"
-[[medium.cable]]
-between = ["studio", "pro"]
-forward = "10 Gb/s"
-[[wan]]
-home = "home"
-up = "100 Mb/s"
-down = "100 Mb/s"
-latency = "10 ms"
-[[wan]]
-home = "ben"
-up = "100 Mb/s"
-down = "100 Mb/s"
-latency = "10 ms"
-[[node]]
-name = "studio"
-machine = "ideal"
-links = ["switch"]
-[[node]]
-name = "mini"
-machine = "ideal"
-links = ["switch", "air"]
-[[node]]
-name = "pro"
-machine = "ideal"
-links = ["switch"]
-[[node]]
-name = "laptop"
-machine = "ideal"
-links = ["switch", "air"]
-[[node]]
-name = "ben"
-machine = "ideal"
-links = ["far"]
-"""
-
 
 def home_with(*faults: AnyFault) -> World:
-    world = World(parse_scenario(HOME, "home"))
+    world = World(home())
     for fault in faults:
         world.inject(fault)
     return world

@@ -1,0 +1,258 @@
+"""Faults drawn at random, for looking where nobody thought of looking.
+
+A schedule is drawn so that a cluster can be asked to be well again: everything heals by a given share of the run,
+whoever crashes comes back, and only a minority comes back without its memory. (What waits for a frame or a
+gradient happens to the next one, whenever that is.) Then what must always hold can be checked at every moment, and
+what must hold in the end, at the end. A schedule depends on the seed and on the
+kinds that it may have; it is an ordinary list of faults, so a failing one can be written down and shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TypeAlias
+
+from hcsim.config.faults import (
+    FAULTS,
+    AnyFault,
+    CablePulled,
+    ClockDrift,
+    ClockJump,
+    Clog,
+    CopiedIdentity,
+    Crash,
+    Datagrams,
+    FlippedBit,
+    HalfOpen,
+    InterfaceChange,
+    Lid,
+    LinkChange,
+    MulticastLoss,
+    NanGradient,
+    OneWayVisibility,
+    Partition,
+    Pause,
+    Reset,
+    Restart,
+    RouterReboot,
+    StaleRecord,
+    StaleStep,
+    Throttle,
+    WifiGate,
+    WrongSize,
+)
+from hcsim.config.known import check_known
+from hcsim.config.media import AnyMedium, Thunderbolt, Wifi
+from hcsim.config.scenario import Node
+from hcsim.errors import UsageError
+from hcsim.rng import stream
+from hcsim.units import BitRate, PositiveSeconds, PositiveShare, Seconds, Share, SignedSeconds
+
+FEWEST, MOST = 1, 6
+"""How many faults a schedule has."""
+HEALED_BY = 0.6
+"""The share of the run after which nothing is broken any more."""
+DECIMALS = 3
+"""Times are whole milliseconds, so that a person can read them."""
+
+Kind: TypeAlias = Callable[["_Draw"], tuple[AnyFault, ...]]
+"""Draws one fault, or a few that belong together; none where the scenario has nothing that it could happen to."""
+
+
+def random_faults(
+    seed: int,
+    nodes: Sequence[Node],
+    media: Sequence[AnyMedium],
+    duration_s: float,
+    kinds: Sequence[str] = tuple(FAULTS),
+) -> tuple[AnyFault, ...]:
+    """A schedule for a run that lasts that long, in the order of time."""
+    for i, kind in enumerate(kinds):
+        check_known(f"kinds[{i}]", kind, FAULTS, "fault")
+    if not kinds or len(nodes) < 2 or duration_s < 1:
+        raise UsageError("random faults need kinds to choose from, two nodes at least, and a second of time")
+    draw = _Draw(stream(seed, "schedule"), nodes, media, duration_s)
+    wanted = draw.rng.randint(FEWEST, MOST)
+    faults: list[AnyFault] = []
+    for _ in range(100 * MOST):
+        drawn = _KINDS[draw.rng.choice(kinds)](draw)
+        if len(faults) + len(drawn) <= wanted or (not faults and drawn):
+            faults += drawn
+        if len(faults) >= wanted:
+            break
+    if not faults:
+        raise UsageError(f"none of these faults can happen here: {', '.join(kinds)}")
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+class _Draw:
+    """The parts that faults are drawn from."""
+
+    def __init__(self, rng: Random, nodes: Sequence[Node], media: Sequence[AnyMedium], duration_s: float) -> None:
+        self.rng = rng
+        self.nodes = nodes
+        self.names = [node.name for node in nodes]
+        self.media = {medium.name: medium for medium in media}
+        self.homes = list(dict.fromkeys(m.home for m in media if not isinstance(m, Thunderbolt)))
+        self._end_s = HEALED_BY * duration_s
+        self._forgetful: dict[str, str] = {}
+        """Nodes that come back without their memory, and how."""
+
+    def span(self) -> tuple[Seconds, PositiveSeconds]:
+        """When something starts, and how long it lasts: all of it before the end, and often short."""
+        start_s = self.rng.uniform(0.0, 0.9 * self._end_s)
+        lasts_s = (self._end_s - start_s) * self.rng.random() ** 2
+        return Seconds(round(start_s, DECIMALS)), PositiveSeconds(max(round(lasts_s, DECIMALS) - 1e-3, 1e-3))
+
+    def node(self) -> str:
+        """Some node."""
+        return self.rng.choice(self.names)
+
+    def pair(self) -> tuple[str, str]:
+        """Two different nodes."""
+        a, b = self.rng.sample(self.names, 2)
+        return a, b
+
+    def may_forget(self, node: str, how: str) -> bool:
+        """Whether this node may come back without its memory: always the same way, and a minority in all."""
+        if node not in self._forgetful and 2 * (len(self._forgetful) + 1) >= len(self.names):
+            return False
+        return self._forgetful.setdefault(node, how) == how
+
+
+def _restart(draw: _Draw, node: str, at_s: Seconds, down_s: Seconds) -> Restart:
+    state = draw.rng.choices(("kept", "lost", "stale"), (12, 3, 1))[0]
+    if state == "lost" and draw.may_forget(node, "lost"):
+        return Restart(at_s, node, "lost", down_s)
+    if state == "stale" and draw.may_forget(node, "stale"):
+        return Restart(at_s, node, "stale", down_s, as_of_s=Seconds(round(at_s * draw.rng.random(), DECIMALS)))
+    return Restart(at_s, node, down_s=down_s, clean=draw.rng.random() < 0.5)
+
+
+def _crashes(draw: _Draw) -> tuple[AnyFault, ...]:
+    node, (at_s, down_s) = draw.node(), draw.span()
+    crash = Crash(at_s, node, clean=draw.rng.random() < 0.5)
+    return crash, _restart(draw, node, Seconds(round(at_s + down_s, DECIMALS)), Seconds(1e-3))
+
+
+def _restarts(draw: _Draw) -> tuple[AnyFault, ...]:
+    node, (at_s, down_s) = draw.node(), draw.span()
+    if draw.rng.random() < 0.25:
+        half_s = Seconds(round(down_s / 2, DECIMALS))
+        return (Restart(at_s, node, down_s=half_s, slow=_share(draw, 0.4), slow_for_s=half_s),) if half_s else ()
+    return (_restart(draw, node, at_s, Seconds(down_s)),)
+
+
+def _copies(draw: _Draw) -> tuple[AnyFault, ...]:
+    """The copy must forget in the end, so that it has a key of its own again."""
+    (node, of), (at_s, lasts_s) = draw.pair(), draw.span()
+    if not draw.may_forget(node, "lost"):
+        return ()
+    back_s, down_s = Seconds(round(at_s + lasts_s, DECIMALS)), Seconds(round(lasts_s / 4, DECIMALS))
+    return CopiedIdentity(at_s, node, of, Seconds(down_s)), Restart(back_s, node, "lost", Seconds(1e-3))
+
+
+def _parts(draw: _Draw) -> tuple[AnyFault, ...]:
+    names = draw.rng.sample(draw.names, len(draw.names))
+    cut, (at_s, lasts_s) = draw.rng.randrange(1, len(names)), draw.span()
+    return (Partition(at_s, (tuple(names[:cut]), tuple(names[cut:])), lasts_s, oneway=draw.rng.random() < 0.3),)
+
+
+def _changes(draw: _Draw) -> tuple[AnyFault, ...]:
+    medium, (at_s, lasts_s) = draw.rng.choice(list(draw.media)), draw.span()
+    if draw.rng.random() < 0.5:
+        return (LinkChange(at_s, medium, rate_bps=BitRate(draw.rng.choice((1e6, 1e7, 1e8))), duration_s=lasts_s),)
+    return (LinkChange(at_s, medium, latency_s=Seconds(draw.rng.choice((0.02, 0.2, 1.0))), duration_s=lasts_s),)
+
+
+def _datagrams(draw: _Draw) -> tuple[AnyFault, ...]:
+    medium, (at_s, lasts_s) = draw.rng.choice(list(draw.media)), draw.span()
+    shares = [Share(round(draw.rng.uniform(0.1, 0.9), 2)) for _ in range(3)]
+    delay_s = Seconds(round(draw.rng.uniform(0.0, 2.0), DECIMALS))
+    return (Datagrams(at_s, medium, lasts_s, shares[0], delay_s, shares[1], shares[2]),)
+
+
+def _gates(draw: _Draw) -> tuple[AnyFault, ...]:
+    air = [name for name, medium in draw.media.items() if isinstance(medium, Wifi)]
+    at_s, lasts_s = draw.span()
+    return (WifiGate(at_s, draw.rng.choice(air), PositiveSeconds(min(lasts_s, 0.25))),) if air else ()
+
+
+def _pulls(draw: _Draw) -> tuple[AnyFault, ...]:
+    plugs = [
+        (node.name, link.medium)
+        for node in draw.nodes
+        for link in node.links
+        if not isinstance(draw.media[link.medium], Wifi)
+    ]
+    if not plugs:
+        return ()
+    (node, medium), (at_s, lasts_s) = draw.rng.choice(plugs), draw.span()
+    return (CablePulled(at_s, node, medium, lasts_s),)
+
+
+def _moves(draw: _Draw) -> tuple[AnyFault, ...]:
+    bridged = {name: medium.home for name, medium in draw.media.items() if not isinstance(medium, Thunderbolt)}
+    ways = [
+        (node.name, link.medium, other)
+        for node in draw.nodes
+        for link in node.links
+        for other, home in bridged.items()
+        if link.medium in bridged and other != link.medium and home == bridged[link.medium]
+    ]
+    if not ways:
+        return ()
+    (node, medium, to), (at_s, lasts_s) = draw.rng.choice(ways), draw.span()
+    return (InterfaceChange(at_s, node, medium, to, lasts_s),)
+
+
+def _reboots(draw: _Draw) -> tuple[AnyFault, ...]:
+    if not draw.homes:
+        return ()
+    home, (at_s, lasts_s) = draw.rng.choice(draw.homes), draw.span()
+    return (RouterReboot(at_s, home, lasts_s),)
+
+
+def _share(draw: _Draw, least: float) -> PositiveShare:
+    return PositiveShare(round(draw.rng.uniform(least, 0.99), 2))
+
+
+def _lasting(make: Callable[[_Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind:
+    """A kind whose faults only need a time and a duration that are drawn like all others."""
+
+    def kind(draw: _Draw) -> tuple[AnyFault, ...]:
+        return (make(draw, *draw.span()),)
+
+    return kind
+
+
+_KINDS: Mapping[str, Kind] = {
+    "crash": _crashes,
+    "restart": _restarts,
+    "pause": _lasting(lambda draw, at, lasts: Pause(at, draw.node(), lasts)),
+    "lid": _lasting(lambda draw, at, lasts: Lid(at, draw.node(), lasts, draw.rng.choice(("kept", "dead")))),
+    "throttle": _lasting(lambda draw, at, lasts: Throttle(at, draw.node(), _share(draw, 0.4), lasts)),
+    "partition": _parts,
+    "clog": _lasting(lambda draw, at, lasts: Clog(at, draw.pair(), lasts)),
+    "half_open": _lasting(lambda draw, at, _: HalfOpen(at, draw.pair())),
+    "reset": _lasting(lambda draw, at, _: Reset(at, draw.pair(), mid_frame=draw.rng.random() < 0.5)),
+    "link_change": _changes,
+    "datagrams": _datagrams,
+    "wifi_gate": _gates,
+    "cable_pulled": _pulls,
+    "interface_change": _moves,
+    "router_reboot": _reboots,
+    "flipped_bit": _lasting(lambda draw, at, _: FlippedBit(at, draw.pair(), draw.rng.choice(("data", "control")))),
+    "wrong_size": _lasting(lambda draw, at, _: WrongSize(at, draw.pair(), longer=draw.rng.random() < 0.5)),
+    "stale_step": _lasting(lambda draw, at, _: StaleStep(at, draw.pair())),
+    "nan_gradient": _lasting(lambda draw, at, _: NanGradient(at, draw.node(), draw.rng.randint(1, 8))),
+    "clock_jump": _lasting(
+        lambda draw, at, _: ClockJump(at, draw.node(), SignedSeconds(draw.rng.randint(-3600, 3600)))
+    ),
+    "clock_drift": _lasting(lambda draw, at, lasts: ClockDrift(at, draw.node(), draw.rng.choice((0.9, 1.1)), lasts)),
+    "multicast_loss": _lasting(lambda draw, at, lasts: MulticastLoss(at, draw.node(), _share(draw, 0.2), lasts)),
+    "stale_record": _lasting(lambda draw, at, lasts: StaleRecord(at, draw.node(), lasts)),
+    "one_way_visibility": _lasting(lambda draw, at, lasts: OneWayVisibility(at, draw.pair(), lasts)),
+    "copied_identity": _copies,
+}

@@ -22,7 +22,9 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, HcsimError, UsageError
+from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
+from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.synchronise import synchronise
@@ -42,12 +44,16 @@ async def elastic_train(
     what: Task | None = None,
     wire: Wire | None = None,
     leaving: asyncio.Event | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Report:
     """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed.
 
     `what` is a task of one's own; once `leaving` is set, this member leaves after the step that is under way."""
     member = _Member(Trainee(host, settings, seed, what), conductor, wire or Wire(), observer)
     member.ballot.leaving = leaving
+    member.checkpoints = checkpoints
+    if checkpoints is not None and (data := checkpoints.vault.load()) is not None:
+        member.trainee.checkpoint = decode(data)
     epoch = -1
     while True:
         view = await conductor.view(after=epoch)
@@ -65,9 +71,12 @@ class _Member:
     def __init__(self, trainee: Trainee, conductor: Conductor, wire: Wire, observer: Observer | None) -> None:
         self.trainee = trainee
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
+        self.checkpoints: Checkpoints | None = None
         self._conductor = conductor
         self._wire = wire
         self._observer = observer
+        self._due = 0
+        """The step after which to save."""
 
     async def follow(self, view: View) -> bool:
         """Train in this view for as long as it lasts; whether that was all."""
@@ -99,6 +108,8 @@ class _Member:
         trainee = self.trainee
         await synchronise(group, view, trainee)
         run = trainee.run
+        if self.checkpoints is not None:
+            self._due = run.step - run.step % self.checkpoints.every + self.checkpoints.every
         votes = run.pact = Votes(self.ballot, group, view, self._settled)
         run.observer = self._observer
         await trainee.method.train(run)
@@ -129,7 +140,13 @@ class _Member:
             self.trainee.take_in(parcel.arrays)
 
     async def _settled(self) -> None:
-        """Nothing more is done after a step."""
+        """A step is done: perhaps it is time to save."""
+        run, checkpoints = self.trainee.run, self.checkpoints
+        if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
+            self._due = run.step - run.step % checkpoints.every + checkpoints.every
+            saved = self.trainee.saved()
+            work = Work(0.0, 3.0 * sum(array.nbytes for array in saved.arrays.values()))
+            await run.group.host.device.run(work, lambda: checkpoints.vault.save(encode(saved)))
 
 
 async def _watch(group: Group, over: asyncio.Future[str]) -> None:

@@ -73,6 +73,8 @@ class Trainee:
         self.sizes: dict[str, int] = {}
         self.reloaded = False
         """Our state is from a checkpoint: what we did after it, if it counts, is not in it."""
+        self.checkpoint: Parcel | None = None
+        """What we start from, if it is not nothing."""
         self._start = (0, (0, 0))
         self._run: Run | None = None
 
@@ -102,7 +104,8 @@ class Trainee:
         """A view begins. In the first one, there is nothing yet but what we start with."""
         if self._run is None:
             self._run = Run(group, self.settings, self.task, self.learner, self._dealt(view), self.compressor)
-            self._run.step = self._start[0]
+            if self.checkpoint is not None:
+                self._reload(self.checkpoint)
 
     def regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
         """All members of the view hold the same now: go on with them."""
@@ -185,6 +188,15 @@ class Trainee:
         self.era, self.past, self.sizes = about.era, about.past, about.sizes
         self.run.step = about.step
         self._start = about.step, about.since
+
+    def saved(self) -> Parcel:
+        """All that we would need to go on from here, were we started anew."""
+        return Parcel(self.parcel(whole=False).about, {**self._shared(), **self.owed()})
+
+    def _reload(self, checkpoint: Parcel) -> None:
+        self.adopt(checkpoint)
+        self.take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
+        self.reloaded = True
 
     def take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
         """Somebody who leaves hands on what it still owes: from now on, we do."""

@@ -1,13 +1,13 @@
 """A conductor that reads from a script: which members each view has, and after which step it ends.
 
-It stands in the virtual world beside the hosts and sees what happens to them. So it is the reference too: a run in which
-members go at the same steps by agreement, and without faults, must come to the same parameters.
+It stands in the virtual world beside the hosts and sees what happens to them. So it is the reference too: a run in
+which members go at the same steps by agreement, and without faults, must come to the same parameters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,11 +17,11 @@ from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
 from hcsim.training.elastic.train import elastic_train
 from hcsim.training.run import Point, Report, Run
-from hcsim.training.task import Task
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
 PORT = 52416
+SEED = 7
 NOTICED_S = 0.05
 """From a member's loss to the next view."""
 
@@ -29,9 +29,10 @@ NOTICED_S = 0.05
 class Cluster:
     """All that happens to the membership of one training."""
 
-    def __init__(self, world: World, first: Sequence[str], homes: dict[str, str] | None = None) -> None:
+    def __init__(self, world: World, first: Sequence[str], homes: dict[str, str], lineage: str) -> None:
         self.world = world
-        self.homes = homes or {}
+        self.homes = homes
+        self.lineage = lineage
         self.views: list[View] = []
         self.conductors: dict[str, Scripted] = {}
         self.done: list[str] = []
@@ -61,13 +62,14 @@ class Cluster:
         """The next view. Members keep their order, newcomers come last."""
         old = self.names if self.views else []
         order = [name for name in old if name in names] + [name for name in names if name not in old]
-        self.views.append(View("script", len(self.views), tuple(map(self.member, order))))
+        self.views.append(View(self.lineage, len(self.views), tuple(map(self.member, order))))
         for conductor in self.conductors.values():
             conductor.news()
 
     def lose(self, reason: str, without: Sequence[str] = ()) -> None:
         """The view is over at once; the next one has whoever is alive, is not done, and is not left out."""
-        self._over[self.views[-1].epoch] = reason
+        for view in self.views:
+            self._over.setdefault(view.epoch, reason)
         for conductor in self.conductors.values():
             conductor.news()
         if not self._changing:
@@ -127,10 +129,9 @@ class Scripted:
 
     async def view(self, after: int) -> View:
         while True:
-            newest = self._cluster.views[-1]
-            known = self._cluster.over(newest.epoch) is None
-            if newest.epoch > after and newest.rank(self.us) is not None and known:
-                return newest
+            for view in self._cluster.views[after + 1 :]:
+                if view.rank(self.us) is not None and self._cluster.over(view.epoch) is None:
+                    return view
             news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(news)
             await news
@@ -219,11 +220,13 @@ def train(
     plan: Sequence[tuple[int, Sequence[str]]] = (),
     faults: Sequence[AnyFault] = (),
     prepare: Callable[[Cluster], None] = lambda cluster: None,
-    what: Task | None = None,
+    lineage: str = "script",
+    unlike: Mapping[str, Training] | None = None,
     **options: Any,
 ) -> Outcome:
     """Train on the hosts of a scenario. `first` are the members of the first view (all hosts, if it is not given);
-    `plan` says who is there after so many steps."""
+    `plan` says who is there after so many steps. Some may have settings `unlike` the others'. An option that is a
+    function is asked for each host's own."""
     began: dict[int, int] = {}
 
     def sink(events: Sequence[Any]) -> None:
@@ -231,16 +234,15 @@ def train(
 
     world = World(replace(scenario, faults=(*scenario.faults, *faults)), sink=sink)
     homes = {name: str(number) for number, home in enumerate(_homes(scenario)) for name in home}
-    cluster = Cluster(world, first or [host.name for host in world.hosts], homes)
+    cluster = Cluster(world, first or [host.name for host in world.hosts], homes, lineage)
     cluster.plan = list(plan)
     prepare(cluster)
     watchers = {host.name: Watcher(cluster, host.name) for host in world.hosts}
 
     async def program(host: VirtualHost) -> Report:
-        per_host = {name: given(host.name) if callable(given) else given for name, given in options.items()}
-        report = await elastic_train(
-            host, cluster.conductor(host.name), settings, 7, watchers[host.name], what=what, **per_host
-        )
+        own = {name: given(host) if callable(given) else given for name, given in options.items()}
+        theirs = (unlike or {}).get(host.name, settings)
+        report = await elastic_train(host, cluster.conductor(host.name), theirs, SEED, watchers[host.name], **own)
         if report.steps == settings.steps:
             cluster.finished(host.name)
         return report
@@ -255,13 +257,13 @@ def train(
             tasks[host.name] = outcome
         while True:
             # Nobody waits for those who are in no view any more.
-            waiting = [t for n, t in tasks.items() if not t.done() and n in cluster.names]
-            if not waiting:
+            if all(task.done() or name not in cluster.names for name, task in tasks.items()):
                 break
             await asyncio.sleep(0.05)
-            for host in world.hosts:
-                if not host.alive and host.name in cluster.names and cluster.over(cluster.views[-1].epoch) is None:
-                    cluster.lose(f"{host.name} is lost")
+            for name, task in tasks.items():
+                lost = not world.host(name).alive or (task.done() and name not in cluster.done)
+                if lost and name in cluster.names and cluster.over(cluster.views[-1].epoch) is None:
+                    cluster.lose(f"{name} is lost", without=[name])
         results: dict[str, Report | BaseException] = {}
         for name, task in tasks.items():
             results[name] = (task.exception() or task.result()) if task.done() else HcsimError("out of every view")

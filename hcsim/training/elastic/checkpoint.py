@@ -1,0 +1,96 @@
+"""What is left when everybody is gone: a member's state on its disk, whole and verified.
+
+The first member of a view saves now and then. After all have started anew, training goes on from the newest state that
+one of them holds: a checkpoint says of which era and step it is, and members compare those when a view begins.
+What the saver's error feedback owed is in it; what the others owed is lost with them.
+
+The file is safetensors: everything that reads those finds the parameters under "parameters".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from hcsim.errors import ConfigError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.store import Store
+from hcsim.training.elastic.parcel import Parcel
+
+_FORMAT = "hcsim checkpoint 1"
+
+
+class Vault(Protocol):
+    """Where one checkpoint is kept."""
+
+    def save(self, data: bytes) -> None:
+        """Replace it: all or nothing."""
+
+    def load(self) -> bytes | None:
+        """As it was last saved; None where there is none."""
+
+
+class InStore:
+    """In a host's store."""
+
+    def __init__(self, store: Store, name: str = "checkpoint") -> None:
+        self._store = store
+        self._name = name
+
+    def save(self, data: bytes) -> None:
+        """See `Vault.save`."""
+        self._store.save(self._name, data)
+
+    def load(self) -> bytes | None:
+        """See `Vault.load`."""
+        return self._store.load(self._name)
+
+
+class Checkpoints(msgspec.Struct, frozen=True):
+    """When to save, and where."""
+
+    every: int
+    """Steps."""
+    vault: Vault
+
+
+def encode(parcel: Parcel) -> bytes:
+    """A state as a file."""
+    arrays = _arrays(parcel)
+    metadata = {"format": _FORMAT, "about": parcel.about.hex(), "sha256": _digest(parcel.about, arrays)}
+    return safetensors.numpy.save(arrays, metadata)
+
+
+def decode(data: bytes) -> Parcel:
+    """A state that was saved; refuses what is not that."""
+    try:
+        header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        about = header["__metadata__"]
+        arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
+        parcel = Parcel(bytes.fromhex(about["about"]), arrays)
+    except (safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+        raise ConfigError(f"the checkpoint is damaged ({error}): put another in its place, or remove it") from None
+    if about.get("format") != _FORMAT or about.get("sha256") != _digest(parcel.about, arrays):
+        raise ConfigError("the checkpoint is not what was saved (its SHA-256 differs): remove it")
+    return parcel
+
+
+def _arrays(parcel: Parcel) -> dict[str, npt.NDArray[np.generic]]:
+    if any(isinstance(array, Phantom) for array in parcel.arrays.values()):
+        raise ConfigError("a task of shapes alone has nothing to save: train it without checkpoints")
+    return {name: np.ascontiguousarray(array) for name, array in parcel.arrays.items()}
+
+
+def _digest(about: bytes, arrays: Mapping[str, npt.NDArray[np.generic]]) -> str:
+    sha = hashlib.sha256(about)
+    for name in sorted(arrays):
+        sha.update(name.encode())
+        sha.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+    return sha.hexdigest()

@@ -93,3 +93,19 @@ class TrainingError(HcsimError):
 
 class Diverged(TrainingError):
     """Replicas that must be alike are not: memory or arithmetic failed on a machine."""
+
+
+class CallRefused(HcsimError):
+    """The other side does not do a remote call: no such function, wrong arguments, too large, too many."""
+
+
+class RemoteError(HcsimError):
+    """A function failed at the other side with an error that is not one of ours; `kind` is its class there."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class WorkerLost(HcsimError):
+    """Something could not be finished because a worker has died, left or stayed silent; the text names it."""

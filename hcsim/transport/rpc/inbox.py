@@ -1,0 +1,99 @@
+"""Putting together what comes in pieces: the arrays of calls and results.
+
+A message announces its arrays; their pieces come in order within a message, between those of other messages. Pieces
+of a message that nobody waits for any more (it was cancelled, or refused) are read and thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hcsim.errors import HcsimError, RemoteProtocolError
+from hcsim.runtime.frame import Header
+from hcsim.transport.rpc.messages import Limits, Parcel
+from hcsim.transport.rpc.refs import Handles
+from hcsim.transport.rpc.values import DTYPES, arrays_bytes
+
+Key: TypeAlias = tuple[int, int]
+"""(OF_CALL or OF_RESULT, number)"""
+
+
+class Incoming:
+    """A parcel on its way."""
+
+    def __init__(self, parcel: Parcel, taken: Handles) -> None:
+        self.parcel = parcel
+        self.taken = taken
+        self.arrays: list[NDArray[Any]] = [np.empty(spec.shape, DTYPES[spec.dtype]) for spec in parcel.arrays]
+        self.places = [array.reshape(-1).view(np.uint8).data for array in self.arrays]
+        self.filled = [0] * len(self.places)
+        self.size_bytes = arrays_bytes(parcel)
+        self.missing_bytes = self.size_bytes
+        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self.missing_bytes:
+            self.complete.set_result(None)
+
+
+class Inbox:
+    """All parcels on their way over one channel."""
+
+    def __init__(self, peer: str, limits: Limits, expected: Callable[[Key], bool]) -> None:
+        self._peer = peer
+        self._expected = expected
+        """Whether there has been such a message."""
+        self._open: dict[Key, Incoming] = {}
+        self._rubbish = memoryview(bytearray(limits.max_frame_bytes))
+        self.held_bytes = 0
+
+    def announce(self, key: Key, parcel: Parcel, taken: Handles) -> Incoming:
+        """Make room for a parcel, which is known not to be too large."""
+        incoming = Incoming(parcel, taken)
+        if incoming.missing_bytes:
+            self._open[key] = incoming
+            self.held_bytes += incoming.size_bytes
+        return incoming
+
+    def place(self, header: Header) -> memoryview:
+        """Where a piece of an array goes."""
+        incoming = self._open.get((header.step, header.operation))
+        if incoming is None:
+            if not self._expected((header.step, header.operation)):
+                raise RemoteProtocolError(f"{self._peer} sent part of a message that it did not announce", self._peer)
+            return self._rubbish[: header.length]
+        number = header.bucket
+        place = incoming.places[number] if number < len(incoming.places) else None
+        if place is None or header.offset != incoming.filled[number] or header.offset + header.length > len(place):
+            raise RemoteProtocolError(f"{self._peer} sent part of an array that does not fit where it was", self._peer)
+        return place[header.offset : header.offset + header.length]
+
+    def landed(self, header: Header) -> None:
+        """A piece has come."""
+        key = (header.step, header.operation)
+        incoming = self._open.get(key)
+        if incoming is None:
+            return
+        incoming.filled[header.bucket] += header.length
+        incoming.missing_bytes -= header.length
+        if not incoming.missing_bytes:
+            self.forget(key)
+            if not incoming.complete.done():
+                incoming.complete.set_result(None)
+
+    def forget(self, key: Key) -> None:
+        """Nobody waits for it any more, or it is complete."""
+        incoming = self._open.pop(key, None)
+        if incoming is not None:
+            self.held_bytes -= incoming.size_bytes
+
+    def close(self, error: HcsimError) -> None:
+        """The channel has ended: nothing more will come."""
+        for incoming in self._open.values():
+            if not incoming.complete.done():
+                incoming.complete.set_exception(error)
+                incoming.complete.exception()  # who waits for it will see it
+        self._open.clear()

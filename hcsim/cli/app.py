@@ -126,3 +126,25 @@ def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run
         from hcsim.cli.train import evaluate_model
 
         evaluate_model(model)
+
+
+@app.command()
+def coordinator(
+    workers: Annotated[int, typer.Option(help="How many workers there are to be.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen at.")] = "127.0.0.1:52415",
+    least: Annotated[int, typer.Option(help="With how many work goes on when others are lost.")] = 1,
+    heartbeat: Annotated[str, typer.Option(help="How often a worker says that it is alive.")] = "1 s",
+    silence: Annotated[str, typer.Option(help="A worker that says nothing for so long is evicted.")] = "5 s",
+    state: Annotated[Path | None, typer.Option(help="A folder for what it remembers when it starts again.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Our certificate (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="The authority that signed all members' certificates.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plaintext beyond this machine.")] = False,
+) -> None:
+    """Be the place where workers register, meet and report checkpoints, until interrupted."""
+    with _plainly():
+        from hcsim.cli import options
+        from hcsim.cli.coordinator import serve
+
+        policy = options.coordinator_policy(workers, least, heartbeat, silence)
+        serve(listen, policy, options.tls(tls_cert, tls_key, tls_ca), insecure, state)

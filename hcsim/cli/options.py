@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim.cli import screen
+from hcsim.cluster.coordinator.policy import Policy
 from hcsim.config import Job, Scenario, Training, load_scenario, shipped_scenarios
 from hcsim.config.explain import explain
 from hcsim.errors import ConfigError
@@ -96,6 +97,16 @@ def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None
     if cert is None or key is None or ca is None:
         raise ConfigError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
     return TlsFiles(cert, key, ca)
+
+
+def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -> Policy:
+    """How a coordinator treats its workers."""
+    return Policy(
+        workers=workers,
+        least=least,
+        heartbeat_s=float(_quantity("--heartbeat", heartbeat, PositiveSeconds)),
+        silence_s=float(_quantity("--silence", silence, PositiveSeconds)),
+    )
 
 
 def refuse(where: str, given: Mapping[str, object]) -> None:

@@ -1,0 +1,155 @@
+"""Rounds that all workers of a generation take part in: barriers and checkpoints.
+
+    begin            the first worker opens a round for the members of the generation
+    report           each member once; reporting the same again changes nothing
+    all have         the round is committed: all get its result
+    a member is lost, or the deadline passes: the round is aborted with an error that names who is missing;
+                     it can be begun again
+
+A round belongs to one generation. What was committed stays known, so whoever lost the answer can ask again.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note
+from hcsim.cluster.coordinator.messages import Checkpoint, Peer, Roster
+from hcsim.errors import CallRefused, HcsimError, WorkerLost
+
+Key: TypeAlias = tuple[str, str]
+"""("barrier", its name) or ("checkpoint", the step)"""
+
+BARRIER, CHECKPOINT = "barrier", "checkpoint"
+MANY_BARRIERS = 1024
+
+
+class Round:
+    """One that is under way."""
+
+    def __init__(self, key: Key, roster: Roster, until_s: float) -> None:
+        self.key = key
+        self.roster = roster
+        self.until_s = until_s
+        self.reports: dict[str, str] = {}
+        self.questions: dict[int, None] = {}
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        kind, which = self.key
+        return f"barrier {which!r}" if kind == BARRIER else f"the checkpoint of step {which}"
+
+    @property
+    def missing(self) -> list[Peer]:
+        """Who has not reported."""
+        return [peer for peer in self.roster.peers if peer.worker not in self.reports]
+
+
+class Rounds:
+    """All rounds of the generation that works."""
+
+    def __init__(self, committed: Checkpoint | None = None) -> None:
+        self.committed = committed
+        self._rounds: dict[Key, Round] = {}
+        self._passed: dict[str, None] = {}
+        """Barriers of this generation."""
+
+    @property
+    def due_s(self) -> float:
+        """When the first of them ends without its last worker."""
+        return min((round.until_s for round in self._rounds.values()), default=float("inf"))
+
+    def barrier(self, roster: Roster, worker: str, name: str, question: int, until_s: float) -> list[Effect]:
+        """A worker has come to a barrier; the question is answered when all have."""
+        if name in self._passed:
+            return [Answer(question)]
+        key = (BARRIER, name)
+        round = self._rounds.setdefault(key, Round(key, roster, until_s))
+        return self._reported(round, worker, "", question)
+
+    def begin(self, roster: Roster, step: int, until_s: float) -> list[Effect]:
+        """A checkpoint of that step is to be written."""
+        if self.committed is not None and step <= self.committed.step:
+            if step == self.committed.step:
+                return []
+            raise CallRefused(f"the checkpoint of step {self.committed.step} is committed: {step} is too late")
+        for (kind, which), round in self._rounds.items():
+            if kind == CHECKPOINT and which != str(step):
+                raise CallRefused(f"{round.name} is still under way")
+        key = (CHECKPOINT, str(step))
+        if key in self._rounds:
+            return []
+        self._rounds[key] = Round(key, roster, until_s)
+        return [Note(f"{self._rounds[key].name} begins")]
+
+    def report(self, worker: str, step: int, digest: str, question: int) -> list[Effect]:
+        """A worker has written its shard; the question is answered when all have."""
+        done = self.committed
+        round = self._rounds.get((CHECKPOINT, str(step)))
+        if round is None and done is not None and done.step == step:
+            return [Answer(question, done)]
+        if round is None:
+            raise CallRefused(f"no checkpoint of step {step} is under way: begin it first")
+        before = round.reports.get(worker, digest)
+        if before != digest:
+            raise CallRefused(f"{worker} has reported another digest for step {step}: {before}, now {digest}")
+        return self._reported(round, worker, digest, question)
+
+    def _reported(self, round: Round, worker: str, digest: str, question: int) -> list[Effect]:
+        round.reports[worker] = digest
+        round.questions[question] = None
+        if round.missing:
+            return []
+        del self._rounds[round.key]
+        if round.key[0] == BARRIER:
+            self._passed[round.key[1]] = None
+            if len(self._passed) > MANY_BARRIERS:
+                del self._passed[next(iter(self._passed))]
+            return [Answer(waiting) for waiting in round.questions]
+        self.committed = Checkpoint(
+            int(round.key[1]),
+            round.roster.generation,
+            tuple((peer.rank, round.reports[peer.worker]) for peer in round.roster.peers),
+        )
+        answers = [Answer(waiting, self.committed) for waiting in round.questions]
+        return [Keep(), Note(f"{round.name} is committed"), *answers]
+
+    def gave_up(self, question: int) -> None:
+        """Nobody waits for this answer any more. What was reported stays reported."""
+        for round in self._rounds.values():
+            round.questions.pop(question, None)
+
+    def generation_over(self, reason: str) -> list[Effect]:
+        """End all rounds: not all of their members will ever report."""
+        self._passed.clear()
+        return [effect for round in tuple(self._rounds.values()) for effect in self._abort(round, reason)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """End the rounds whose time is over."""
+        late = [round for round in self._rounds.values() if round.until_s <= now]
+        return [
+            effect
+            for round in late
+            for effect in self._abort(round, f"nothing came in time from {names(round.missing)}")
+        ]
+
+    def _abort(self, round: Round, reason: str) -> list[Effect]:
+        del self._rounds[round.key]
+        error: HcsimError = WorkerLost(f"{round.name} was given up: {reason}")
+        return [Note(str(error)), *(Answer(question, error=error) for question in round.questions)]
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a coordinator remembers when it starts again: numbers never go back, ranks stay, checkpoints are known."""
+
+    generation: int = 0
+    ranks: dict[str, int] = {}
+    committed: Checkpoint | None = None
+
+
+def names(peers: list[Peer]) -> str:
+    """For people."""
+    return ", ".join(f"{peer.worker} (rank {peer.rank})" for peer in peers)

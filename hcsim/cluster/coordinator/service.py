@@ -1,0 +1,226 @@
+"""The coordinator: moves calls into its state machine, and effects out of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from hcsim.cluster.coordinator import messages
+from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
+from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Registered, Roster
+from hcsim.cluster.coordinator.policy import Policy
+from hcsim.cluster.coordinator.rounds import Kept
+from hcsim.cluster.coordinator.state import State
+from hcsim.errors import CallRefused, ConfigError, HcsimError
+from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.host import Host
+from hcsim.transport.callers import Callers
+from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
+
+HELLO_TIMEOUT_S = 5.0
+LIMITS = Limits(max_calls=16, max_body_bytes=1 << 22, max_arrays=1, max_array_bytes=1, max_refs=1)
+SHORTEST_WAIT_S = 1e-6
+RECORD = "coordinator"
+
+
+class Coordinator:
+    """Serves workers until it is closed."""
+
+    def __init__(
+        self, host: Host, policy: Policy, *, cluster: str = "hcsim", note: Callable[[str], object] | None = None
+    ) -> None:
+        self._host = host
+        self._record = f"{RECORD}-{cluster}"
+        self.state = State(policy, cluster, self._load(), host.clock.elapsed())
+        self._note = note
+        self._who: dict[Endpoint, Register] = {}
+        self._lines: dict[str, Endpoint] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._last_question = 0
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._changed: asyncio.Future[None] | None = None
+        self._strangers = Callers()
+        self._registry = self._served()
+
+    def open(self, listener: Listener) -> None:
+        """Take calls from now on."""
+        self._start(self._strangers.accept(listener, self._called_by), "accept workers")
+        self._start(self._keep_time(), "evict silent workers")
+
+    async def close(self) -> None:
+        """Hang up on everybody. The workers look for a coordinator at the same address."""
+        here = asyncio.current_task()
+        tasks = tuple(task for task in self._tasks if task is not here)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Connections.
+
+    def _called_by(self, channel: Channel, number: int) -> None:
+        self._start(self._attend(channel), f"caller {number}")
+
+    async def _attend(self, channel: Channel) -> None:
+        endpoint = Endpoint(self._host, channel, self._registry, LIMITS)
+        endpoint.ended.add_done_callback(lambda _: self._wake())
+        try:
+            try:
+                async with self._host.clock.timeout(HELLO_TIMEOUT_S):
+                    while endpoint not in self._who and not endpoint.ended.done():
+                        await self._change()
+            except TimeoutError:
+                return
+            finally:
+                self._strangers.known()
+            await asyncio.shield(endpoint.ended)
+        finally:
+            who = self._who.pop(endpoint, None)
+            if who is not None and self._lines.get(who.worker) is endpoint:
+                del self._lines[who.worker]
+                self.state.lost(who)
+            await endpoint.close()
+
+    def _served(self) -> Registry:
+        registry = Registry()
+        registry.serve(messages.REGISTER, self._register)
+        registry.serve(messages.HEARTBEAT, self._heartbeat)
+        registry.serve(messages.READY, self._ready)
+        registry.serve(messages.LEAVE, self._leave)
+        registry.serve(messages.BARRIER, self._barrier)
+        registry.serve(messages.BEGIN, self._begin)
+        registry.serve(messages.REPORT, self._report)
+        registry.serve(messages.COMMITTED, self._committed)
+        return registry
+
+    # What workers call.
+
+    async def _register(self, who: Register) -> Registered:
+        endpoint = serving_endpoint()
+        registered, effects = self.state.register(who, self._now())
+        self._who[endpoint] = who
+        before = self._lines.get(who.worker)
+        self._lines[who.worker] = endpoint
+        self._do(effects)
+        if before is not None and before is not endpoint:
+            self._start(before.close(), f"hang up on {who.worker}, who calls again")
+        return registered
+
+    async def _heartbeat(self, generation: int) -> Notice:
+        notice, effects = self.state.heartbeat(self._caller(), generation, self._now())
+        self._do(effects)
+        return notice
+
+    async def _ready(self, after: int) -> Roster:
+        who = self._caller()
+        return await self._answered(lambda question, now: self.state.ready(who, after, question, now))  # type: ignore[no-any-return]
+
+    async def _leave(self) -> None:
+        who = self._caller()
+        await self._answered(lambda question, now: self.state.leave(who, question, now))
+
+    async def _barrier(self, generation: int, name: str) -> None:
+        who = self._caller()
+        await self._answered(lambda question, now: self.state.barrier(who, generation, name, question, now))
+
+    async def _begin(self, generation: int, step: int) -> None:
+        self._do(self.state.begin(self._caller(), generation, step, self._now()))
+
+    async def _report(self, generation: int, step: int, digest: str) -> Checkpoint:
+        who = self._caller()
+        return await self._answered(  # type: ignore[no-any-return]
+            lambda question, now: self.state.report(who, generation, step, digest, question)
+        )
+
+    async def _committed(self) -> tuple[Checkpoint, ...]:
+        committed = self.state.rounds.committed
+        return () if committed is None else (committed,)
+
+    def _caller(self) -> Register:
+        who = self._who.get(serving_endpoint())
+        if who is None:
+            raise CallRefused("register first")
+        return who
+
+    async def _answered(self, event: Callable[[int, float], list[Effect]]) -> Any:
+        """The answer to a question that may have to wait."""
+        self._last_question = question = self._last_question + 1
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions[question] = answer
+        try:
+            self._do(event(question, self._now()))
+            return await answer
+        finally:
+            del self._questions[question]
+            if answer.cancelled():
+                self._do(self.state.gave_up(question, self._now()))
+
+    # Effects and time.
+
+    def _do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Keep():
+                    self._host.store.save(self._record, msgspec.msgpack.encode(self.state.kept()))
+                case Note(text):
+                    self._host.trace("coordinator", text)
+                    if self._note is not None:
+                        self._note(text)
+                case Tell(worker, notice):
+                    if worker in self._lines:
+                        self._start(self._tell(self._lines[worker], notice), f"tell {worker}")
+                case Answer(question, value, error):
+                    answer = self._questions.get(question)
+                    if answer is not None and not answer.done():
+                        if error is None:
+                            answer.set_result(value)
+                        else:
+                            answer.set_exception(error)
+        self._wake()
+
+    async def _tell(self, line: Endpoint, notice: Notice) -> None:
+        try:
+            await line.call(messages.NOTICE, notice, deadline_s=self.state.policy.silence_s)
+        except HcsimError as error:  # its next heartbeat will tell it
+            self._host.trace("coordinator", "not told", str(error))
+
+    async def _keep_time(self) -> None:
+        while True:
+            now = self._now()
+            self._do(self.state.tick(now))
+            try:
+                async with self._host.clock.timeout(max(self.state.due_s(now) - now, SHORTEST_WAIT_S)):
+                    await self._change()
+            except TimeoutError:
+                continue
+
+    async def _change(self) -> None:
+        """Wait until something has happened."""
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._changed)
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _now(self) -> float:
+        return self._host.clock.elapsed()
+
+    def _load(self) -> Kept:
+        data = self._host.store.load(self._record)
+        if data is None:
+            return Kept()
+        try:
+            return msgspec.msgpack.decode(data, type=Kept)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{self._record}: what the coordinator wrote down cannot be read ({error}); remove it to start afresh"
+            ) from None
+
+    def _start(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        task = self._host.spawn(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)

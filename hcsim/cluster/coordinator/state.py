@@ -1,0 +1,336 @@
+"""Who is there, and who works together: events and `now` in, effects out.
+
+A worker registers and gets a rank below the policy's number of workers. The rank is its own: when it starts again with
+its id it gets it back, unless a newcomer has filled the hole meanwhile (ranks that nobody ever had go first). It asks
+for a generation when it is ready to work. A generation is formed when everybody who is there is ready: the first one
+when all are registered, later ones with at least `least`. All its members get the whole list at once.
+
+A generation is over when a member is silent for too long, starts anew, leaves, or asks for the next one. The others are
+told, the rounds that wait for it end with an error that names it, and the next generation has a higher number. Somebody
+who only registers while others work does not disturb them: they are told that the generation is superseded.
+
+Times are of a clock without jumps. If it is the coordinator that was asleep, nobody is evicted for it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
+from hcsim.cluster.coordinator.messages import Notice, Peer, Register, Registered, Roster
+from hcsim.cluster.coordinator.policy import Policy
+from hcsim.cluster.coordinator.rounds import Kept, Rounds
+from hcsim.errors import CallRefused, WorkerLost
+
+
+class Stage(Enum):
+    """Of a worker's life."""
+
+    REGISTERED = "registered"
+    READY = "ready"
+    WORKING = "working"
+    LEAVING = "leaving"
+    GONE = "gone"
+
+
+class Turn(Enum):
+    """What takes a worker from one stage to the next."""
+
+    ASKED = "asks for a generation"
+    GAVE_UP = "does not wait for it any more"
+    FORMED = "is in a generation"
+    LEFT = "wants to leave"
+    RELEASED = "is not needed any more"
+    EVICTED = "is silent, or has started anew"
+
+
+TRANSITIONS: dict[tuple[Stage, Turn], Stage] = {
+    (Stage.REGISTERED, Turn.ASKED): Stage.READY,
+    (Stage.REGISTERED, Turn.LEFT): Stage.LEAVING,
+    (Stage.REGISTERED, Turn.EVICTED): Stage.GONE,
+    (Stage.READY, Turn.ASKED): Stage.READY,
+    (Stage.READY, Turn.GAVE_UP): Stage.REGISTERED,
+    (Stage.READY, Turn.FORMED): Stage.WORKING,
+    (Stage.READY, Turn.LEFT): Stage.LEAVING,
+    (Stage.READY, Turn.EVICTED): Stage.GONE,
+    (Stage.WORKING, Turn.ASKED): Stage.READY,
+    (Stage.WORKING, Turn.LEFT): Stage.LEAVING,
+    (Stage.WORKING, Turn.EVICTED): Stage.GONE,
+    (Stage.LEAVING, Turn.LEFT): Stage.LEAVING,
+    (Stage.LEAVING, Turn.RELEASED): Stage.GONE,
+    (Stage.LEAVING, Turn.EVICTED): Stage.GONE,
+}
+
+
+class Entry:
+    """A worker that is there."""
+
+    def __init__(self, who: Register, rank: int, now: float) -> None:
+        self.who = who
+        self.rank = rank
+        self.stage = Stage.REGISTERED
+        self.heard_s = now
+        self.attached = True
+        """Whether its connection is open."""
+        self.question: int | None = None
+        """Its question for a generation, or to be let go."""
+        self.since_s = now
+        """When it asked."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.who.worker} (rank {self.rank})"
+
+    def turn(self, turn: Turn) -> None:
+        """Go on to the next stage, where the table has one."""
+        after = TRANSITIONS.get((self.stage, turn))
+        if after is None:
+            raise CallRefused(f"{self.who.worker} {turn.value}, but it is {self.stage.value}")
+        self.stage = after
+
+
+class State:
+    """The coordinator's mind."""
+
+    def __init__(self, policy: Policy, cluster: str, kept: Kept, now: float) -> None:
+        self.policy = policy
+        self.cluster = cluster
+        self.workers: dict[str, Entry] = {}
+        self.ranks = dict(kept.ranks)
+        """Who had which rank last, the gone included."""
+        self.generation = kept.generation
+        self.roster: Roster | None = None
+        self.over = "the coordinator has started anew" if kept.generation else "no generation has been formed yet"
+        """Why nobody works, where nobody does."""
+        self.rounds = Rounds(kept.committed)
+        self._settled_s = now + policy.silence_s if kept.generation else now
+        """Until then those who worked before we started anew may call again."""
+        self._awake_until_s = now
+
+    def kept(self) -> Kept:
+        """What must outlive a restart."""
+        return Kept(self.generation, self.ranks, self.rounds.committed)
+
+    # What workers ask.
+
+    def register(self, who: Register, now: float) -> tuple[Registered, list[Effect]]:
+        """A worker calls, for the first time or again."""
+        effects = self._awoke(now)
+        entry = self.workers.get(who.worker)
+        if entry is not None and entry.who.life != who.life:
+            if entry.attached and now - entry.heard_s < self.policy.silence_s:
+                raise CallRefused(
+                    f"a worker called {who.worker} is here already, at {entry.who.address}: if that was you before "
+                    f"a restart, try again in {self.policy.silence_s:g} s; otherwise choose another name"
+                )
+            effects += self._evict(entry, "has started anew", now)
+            entry = None
+        if entry is None:
+            entry = self.workers[who.worker] = Entry(who, self._rank_for(who.worker), now)
+            effects += [Keep(), Note(f"{entry.name} registers, at {who.address}"), *self._superseded()]
+        entry.attached, entry.heard_s = True, now
+        return Registered(entry.rank, self.policy), effects
+
+    def heartbeat(self, who: Register, generation: int, now: float) -> tuple[Notice, list[Effect]]:
+        """A worker is alive; it learns how its generation stands."""
+        effects = self._awoke(now)
+        self._entry(who).heard_s = now
+        return self._notice(generation), effects
+
+    def ready(self, who: Register, after: int, question: int, now: float) -> list[Effect]:
+        """A worker asks for a generation later than `after`; answered when there is one."""
+        effects = self._awoke(now)
+        entry = self._entry(who)
+        entry.heard_s = now
+        if self.roster is not None and after < self.generation and entry.stage is Stage.WORKING:
+            return [*effects, Answer(question, self.roster)]
+        asked_before = entry.question if entry.stage is Stage.READY else None
+        working = entry.stage is Stage.WORKING
+        entry.turn(Turn.ASKED)
+        entry.question, entry.since_s = question, now
+        if asked_before is not None:
+            effects.append(Answer(asked_before, error=CallRefused(f"{who.worker} asked again")))
+        if working:
+            effects += self._end(f"{entry.name} asks for the next generation")
+        return effects + self._released(now) + self._form(now)
+
+    def leave(self, who: Register, question: int, now: float) -> list[Effect]:
+        """A worker wants to go; answered when nobody counts on it any more."""
+        effects = self._awoke(now)
+        entry = self._entry(who)
+        if entry.question is not None:
+            effects.append(Answer(entry.question, error=CallRefused(f"{who.worker} leaves, and waits for that now")))
+        was_working = entry.stage is Stage.WORKING
+        entry.turn(Turn.LEFT)
+        entry.question, entry.since_s = question, now
+        if was_working:
+            effects += self._end(f"{entry.name} leaves")
+        return effects + self._released(now) + self._form(now)
+
+    def gave_up(self, question: int, now: float) -> list[Effect]:
+        """Nobody waits for this answer any more."""
+        self.rounds.gave_up(question)
+        for entry in self.workers.values():
+            if entry.question == question:
+                entry.question = None
+                if entry.stage is Stage.READY:
+                    entry.turn(Turn.GAVE_UP)
+        return []
+
+    def lost(self, who: Register) -> None:
+        """A worker's connection has ended; it may call again until it has been silent for too long."""
+        entry = self.workers.get(who.worker)
+        if entry is not None and entry.who.life == who.life:
+            entry.attached = False
+
+    def barrier(self, who: Register, generation: int, name: str, question: int, now: float) -> list[Effect]:
+        """See `Rounds.barrier`."""
+        roster = self._working(who, generation)
+        return self.rounds.barrier(roster, who.worker, name, question, now + self.policy.barrier_s)
+
+    def begin(self, who: Register, generation: int, step: int, now: float) -> list[Effect]:
+        """See `Rounds.begin`."""
+        return self.rounds.begin(self._working(who, generation), step, now + self.policy.checkpoint_s)
+
+    def report(self, who: Register, generation: int, step: int, digest: str, question: int) -> list[Effect]:
+        """See `Rounds.report`."""
+        self._working(who, generation)
+        return self.rounds.report(who.worker, step, digest, question)
+
+    # Time.
+
+    def tick(self, now: float) -> list[Effect]:
+        """Do what is due."""
+        effects = self._awoke(now)
+        for entry in tuple(self.workers.values()):
+            if entry.stage is not Stage.GONE and now - entry.heard_s >= self.policy.silence_s:
+                effects += self._evict(entry, f"was silent for {self.policy.silence_s:g} s", now)
+        return effects + self._released(now) + self._form(now) + self.rounds.tick(now)
+
+    def due_s(self, now: float) -> float:
+        """When something is due next; at the latest after a heartbeat's time."""
+        entries = self.workers.values()
+        times = [entry.heard_s + self.policy.silence_s for entry in entries]
+        times += [entry.since_s + self.policy.leave_s for entry in entries if entry.stage is Stage.LEAVING]
+        times += [entry.since_s + self.policy.form_s for entry in entries if entry.stage is Stage.READY]
+        times += [self._settled_s, self.rounds.due_s]
+        soon = [time for time in times if time > now]
+        self._awake_until_s = min([now + self.policy.heartbeat_s, *soon])
+        return self._awake_until_s
+
+    def _awoke(self, now: float) -> list[Effect]:
+        """If we have been away since we were to look again, others' silence in that time was ours."""
+        away_s = now - self._awake_until_s
+        if away_s < self.policy.heartbeat_s:
+            return []
+        for entry in self.workers.values():
+            entry.heard_s = min(now, entry.heard_s + away_s)
+        self._awake_until_s = now
+        return [Note(f"the coordinator itself was stuck for {away_s:.3g} s")] if self.workers else []
+
+    # What follows.
+
+    def _entry(self, who: Register) -> Entry:
+        entry = self.workers.get(who.worker)
+        if entry is None or entry.who.life != who.life:
+            raise WorkerLost(f"{who.worker} is not registered any more: it was evicted, or has started anew")
+        return entry
+
+    def _working(self, who: Register, generation: int) -> Roster:
+        entry = self._entry(who)
+        if self.roster is None or generation != self.generation or entry.stage is not Stage.WORKING:
+            raise WorkerLost(f"generation {generation} is over: {self._notice(generation).over}")
+        return self.roster
+
+    def _notice(self, generation: int) -> Notice:
+        if self.roster is not None and generation == self.generation:
+            waiting = any(entry.stage in (Stage.REGISTERED, Stage.READY) for entry in self.workers.values())
+            return Notice(generation, superseded=waiting)
+        return Notice(generation, over=self.over if generation == self.generation else "a later one was formed")
+
+    def _rank_for(self, worker: str) -> int:
+        taken = {entry.rank for entry in self.workers.values()}
+        own = self.ranks.get(worker, self.policy.workers)
+        if own >= self.policy.workers or own in taken:
+            known = {rank: name for name, rank in self.ranks.items() if name != worker}
+            free = [rank for rank in range(self.policy.workers) if rank not in taken]
+            if not free:
+                raise CallRefused(f"{worker} is one too many: the {self.policy.workers} workers are all there")
+            own = next((rank for rank in free if rank not in known), free[0])
+            self.ranks.pop(known.get(own, ""), None)
+        self.ranks[worker] = own
+        return own
+
+    def _superseded(self) -> list[Effect]:
+        if self.roster is None:
+            return []
+        notice = Notice(self.generation, superseded=True)
+        return [Tell(peer.worker, notice) for peer in self.roster.peers if peer.worker in self.workers]
+
+    def _end(self, reason: str) -> list[Effect]:
+        """The generation cannot work any more; who still works in it is told."""
+        if self.roster is None:
+            return []
+        told = [peer.worker for peer in self.roster.peers if peer.worker in self.workers]
+        self.roster, self.over = None, reason
+        notice = Notice(self.generation, over=reason)
+        return [
+            Note(f"generation {self.generation} is over: {reason}"),
+            *(Tell(worker, notice) for worker in told),
+            *self.rounds.generation_over(reason),
+        ]
+
+    def _evict(self, entry: Entry, why: str, now: float) -> list[Effect]:
+        entry.turn(Turn.EVICTED)
+        del self.workers[entry.who.worker]
+        reason = f"{entry.name} {why}"
+        effects: list[Effect] = [Note(reason)]
+        if entry.question is not None:
+            effects.append(Answer(entry.question, error=WorkerLost(reason)))
+        if self.roster is not None and entry.who.worker in [peer.worker for peer in self.roster.peers]:
+            effects += self._end(reason)
+        return effects + self._released(now) + self._form(now)
+
+    def _released(self, now: float) -> list[Effect]:
+        """Let those go who leave and whom nobody counts on any more."""
+        effects: list[Effect] = []
+        busy = any(entry.stage is Stage.WORKING for entry in self.workers.values())
+        for entry in tuple(self.workers.values()):
+            if entry.stage is Stage.LEAVING and (not busy or now >= entry.since_s + self.policy.leave_s):
+                entry.turn(Turn.RELEASED)
+                del self.workers[entry.who.worker]
+                effects.append(Note(f"{entry.name} has left"))
+                if entry.question is not None:
+                    effects.append(Answer(entry.question))
+        return effects
+
+    def _form(self, now: float) -> list[Effect]:
+        """The next generation, if everybody is ready for it."""
+        policy = self.policy
+        ready = sorted(
+            (entry for entry in self.workers.values() if entry.stage is Stage.READY), key=lambda entry: entry.rank
+        )
+        needed = policy.least if self.generation else policy.workers
+        if len(ready) < needed:
+            return []
+        if len(ready) < policy.workers:
+            others = [e for e in self.workers.values() if e.stage in (Stage.REGISTERED, Stage.WORKING)]
+            waited = now >= min(entry.since_s for entry in ready) + policy.form_s
+            if now < self._settled_s or (others and not waited):
+                return []
+        effects = self._end("the others went on without those who were not ready")
+        self.generation += 1
+        self.roster = Roster(
+            self.cluster,
+            self.generation,
+            tuple(Peer(entry.rank, entry.who.worker, entry.who.address) for entry in ready),
+        )
+        self.over = ""
+        effects += [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
+        for entry in ready:
+            entry.turn(Turn.FORMED)
+            assert entry.question is not None
+            effects.append(Answer(entry.question, self.roster))
+            entry.question = None
+        return effects

@@ -1,0 +1,261 @@
+"""A worker's side of the coordinator: it registers, sends its heartbeats, and calls again when the connection is lost.
+
+async with await Worker.join(host, "mini.local:52415", "studio", "studio.local:52416") as worker:
+    while True:
+        roster = await worker.ready()
+        async with await Group.open(host, roster.membership(worker.name)) as group:
+            try:
+                await worker.during(roster, train(group))
+                break
+            except (WorkerLost, CollectiveError):
+                continue  # somebody died: the rest goes on, in the next generation
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from hcsim.cluster.coordinator import messages
+from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Roster
+from hcsim.cluster.coordinator.policy import Policy
+from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.runtime.host import Host
+from hcsim.transport.rpc import Endpoint, Procedure, Registry
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+REGISTER_TIMEOUT_S = 5.0
+RETRY_S = 0.2
+
+
+class Worker:
+    """This worker. Make one with `join`."""
+
+    def __init__(self, host: Host, coordinator: str, who: Register, patience_s: float) -> None:
+        self.host = host
+        self.rank = -1
+        """Stable: a worker that starts again with its name gets it back."""
+        self._coordinator = coordinator
+        self._who = who
+        self._patience_s = patience_s
+        self._policy: Policy | None = None
+        self._line: Endpoint | None = None
+        self._found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done while we are registered; it has the reason when we never will be again."""
+        self._generation = 0
+        self._over: dict[int, asyncio.Future[str]] = {}
+        self._superseded = False
+        self._barriers = 0
+        self._staying: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def join(
+        cls, host: Host, coordinator: str, name: str, address: str, *, patience_s: float = PATIENCE_S
+    ) -> Worker:
+        """Register as `name`, with collectives at `address`; the coordinator is waited for and looked for again
+        for at most `patience_s`."""
+        life = host.rng("coordinated worker", name, repr(host.clock.now())).getrandbits(61)
+        worker = cls(host, coordinator, Register(name, life, address), patience_s)
+        worker._staying = host.spawn(worker._stay(), name=f"stay with the coordinator as {name}")
+        try:
+            await asyncio.shield(worker._found)
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def __aenter__(self) -> Worker:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.leave()
+        await self.close()
+
+    @property
+    def name(self) -> str:
+        """Our id."""
+        return self._who.worker
+
+    @property
+    def policy(self) -> Policy:
+        """The coordinator's."""
+        assert self._policy is not None  # `join` returns a worker that is registered
+        return self._policy
+
+    @property
+    def superseded(self) -> bool:
+        """Whether somebody waits to be in the next generation: ask for it after this step."""
+        return self._superseded
+
+    def over(self, generation: int) -> asyncio.Future[str]:
+        """Done, with the reason, once that generation cannot work any more."""
+        if generation not in self._over:
+            self._over[generation] = asyncio.get_running_loop().create_future()
+            if generation < self._generation:
+                self._over[generation].set_result("a later one was formed")
+        return self._over[generation]
+
+    async def ready(self, *, deadline_s: float | None = None) -> Roster:
+        """The next generation that we are in, once all its members are ready, with all of them."""
+        roster = await self._ask(messages.READY, self._generation, deadline_s=deadline_s)
+        roster.place(self.name)
+        for generation, over in self._over.items():
+            if generation < roster.generation and not over.done():
+                over.set_result("a later one was formed")
+        self._over = {roster.generation: self.over(roster.generation)}
+        self._generation, self._superseded, self._barriers = roster.generation, False, 0
+        return roster
+
+    async def during(self, roster: Roster, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work, or end it with an error that says who was lost, as soon as the generation is over."""
+        over = self.over(roster.generation)
+        task: asyncio.Task[T] = self.host.spawn(work, name=f"work in generation {roster.generation}")
+        over.add_done_callback(lambda _: task.cancel())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if over.done() and not _being_cancelled():
+                raise WorkerLost(f"generation {roster.generation} is over: {over.result()}") from None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+
+    async def barrier(self, name: str = "") -> None:
+        """Return when all workers of our generation have come to it; all call the same barriers in the same order."""
+        self._barriers += 1
+        await self._ask(messages.BARRIER, self._generation, f"{name}#{self._barriers}")
+
+    async def checkpoint(self, step: int, digest: str) -> Checkpoint:
+        """Say that our shard is written. Returns once everybody's is; otherwise nothing is committed, and it can be
+        tried again."""
+        await self._ask(messages.BEGIN, self._generation, step)
+        return await self._ask(messages.REPORT, self._generation, step, digest)
+
+    async def committed(self) -> Checkpoint | None:
+        """The last checkpoint that everybody has written."""
+        found = await self._ask(messages.COMMITTED)
+        return found[0] if found else None
+
+    async def leave(self) -> None:
+        """Be in no further generation; returns when nobody counts on us any more, or nobody is there to tell."""
+        if self._line is not None:
+            try:
+                await self._line.call(messages.LEAVE, deadline_s=self.policy.leave_s + self.policy.silence_s)
+            except (HcsimError, TimeoutError) as error:
+                self.host.trace("coordinated worker", "left without goodbye", str(error))
+
+    async def close(self) -> None:
+        """Stop. Without `leave`, the others find out by our silence."""
+        if self._staying is not None:
+            self._staying.cancel()
+            await asyncio.gather(self._staying, return_exceptions=True)
+        await self._hang_up()
+        self._lost_for_good(UsageError(f"{self.name} is closed"))
+
+    # The connection.
+
+    async def _ask(self, procedure: Procedure[T], *args: Any, deadline_s: float | None = None) -> T:
+        """Ask until there is an answer: whatever is asked here may be asked twice."""
+        try:
+            async with self.host.clock.timeout(deadline_s):
+                while True:
+                    await asyncio.shield(self._found)
+                    line = self._line
+                    assert line is not None
+                    try:
+                        return await line.call(procedure, *args)
+                    except ChannelError:
+                        self._not_registered(line)
+        except TimeoutError as error:
+            if isinstance(error, HcsimError):
+                raise
+            raise DeadlineExceeded(f"{procedure.name} was not answered within {deadline_s or 0:g} s") from None
+
+    async def _stay(self) -> None:
+        """Be registered and alive, as long as there is a coordinator."""
+        try:
+            while True:
+                await self._registered()
+                await self._beat()
+        except HcsimError as error:
+            self._lost_for_good(error)
+
+    async def _registered(self) -> None:
+        until_s = self.host.clock.elapsed() + self._patience_s
+        while True:
+            left_s = until_s - self.host.clock.elapsed()
+            failure: HcsimError
+            try:
+                channel = await self.host.connect(self._coordinator, timeout_s=max(left_s, RETRY_S))
+                self._line = Endpoint(self.host, channel, self._served())
+                answer = await self._line.call(messages.REGISTER, self._who, deadline_s=REGISTER_TIMEOUT_S)
+                self.rank, self._policy = answer.rank, answer.policy
+                if not self._found.done():
+                    self._found.set_result(None)
+                return
+            except (ChannelError, DeadlineExceeded, CallRefused) as error:
+                failure = error
+                await self._hang_up()
+            if self.host.clock.elapsed() + RETRY_S >= until_s:
+                raise failure
+            await self.host.clock.sleep(RETRY_S)
+
+    async def _beat(self) -> None:
+        """Send heartbeats until the coordinator is lost, or has lost us."""
+        line, policy = self._line, self.policy
+        assert line is not None
+        try:
+            while True:
+                await self._notice(await line.call(messages.HEARTBEAT, self._generation, deadline_s=policy.silence_s))
+                try:
+                    async with self.host.clock.timeout(policy.heartbeat_s):
+                        await asyncio.shield(line.ended)
+                except TimeoutError:
+                    continue
+        except (ChannelError, DeadlineExceeded) as error:
+            self.host.trace("coordinated worker", "lost the coordinator", str(error))
+        except WorkerLost as error:
+            self._generation_over(str(error))
+        self._not_registered(line)
+        await self._hang_up()
+
+    def _not_registered(self, line: Endpoint) -> None:
+        if self._line is line and self._found.done():
+            self._found = asyncio.get_running_loop().create_future()
+
+    async def _hang_up(self) -> None:
+        if self._line is not None:
+            await self._line.close()
+            self._line = None
+
+    def _served(self) -> Registry:
+        registry = Registry()
+        registry.serve(messages.NOTICE, self._notice)
+        return registry
+
+    async def _notice(self, notice: Notice) -> None:
+        if notice.generation == self._generation and self._generation:
+            self._superseded = self._superseded or notice.superseded
+            if notice.over:
+                self._generation_over(notice.over)
+
+    def _generation_over(self, reason: str) -> None:
+        over = self.over(self._generation)
+        if not over.done():
+            over.set_result(reason)
+
+    def _lost_for_good(self, error: HcsimError) -> None:
+        if self._found.done():
+            self._found = asyncio.get_running_loop().create_future()
+        self._found.set_exception(error)
+        self._found.exception()  # who asks will see it
+        self._generation_over(f"the coordinator at {self._coordinator} is lost: {error}")
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

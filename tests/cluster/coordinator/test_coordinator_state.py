@@ -1,0 +1,179 @@
+"""The coordinator's mind without a clock or a network: any order of events, any names, any silences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hcsim.cluster.coordinator import Policy, Roster
+from hcsim.cluster.coordinator.effects import Answer, Effect, Tell
+from hcsim.cluster.coordinator.messages import Register
+from hcsim.cluster.coordinator.rounds import Kept
+from hcsim.cluster.coordinator.state import TRANSITIONS, Stage, State, Turn
+from hcsim.errors import CallRefused, ConfigError, HcsimError
+
+names = st.sampled_from(["a", "b", "c", "d", "e"])
+
+
+class Coordinated(RuleBasedStateMachine):
+    """Workers that register, ask, report, leave, fall silent and start again, at random."""
+
+    @initialize(workers=st.integers(1, 4), least=st.integers(1, 4))
+    def begin(self, workers: int, least: int) -> None:
+        self.now = 100.0
+        policy = Policy(
+            workers=workers, least=min(workers, least), heartbeat_s=1.0, silence_s=5.0, form_s=20.0, leave_s=3.0
+        )
+        self.state = State(policy, "test", Kept(), self.now)
+        self.lives: dict[str, Register] = {}
+        self.answers: dict[int, Answer] = {}
+        self.questions = 0
+        self.formed: list[Roster] = []
+        self.told: dict[str, int] = {}
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Answer):
+                assert effect.question not in self.answers, "a question is answered once"
+                self.answers[effect.question] = effect
+                if isinstance(effect.value, Roster) and effect.value not in self.formed:
+                    assert not self.formed or effect.value.generation > self.formed[-1].generation
+                    self.formed.append(effect.value)
+            elif isinstance(effect, Tell) and effect.notice.over:
+                self.told[effect.worker] = effect.notice.generation
+
+    def ask(self, event: Any) -> int:
+        self.questions += 1
+        try:
+            self.do(event(self.questions))
+        except HcsimError as error:
+            self.answers[self.questions] = Answer(self.questions, error=error)
+        return self.questions
+
+    def who(self, name: str) -> Register:
+        return self.lives.get(name, Register(name, 0, "nowhere:1"))
+
+    @rule(name=names, life=st.integers(1, 2))
+    def register(self, name: str, life: int) -> None:
+        who = Register(name, life, f"{name}:1")
+        try:
+            registered, effects = self.state.register(who, self.now)
+        except CallRefused:
+            return
+        assert 0 <= registered.rank < self.state.policy.workers
+        self.lives[name] = who
+        self.do(effects)
+
+    @rule(name=names)
+    def ready(self, name: str) -> None:
+        self.ask(lambda question: self.state.ready(self.who(name), self.state.generation, question, self.now))
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        self.ask(lambda question: self.state.leave(self.who(name), question, self.now))
+
+    @rule(name=names, barrier=st.sampled_from(["x", "y"]))
+    def barrier(self, name: str, barrier: str) -> None:
+        generation = self.state.generation
+        self.ask(lambda question: self.state.barrier(self.who(name), generation, barrier, question, self.now))
+
+    @rule(name=names, step=st.integers(0, 2), digest=st.sampled_from(["p", "q"]))
+    def checkpoint(self, name: str, step: int, digest: str) -> None:
+        who, generation = self.who(name), self.state.generation
+        before = self.state.rounds.committed
+        try:
+            self.do(self.state.begin(who, generation, step, self.now))
+        except HcsimError:
+            return
+        self.ask(lambda question: self.state.report(who, generation, step, digest, question))
+        after = self.state.rounds.committed
+        if after is not None and after != before:
+            assert before is None or after.step > before.step
+            assert [rank for rank, _ in after.digests] == [peer.rank for peer in self.formed[-1].peers]
+
+    @rule(question=st.integers(1, 40))
+    def give_up(self, question: int) -> None:
+        if question <= self.questions and question not in self.answers:
+            self.answers[question] = Answer(question)
+            self.do(self.state.gave_up(question, self.now))
+
+    @rule(name=names)
+    def lose_connection(self, name: str) -> None:
+        self.state.lost(self.who(name))
+
+    @rule(alive=st.sets(names), seconds=st.floats(0.1, 1.0))
+    def time_passes(self, alive: set[str], seconds: float) -> None:
+        self.now = min(self.now + seconds, self.state.due_s(self.now))
+        for name in sorted(alive & {*self.state.workers}):
+            _, effects = self.state.heartbeat(self.state.workers[name].who, self.state.generation, self.now)
+            self.do(effects)
+        self.do(self.state.tick(self.now))
+
+    @invariant()
+    def ranks_are_unique_and_within_the_world(self) -> None:
+        if hasattr(self, "state"):
+            ranks = [entry.rank for entry in self.state.workers.values()]
+            assert len({*ranks}) == len(ranks)
+            assert all(0 <= rank < self.state.policy.workers for rank in ranks)
+
+    @invariant()
+    def whoever_works_works_in_the_generation_or_was_told(self) -> None:
+        if hasattr(self, "state"):
+            members = [peer.worker for peer in self.state.roster.peers] if self.state.roster else []
+            for name, entry in self.state.workers.items():
+                if entry.stage is Stage.WORKING and name not in members:
+                    assert name in self.told
+
+    def teardown(self) -> None:
+        """Once everybody is well, whoever asks is answered."""
+        if not hasattr(self, "state"):
+            return
+        state = self.state
+        for _ in range(60):  # whoever fell silent goes, rounds end
+            self.now = state.due_s(self.now)
+            self.do(state.tick(self.now))
+            if not state.workers:
+                break
+        assert not state.workers
+        for number in range(state.policy.workers):
+            _, effects = state.register(Register(f"n{number}", 1, "somewhere:1"), self.now)
+            self.do(effects)
+        asked = [
+            self.ask(lambda question, entry=entry: state.ready(entry.who, state.generation, question, self.now))
+            for entry in tuple(state.workers.values())
+        ]
+        for _ in range(100):
+            self.now = state.due_s(self.now)
+            for entry in tuple(state.workers.values()):
+                self.do(state.heartbeat(entry.who, state.generation, self.now)[1])
+            self.do(state.tick(self.now))
+        assert all(question in self.answers for question in asked)
+        assert [question for question in range(1, self.questions + 1) if question not in self.answers] == []
+
+
+TestCoordinated = Coordinated.TestCase
+TestCoordinated.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_every_stage_but_the_last_can_end():
+    for stage in Stage:
+        ways = [turn for turn in Turn if (stage, turn) in TRANSITIONS]
+        assert bool(ways) == (stage is not Stage.GONE)
+    assert all((stage, Turn.EVICTED) in TRANSITIONS for stage in Stage if stage is not Stage.GONE)
+
+
+@pytest.mark.parametrize("key", ["heartbeat_s", "silence_s", "form_s", "leave_s", "barrier_s", "checkpoint_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigError, match=key):
+        Policy(workers=2, **{key: value})
+
+
+@pytest.mark.parametrize("changes", [{"workers": 0}, {"workers": -1}, {"least": 0}, {"least": 3}, {"silence_s": 1.5}])
+def test_numbers_that_make_no_cluster_are_refused_by_their_key(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        Policy(**{"workers": 2, **changes})

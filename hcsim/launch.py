@@ -6,8 +6,8 @@ same in both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -23,6 +23,7 @@ from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
+from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.transport.mesh import Membership, Wire
@@ -45,6 +46,8 @@ class Outcome(msgspec.Struct, Generic[T], frozen=True):
     trace_sha256: str
     """The run's fingerprint: the same scenario and program always give the same."""
     events: int
+    metrics: Mapping[str, HostMetrics]
+    """By host, as they were at the end."""
 
     def values(self) -> list[T]:
         """The results, if there are any on all ranks; otherwise the first failure is raised."""
@@ -72,8 +75,12 @@ def simulate(
         async with await Group.open(host, us, options) as group:
             return await program(group)
 
-    results = world.run_on_all(on_host)
-    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count)
+    return _outcome(world, world.run_on_all(on_host))
+
+
+def _outcome(world: World, results: list[T | BaseException]) -> Outcome[T]:
+    metrics = world.tell_metrics()
+    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count, metrics)
 
 
 def simulate_training(
@@ -133,8 +140,7 @@ def simulate_cluster(
         heard = partial(tell, host.name)
         return await train_as_member(host, me, plan, credentials=credentials, observer=observer, tell=heard)
 
-    results = world.run_on_all(on_host)
-    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count)
+    return _outcome(world, world.run_on_all(on_host))
 
 
 def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
@@ -158,18 +164,23 @@ async def real_group(
     tls: TlsFiles | None = None,
     insecure: bool = False,
     device: str = "cpu",
+    metrics_at: str | None = None,
 ) -> AsyncIterator[Group]:
     """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out.
 
-    `device` is what a training run computes with, as torch calls it.
+    `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus finds our
+    figures meanwhile.
     """
     addresses = tuple(peer if _has_port(peer) else f"{peer}:{DEFAULT_PORT}" for peer in peers)
     us = Membership(rank, addresses, wire=wire or Wire())
-    async with (
-        RealHost(RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)) as host,
-        await Group.open(host, us, options) as group,
-    ):
-        yield group
+    async with AsyncExitStack() as stack:
+        named = RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)
+        host = await stack.enter_async_context(RealHost(named))
+        if metrics_at is not None:
+            from hcsim.real.scraping import serving_metrics
+
+            await stack.enter_async_context(serving_metrics(host.metrics, metrics_at))
+        yield await stack.enter_async_context(await Group.open(host, us, options))
 
 
 def _has_port(peer: str) -> bool:

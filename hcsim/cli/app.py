@@ -58,6 +58,7 @@ def run(
     device: Annotated[Text, typer.Option(help="Train, real: cpu, mps, cuda, or auto (the default).")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the model, its batches, jitter, loss, faults.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Virtual: write every event to this file, as JSON lines.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="Virtual: write the hosts' final metrics to this file.")] = None,
     real: Annotated[bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.")] = False,
     peers: Annotated[
         Text, typer.Option(help="Real: host:port of all ranks in order; the default port is 52416.")
@@ -68,6 +69,9 @@ def run(
     tls_key: Annotated[Path | None, typer.Option(help="Real: its key.")] = None,
     tls_ca: Annotated[
         Path | None, typer.Option(help="Real: the authority that signed all members' certificates.")
+    ] = None,
+    metrics_port: Annotated[
+        Text, typer.Option(help="Real: serve metrics at this port of this machine, or at host:port.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Real: allow plaintext beyond this machine.")] = False,
     stripes: Annotated[int | None, typer.Option(min=1, help="Connections per peer; the same on all ranks.")] = None,
@@ -90,9 +94,10 @@ def run(
         else:
             options.refuse("where nothing is learned", {f"--{name}": value for name, value in job.items()})
         if real:
-            options.refuse("in a virtual run", {"--trace": trace, "--seed": seed if settings is None else None})
+            only_virtual = {"--trace": trace, "--metrics": metrics, "--seed": seed if settings is None else None}
+            options.refuse("in a virtual run", only_virtual)
             tls = options.tls(tls_cert, tls_key, tls_ca)
-            place = options.Place(options.peers(peers), rank, tls, insecure)
+            place = options.Place(options.peers(peers), rank, tls, insecure, options.metrics_at(metrics_port))
             if settings is not None:
                 from hcsim.cli.train import train_real
 
@@ -105,16 +110,17 @@ def run(
         else:
             tls_files = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca}
             only_real = {"--peers": peers, "--rank": rank, "--wait": wait, **tls_files, "--insecure": insecure or None}
-            options.refuse("with --real", {**only_real, "--device": device})
+            options.refuse("with --real", {**only_real, "--device": device, "--metrics-port": metrics_port})
+            from hcsim.cli.virtual import Files, run_virtual
+
+            files = Files(trace, metrics)
             assert chosen is not None  # it was needed
             if settings is not None:
                 from hcsim.cli.train import train_virtual
 
-                done = train_virtual(chosen, settings, wire, trace, save)
+                done = train_virtual(chosen, settings, wire, files, save)
             else:
-                from hcsim.cli.virtual import run_virtual
-
-                done = run_virtual(chosen, wire, trace)
+                done = run_virtual(chosen, wire, files)
     if not done:
         raise typer.Exit(FAILED)
 
@@ -142,7 +148,7 @@ def coordinator(
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plaintext beyond this machine.")] = False,
 ) -> None:
     """Be the place where workers register, meet and report checkpoints, until interrupted."""
-    with _plainly():
+    with plainly():
         from hcsim.cli import options
         from hcsim.cli.coordinator import serve
 

@@ -15,6 +15,7 @@ from hcsim.config import Job, Scenario, Training, load_scenario, shipped_scenari
 from hcsim.config.explain import explain
 from hcsim.errors import ConfigError
 from hcsim.real.tls import TlsFiles
+from hcsim.runtime.address import split_address
 from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you_mean
 
@@ -31,6 +32,7 @@ class Place(msgspec.Struct, frozen=True):
     rank: int | None
     tls: TlsFiles | None
     insecure: bool
+    metrics_at: str | None = None
 
 
 def scenario(name: str | None, seed: int | None, changes: Mapping[str, object], *, needed: bool) -> Scenario | None:
@@ -107,6 +109,17 @@ def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -
         heartbeat_s=float(_quantity("--heartbeat", heartbeat, PositiveSeconds)),
         silence_s=float(_quantity("--silence", silence, PositiveSeconds)),
     )
+
+
+def metrics_at(text: str | None) -> str | None:
+    """Where metrics are served: at a port of this machine alone, or where `host:port` says."""
+    if text is None:
+        return None
+    try:
+        split_address(address := f"127.0.0.1:{text}" if text.isdecimal() else text)
+    except ConfigError:
+        raise ConfigError(f"--metrics-port {text}: give a port, or host:port such as 0.0.0.0:9400") from None
+    return address
 
 
 def refuse(where: str, given: Mapping[str, object]) -> None:

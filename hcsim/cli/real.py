@@ -35,7 +35,13 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
 async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> list[Lap]:
     options = Options(timeout_s=job.timeout_s)
     async with real_group(
-        our_rank(place), place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure
+        our_rank(place),
+        place.peers,
+        options=options,
+        wire=wire,
+        tls=place.tls,
+        insecure=place.insecure,
+        metrics_at=place.metrics_at,
     ) as group:
         await meet(group, place, wire, progress)
         return await run_job(group, job, progress.lap)

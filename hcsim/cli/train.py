@@ -9,7 +9,7 @@ from pathlib import Path
 from hcsim.cli import screen
 from hcsim.cli.options import Place
 from hcsim.cli.real import meet, our_rank
-from hcsim.cli.virtual import tell_failures, writer
+from hcsim.cli.virtual import Files, tell_failures, writable, write_metrics, writer
 from hcsim.collectives.group import Options
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
@@ -45,13 +45,15 @@ class Onlooker:
             screen.note(f"saved to {self._save}")
 
 
-def train_virtual(scenario: Scenario, settings: Training, wire: Wire, trace: Path | None, save: Path | None) -> bool:
+def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
     _check(settings, len(scenario.nodes), len(scenario.homes), save)
     with ExitStack() as stack:
         progress = stack.enter_context(screen.Progress("step", settings.steps))
-        sink = writer(trace, stack) if trace is not None else None
+        sink = writer(files.trace, stack) if files.trace is not None else None
+        figures = writable(files.metrics, stack) if files.metrics is not None else None
         outcome = simulate_training(scenario, settings, wire=wire, sink=sink, observer=Onlooker(progress, save))
+        write_metrics(figures, outcome)
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
     screen.training_report(settings, f"{len(names)} ranks, {scenario.name}", reports)
@@ -83,7 +85,14 @@ async def _train(
     options = Options(timeout_s=settings.timeout_s)
     chosen = best_torch_device() if device == "auto" else device
     async with real_group(
-        our_rank(place), place.peers, options=options, wire=wire, tls=place.tls, insecure=place.insecure, device=chosen
+        our_rank(place),
+        place.peers,
+        options=options,
+        wire=wire,
+        tls=place.tls,
+        insecure=place.insecure,
+        device=chosen,
+        metrics_at=place.metrics_at,
     ) as group:
         await meet(group, place, wire, progress)
         return await train(group, settings, seed, Onlooker(progress, save))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -13,12 +14,19 @@ from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
-from hcsim.launch import simulate
+from hcsim.launch import Outcome, simulate
 from hcsim.telemetry.trace import Event, Sink
 from hcsim.transport.mesh import Wire
 
 
-def run_virtual(scenario: Scenario, wire: Wire, trace_file: Path | None) -> bool:
+class Files(msgspec.Struct, frozen=True):
+    """What a virtual run writes, where it is asked to."""
+
+    trace: Path | None = None
+    metrics: Path | None = None
+
+
+def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
     """Run, and show how it went; whether all ranks came to a result, and to the right one."""
     job = scenario.job
     check_job(job)
@@ -26,7 +34,8 @@ def run_virtual(scenario: Scenario, wire: Wire, trace_file: Path | None) -> bool
     laps: list[Lap] = []
     with ExitStack() as stack:
         progress = stack.enter_context(screen.Progress("repeat", job.repeat))
-        sink = writer(trace_file, stack) if trace_file is not None else None
+        sink = writer(files.trace, stack) if files.trace is not None else None
+        figures = writable(files.metrics, stack) if files.metrics is not None else None
 
         def observe(lap: Lap) -> None:
             if lap.number > len(laps):  # the first rank to know tells for all
@@ -38,6 +47,7 @@ def run_virtual(scenario: Scenario, wire: Wire, trace_file: Path | None) -> bool
             await run_job(group, job, observe)
 
         outcome = simulate(scenario, program, options=options, wire=wire, sink=sink)
+        write_metrics(figures, outcome)
     names = [node.name for node in scenario.nodes]
     screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
     healthy = tell_failures(names, outcome.results)
@@ -69,12 +79,25 @@ def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     return scenario.homes
 
 
-def writer(path: Path, stack: ExitStack) -> Sink:
-    """Writes each event as a line of JSON."""
+def write_metrics(file: BinaryIO | None, outcome: Outcome[Any]) -> None:
+    """The hosts' figures at the end, as Prometheus reads them."""
+    if file is not None:
+        from hcsim.telemetry.exposition import prometheus_text
+
+        file.write(prometheus_text(outcome.metrics).encode())
+
+
+def writable(path: Path, stack: ExitStack) -> BinaryIO:
+    """The file, open: what cannot be written is found out before the run."""
     try:
-        file = stack.enter_context(path.open("wb"))
+        return stack.enter_context(path.open("wb"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def writer(path: Path, stack: ExitStack) -> Sink:
+    """Writes each event as a line of JSON."""
+    file = writable(path, stack)
     encode = msgspec.json.Encoder().encode_lines
 
     def write(events: Sequence[Event]) -> None:

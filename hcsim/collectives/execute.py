@@ -41,6 +41,11 @@ class Execution:
         """Which operation it is."""
         return self._wiring.ticket
 
+    @property
+    def sent_bytes(self) -> int:
+        """What it sends from begin to end."""
+        return self._schedule.sent * self._wiring.memory.element_bytes
+
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
         with self._guarded() as state:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.memory import ScratchPool
+from hcsim.collectives.meter import Meter
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
@@ -31,6 +32,7 @@ class Fate:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.scratch = ScratchPool()
+        self._meter = Meter(mesh.host)
         self.error: HcsimError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[Any], None] = {}
@@ -60,6 +62,7 @@ class Fate:
         before: asyncio.Task[Any] | None,
     ) -> T:
         ticket = execution.ticket
+        began_s, sent_bytes = self._meter.begin(), None
         try:
             async with self.mesh.host.clock.timeout(timeout_s):
                 if before is not None:
@@ -67,6 +70,7 @@ class Fate:
                 if self.error is not None:
                     raise CollectiveError(f"{ticket} was not started: {self.error}") from self.error
                 await execution.run()
+            sent_bytes = execution.sent_bytes
         except CollectiveError as error:
             await self._broken(error)
             raise
@@ -82,6 +86,8 @@ class Fate:
             text = f"{ticket} failed on rank {ticket.rank}: {error!r}"
             await self._broken(CollectiveError(text, peer=ticket.rank))
             raise
+        finally:
+            self._meter.end(ticket.name, began_s, sent_bytes)
         return result()
 
     async def _broken(self, error: CollectiveError) -> None:

@@ -57,6 +57,8 @@ class Schedule(msgspec.Struct, frozen=True):
     rounds: Plan = ()
     lanes: tuple[Lane, ...] = ()
     cells: int = 0
+    sent: int = 0
+    """Elements that it sends."""
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
@@ -68,8 +70,9 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
     peers = tuple(dict.fromkeys(a.peer for actions in plan for a in actions if not isinstance(a, Finish)))
+    sent = sum(action.hi - action.lo for actions in plan for action in actions if isinstance(action, Send))
     if all(action.hi - action.lo <= segment for actions in plan for action in actions):
-        return Schedule(peers, plan)
+        return Schedule(peers, plan, sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
@@ -93,7 +96,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     made = tuple(
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
-    return Schedule(peers, (), made, len(cuts))
+    return Schedule(peers, (), made, len(cuts), sent)
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -33,6 +34,7 @@ from hcsim.runtime.address import split_address
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.runtime.store import Store
+from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 
 if TYPE_CHECKING:
@@ -81,6 +83,9 @@ class RealHost:
         self._listeners: list[TcpListener] = []
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
+        self._channels: WeakSet[TcpChannel] = WeakSet()
+        self.metrics = HostMetrics()
+        self.metrics.collect(self._tell_channels)
 
     @property
     def name(self) -> str:
@@ -120,7 +125,7 @@ class RealHost:
             sock = listening_socket(family, sockaddr)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
-        listener = TcpListener(sock, self._tls, self._options.handshake_timeout_s, self._refused)
+        listener = TcpListener(sock, self._tls, self._options.handshake_timeout_s, self._accepted, self._refused)
         self._listeners.append(listener)
         return listener
 
@@ -134,14 +139,19 @@ class RealHost:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return await self._dial(address, host, port)
+                        channel = await self._dial(address, host, port)
+                        self._connected("opened")
+                        self._channels.add(channel)
+                        return channel
                     except ssl.SSLCertVerificationError as error:
+                        self._connected("refused")
                         raise translated(error, address) from error
                     except OSError as error:
                         failure = translated(error, address)
                     await asyncio.sleep(delay_s * draw.uniform(0.5, 1.0))
                     delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
         except TimeoutError:
+            self._connected("refused" if isinstance(failure, PeerRefused) else "unanswered")
             if isinstance(failure, PeerRefused):
                 raise PeerRefused(f"{failure} (tried for {timeout_s:g} s)", address) from None
             reason = f": {failure}" if failure else ""
@@ -188,6 +198,16 @@ class RealHost:
         self.trace("refused", error.peer, str(error))
         if self._on_refused is not None:
             self._on_refused(error)
+
+    def _connected(self, outcome: str) -> None:
+        self.metrics.counter("hcsim_connects_total", outcome=outcome).add()
+
+    def _accepted(self, channel: TcpChannel) -> None:
+        self.metrics.counter("hcsim_accepts_total").add()
+        self._channels.add(channel)
+
+    def _tell_channels(self) -> None:
+        self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
     async def _dial(self, address: str, host: str, port: int) -> TcpChannel:
         """One attempt, at every address that the name stands for."""

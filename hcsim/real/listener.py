@@ -27,13 +27,19 @@ class TcpListener:
     """Accepts channels at one address."""
 
     def __init__(
-        self, sock: socket.socket, tls: Tls | None, handshake_timeout_s: float, refused: Callable[[ChannelError], None]
+        self,
+        sock: socket.socket,
+        tls: Tls | None,
+        handshake_timeout_s: float,
+        accepted: Callable[[TcpChannel], None],
+        refused: Callable[[ChannelError], None],
     ) -> None:
         self._sock = sock
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused
         self._handshakes: dict[str, int] = {}
+        self._accepted = accepted
         self._address = join_address(sock.getsockname())
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
         self._welcomed: asyncio.Queue[TcpChannel | None] = asyncio.Queue()
@@ -107,6 +113,7 @@ class TcpListener:
         except ChannelError as error:
             self._turn_away(sock, error)
         else:
+            self._accepted(channel)
             self._welcomed.put_nowait(channel)
         finally:
             self._handshakes[address] -= 1

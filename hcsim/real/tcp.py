@@ -334,6 +334,11 @@ class TcpChannel:
 
     # -- ending
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used."""
+        return self._error is None
+
     def _raise_if_over(self, error: ChannelError | None) -> None:
         if error is not None:
             raise _fresh(error)

@@ -14,6 +14,7 @@ from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.clock import Clock
 from hcsim.runtime.device import Device
 from hcsim.runtime.lan import Lan
+from hcsim.runtime.metrics import Metrics
 from hcsim.runtime.store import Store
 
 CONNECT_TIMEOUT_S = 5.0
@@ -61,6 +62,10 @@ class Host(Protocol):
     @property
     def store(self) -> Store:
         """What it remembers across restarts."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Its figures, for whoever looks on."""
 
     def interfaces(self) -> tuple[Interface, ...]:
         """What this host is attached to, in a fixed order."""

@@ -38,6 +38,17 @@ class Trace:
         if len(batch) >= _BATCH:
             self._flush()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody takes the events."""
+        return self._sink is not None
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Hand to the sink what only sums up the events before it: that is no event itself, and not in the digest."""
+        self._flush()
+        if self._sink is not None:
+            self._sink(events)
+
     def digest(self) -> str:
         """The SHA-256 of everything recorded so far, in hex."""
         self._flush()

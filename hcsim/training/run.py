@@ -20,6 +20,7 @@ from hcsim.runtime.device import Work
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, digest
+from hcsim.training.meter import StepMeter
 from hcsim.training.optimizer import clip, scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
 
@@ -128,6 +129,7 @@ class Run:
         self._start_s = group.host.clock.elapsed()
         self._sent_before = group.wire_bytes
         self._evaluating_s = 0.0
+        self._meter = StepMeter(group.host, learner.ledger)
 
     def regroup(self, group: Group, batches: Batches, compressor: Compressor) -> None:
         """Go on with other ranks."""
@@ -188,6 +190,7 @@ class Run:
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
         score = self._evaluate() if due and self.group.rank == 0 else None
         self.points.append(Point(step, elapsed_s, loss, sent_bytes, score))
+        self._meter.note(self.points[-1])
         if self.observer is not None:
             self.observer.point(self.group.rank, self.points[-1])
 

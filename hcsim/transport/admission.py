@@ -95,6 +95,7 @@ class AdmittedHost:
         self.spawn = host.spawn
         self.rng = host.rng
         self.trace = host.trace
+        self.metrics = host.metrics
 
     @property
     def lan(self) -> Lan:

@@ -49,7 +49,7 @@ class Link:
     __slots__ = (
         "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_spare", "_stripes_open",
         "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank", "received_bytes",
-        "sent_bytes", "sent_frames",
+        "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Link:
         self.sent_bytes = 0
         self.sent_frames = 0
         self.received_bytes = 0
+        self.received_frames = 0
         self._our_epoch = our_epoch
         self._turn = 0
         self._stripes_open = len(self.channels)
@@ -172,6 +173,7 @@ class Link:
 
     def _landed(self, header: Header, payload: Payload) -> None:
         self.received_bytes += header.length
+        self.received_frames += 1
         if header.kind is not Kind.DATA:
             self._signalled(header, payload)
             return

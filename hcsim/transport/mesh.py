@@ -20,6 +20,7 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import Callers
 from hcsim.transport.link import Link
+from hcsim.transport.traffic import Traffic
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
@@ -88,6 +89,7 @@ class Mesh:
         self.host = host
         self.us = us
         self.links: dict[int, Link] = {}
+        self._traffic = Traffic(host.metrics, us.addresses, self.links)
         self.on_link: Callable[[Link], None] | None = None
         self.on_newer: Callable[[int, int], None] | None = None
         """Called with a rank that is ahead of us, and its epoch."""
@@ -135,6 +137,7 @@ class Mesh:
         for channels in self._called.values():
             for channel in channels.values():
                 await channel.close()
+        self._traffic.end()
 
     async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
         kind, text = parting
@@ -179,6 +182,7 @@ class Mesh:
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make channels a link, which from now on hears what the peer says."""
         link = self.links[rank] = Link(self.host, rank, self.us.epoch, channels, self._spare)
+        self._traffic.opened()
         if self.on_link is not None:
             self.on_link(link)
         return link
@@ -231,6 +235,7 @@ class Mesh:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
                 theirs = _decode_hello(data, channel.peer)
                 answer, reason = self._answer(theirs, channel)
+                self._traffic.greeted(answer)
                 if answer is Kind.HELLO:
                     self._take_in(theirs, channel)
                     reply = msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0))

@@ -13,6 +13,7 @@ from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageErro
 from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import split_address
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
+from hcsim.telemetry.metrics import HostMetrics
 from hcsim.virtual.channel import VirtualChannel, VirtualListener
 from hcsim.virtual.datagrams import Datagram
 from hcsim.virtual.device import VirtualDevice
@@ -127,6 +128,8 @@ class VirtualHost:
             self.device.go_on_from(before.device)
         self.lan: VirtualLan = VirtualLan(self, before.lan.history if before is not None else ())
         self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
+        self.metrics = HostMetrics()
+        self.metrics.collect(self._tell_channels)
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""
@@ -172,11 +175,14 @@ class VirtualHost:
                 while True:
                     channel = await self._dial(name, port)
                     if channel is not None:
+                        self.metrics.counter("hcsim_connects_total", outcome="opened").add()
                         return channel
                     refused = True
                     await self.clock.sleep(backoff_s * (0.5 + self._signals.random()))
                     backoff_s = min(2.0 * backoff_s, LAST_BACKOFF_S)
         except TimeoutError:
+            outcome = "refused" if refused else "unanswered"
+            self.metrics.counter("hcsim_connects_total", outcome=outcome).add()
             if refused:
                 raise PeerRefused(f"nobody listens at {address} (tried for {timeout_s:g} s)", name) from None
             raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s") from None
@@ -242,6 +248,9 @@ class VirtualHost:
         """A packet of a connection arrives that nobody here knows: the answer is a reset."""
         self.signal(channel.host, channel.broken, f"{self._name} does not know it any more")
 
+    def _tell_channels(self) -> None:
+        self.metrics.gauge("hcsim_channels_open").set(len(self.channels))
+
     def forget(self, channel: VirtualChannel) -> None:
         """The channel has ended."""
         self.channels.pop(channel, None)
@@ -269,6 +278,7 @@ class VirtualHost:
         if listener is None:
             self.signal(caller, answered, answer, None)
             return
+        self.metrics.counter("hcsim_accepts_total").add()
         near, far = self._world.wiring.join(caller, self)
         self.signal(caller, answered, answer, near)
         listener.offer(far)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from hcsim.config import AnyFault, Scenario
 from hcsim.errors import ConfigError, HcsimError, UsageError
+from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.virtual import faults
 from hcsim.virtual.datagrams import Datagrams
@@ -94,6 +95,15 @@ class World:
                     channel.retransmit()
         self._begin(host)
         return host
+
+    def tell_metrics(self) -> dict[str, HostMetrics]:
+        """Each host's figures; a trace that goes to a sink ends with them."""
+        if self.trace.is_kept:
+            from hcsim.telemetry.exposition import events
+
+            for host in self.hosts:
+                self.trace.append(events(self.loop.now_ns, host.name, host.metrics))
+        return {host.name: host.metrics for host in self.hosts}
 
     def inject(self, fault: AnyFault) -> None:
         """Let a fault happen that is not in the scenario."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import TypeVar
+
+import numpy as np
 
 from hcsim.compressors.base import Compressor, Shape
 from hcsim.runtime.device import Work
@@ -11,6 +14,8 @@ from hcsim.runtime.host import Host
 from hcsim.training.learner import Ledger
 
 T = TypeVar("T")
+
+_FLOAT_BYTES = 4
 
 
 class Bench:
@@ -27,11 +32,28 @@ class Bench:
 
     async def encode(self, shapes: Iterable[Shape], function: Callable[[], T], share: float = 1.0) -> T:
         """Call what encodes tensors of these shapes; `share` is the part of the work that is done now."""
-        return await self._run(map(self._compressor.encode_work, shapes), function, share)
+        tensors = list(shapes)
+        metrics, compressor = self._host.metrics, self._compressor.spec
+        began_s = self._host.clock.elapsed()
+        result = await self._run(map(self._compressor.encode_work, tensors), function, share)
+        lasted_s = self._host.clock.elapsed() - began_s
+        metrics.histogram("hcsim_compression_encode_seconds", compressor=compressor).observe(lasted_s)
+        before = share * sum(_FLOAT_BYTES * prod(shape) for shape in tensors)
+        expected = share * sum(map(self._compressor.size_bytes, tensors))
+        after = _encoded_bytes(result, expected)
+        metrics.counter("hcsim_compression_input_bytes_total", compressor=compressor).add(before)
+        metrics.counter("hcsim_compression_output_bytes_total", compressor=compressor).add(after)
+        if after:
+            metrics.gauge("hcsim_compression_ratio", compressor=compressor).set(before / after)
+        return result
 
     async def decode(self, shapes: Iterable[Shape], function: Callable[[], T], times: float = 1.0) -> T:
         """Call what decodes tensors of these shapes, so many times each."""
-        return await self._run(map(self._compressor.decode_work, shapes), function, times)
+        began_s = self._host.clock.elapsed()
+        result = await self._run(map(self._compressor.decode_work, shapes), function, times)
+        seconds = self._host.metrics.histogram("hcsim_compression_decode_seconds", compressor=self._compressor.spec)
+        seconds.observe(self._host.clock.elapsed() - began_s)
+        return result
 
     async def _run(self, works: Iterable[Work], function: Callable[[], T], times: float) -> T:
         each = list(works)
@@ -40,6 +62,14 @@ class Bench:
             return function()
         with self._ledger.spent_on("encode"):
             return await self._host.device.run(total, function)
+
+
+def _encoded_bytes(result: object, expected: float) -> float:
+    """The size of one payload, or of one for each rank (beside which may stand what they lost); of a phantom, as
+    expected."""
+    if isinstance(result, tuple):
+        return float(sum(payload.nbytes for payload in result[0]))
+    return result.nbytes if isinstance(result, np.ndarray) else expected
 
 
 def nothing() -> None:

@@ -1,0 +1,65 @@
+"""What a training step comes to, in figures."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hcsim.runtime.host import Host
+from hcsim.training.learner import Ledger
+
+_LABELS = {"compute": "compute", "encode": "encode", "exchange": "wait"}
+"""The ledger's purposes, as the metrics call them: what is booked as exchange is time in which training stood still."""
+
+
+class Reached(Protocol):
+    """How far training had come after a step."""
+
+    @property
+    def step(self) -> int:
+        """Its number, from 1."""
+
+    @property
+    def time_s(self) -> float:
+        """Since the start."""
+
+    @property
+    def loss(self) -> float:
+        """On the last batch."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Since the start."""
+
+
+class StepMeter:
+    """Tells a host's metrics what each step took."""
+
+    def __init__(self, host: Host, ledger: Ledger) -> None:
+        metrics = host.metrics
+        self._spent_s = ledger.seconds
+        self._busy = metrics.counter("hcsim_collectives_busy_seconds_total")
+        self._steps = metrics.counter("hcsim_training_steps_total")
+        self._sent = metrics.counter("hcsim_training_sent_bytes_total")
+        self._loss = metrics.gauge("hcsim_training_loss")
+        self._seconds = {
+            purpose: metrics.histogram("hcsim_training_step_seconds", purpose=purpose)
+            for purpose in (*_LABELS.values(), "network", "whole")
+        }
+        self._before = self._now(0.0)
+        self._step = 0
+        self._sent_before = 0
+
+    def note(self, reached: Reached) -> None:
+        """A step is done."""
+        now = self._now(reached.time_s)
+        for purpose, series in self._seconds.items():
+            series.observe(now[purpose] - self._before[purpose])
+        # A run that goes on from an earlier state may count back.
+        self._steps.add(max(0, reached.step - self._step))
+        self._sent.add(max(0, reached.sent_bytes - self._sent_before))
+        self._loss.set(reached.loss)
+        self._before, self._step, self._sent_before = now, reached.step, reached.sent_bytes
+
+    def _now(self, time_s: float) -> dict[str, float]:
+        spent_s = {label: self._spent_s[purpose] for purpose, label in _LABELS.items()}
+        return {**spent_s, "network": self._busy.value, "whole": time_s}

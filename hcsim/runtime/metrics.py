@@ -14,6 +14,7 @@ class Counter(Protocol):
     """A number that only grows."""
 
     value: float
+    """May be added to directly where a call would cost too much."""
 
     def add(self, amount: float = 1) -> None:
         """Count some more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from hcsim.config.table import Table
-from hcsim.units import ByteRate, FlopRate, PositiveShare, Seconds
+from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 
 class Machine(Table, frozen=True):
@@ -23,6 +23,8 @@ class Machine(Table, frozen=True):
     fanless: bool = False
     sustained: PositiveShare = PositiveShare(0.6)
     """The part of its speed that a fanless machine keeps when it is hot."""
+    ram_bytes: Bytes | None = None
+    """Only told to who asks: a run does not end because it is exceeded."""
 
 
 # a range, the middle stands here.

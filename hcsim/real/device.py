@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from hcsim.errors import ConfigError
-from hcsim.runtime.device import Work
+from hcsim.real.chip import this_chip
+from hcsim.runtime.device import Chip, Work
 from hcsim.units import did_you_mean
 
 T = TypeVar("T")
@@ -51,6 +55,33 @@ class RealDevice:
     def torch_name(self) -> str:
         """The same."""
         return self._name
+
+    @cached_property
+    def chip(self) -> Chip:
+        """What this machine says of itself."""
+        return this_chip()
+
+    def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        """See `runtime.device.Device.exercise`."""
+        if self._name == "cpu":
+            square, vector = np.ones((size, size), np.float32), np.ones(size, np.float32)
+            out = np.empty_like(square)
+            return (
+                partial(np.matmul, square, square, out) if kind == "matmul" else partial(np.add, vector, vector, vector)
+            )
+        return self._torch_exercise(kind, size)
+
+    def _torch_exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        import torch
+
+        shape = (size, size) if kind == "matmul" else (size,)
+        data = torch.ones(shape, dtype=torch.float32, device=self._name)
+
+        def work() -> None:
+            result = data @ data if kind == "matmul" else data.add_(data, alpha=0.5)
+            result.reshape(-1)[:1].cpu()  # waits for the device
+
+        return work
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function; what the work would cost elsewhere does not matter here, nor where it writes."""

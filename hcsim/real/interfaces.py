@@ -1,11 +1,13 @@
 """What this machine is attached to, and which of it is fast.
 
 A name says little: `en0` is Wi-Fi on most Macs, and the first Ethernet on others. So macOS is asked
-which hardware port a device belongs to, and Linux which driver stands behind it.
+which hardware port a device belongs to, and what its media line says; Linux which driver and which kind of
+device stands behind it. What is not known to be a wire is never called one.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,41 +16,68 @@ import ifaddr
 
 from hcsim.runtime.host import Interface, Medium
 
+_ARPHRD_ETHER = "1"
 _ARPHRD_LOOPBACK = "772"
+_SPEED_ORDER = list(Medium)
+
+_APPLES_OWN = ("awdl", "llw", "anpi", "ap")
+"""Peer-to-peer Wi-Fi, internal links, the access point of internet sharing: they have addresses, and are not for us."""
+_TUNNELS = ("utun", "ipsec", "ppp", "gif", "stf", "tun", "tap", "wg", "tailscale", "zt")
+_BASE = re.compile(r"(?P<number>[\d.]+)(?P<giga>G)?base", re.IGNORECASE)
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """This machine's interfaces that have an address, fastest medium first, then by name."""
-    ports = _macos_ports() if sys.platform == "darwin" else {}
+    """This machine's interfaces that have an address and are for us, fastest medium first, then by name."""
+    macos = sys.platform == "darwin"
+    ports = parse_hardware_ports(_output_of("networksetup", "-listallhardwareports")) if macos else {}
+    media = parse_media(_output_of("ifconfig", "-a")) if macos else {}
     found = []
     for adapter in ifaddr.get_adapters():
         name = adapter.name
-        medium, rate_bps = (
-            (macos_medium(name, ports), None)
-            if sys.platform == "darwin"
-            else linux_medium(Path("/sys/class/net") / name)
-        )
+        if macos and is_apples_own(name):
+            continue
+        medium, rate_bps = macos_medium(name, ports, media) if macos else linux_medium(Path("/sys/class/net") / name)
         # IPv6 addresses come as (address, flow, scope).
         addresses = tuple(ip.ip if isinstance(ip.ip, str) else ip.ip[0] for ip in adapter.ips)
         if addresses:
             found.append(Interface(name, medium, rate_bps, addresses))
-    speed_order = list(Medium)
-    return tuple(sorted(found, key=lambda interface: (speed_order.index(interface.medium), interface.name)))
+    return tuple(sorted(found, key=lambda interface: (_SPEED_ORDER.index(interface.medium), interface.name)))
+
+
+# Linux.
 
 
 def linux_medium(entry: Path) -> tuple[Medium, float | None]:
     """Medium and line rate of one entry of /sys/class/net."""
-    if _text(entry / "type") == _ARPHRD_LOOPBACK:
-        return Medium.LOOPBACK, None
-    driver = entry / "device" / "driver"
-    if (entry / "wireless").exists():
-        medium = Medium.WIFI
-    elif entry.name.startswith("thunderbolt") or (driver.exists() and driver.resolve().name == "thunderbolt-net"):
-        medium = Medium.THUNDERBOLT
-    else:
-        medium = Medium.ETHERNET
     speed_mbps = _text(entry / "speed")
-    return medium, float(speed_mbps) * 1e6 if speed_mbps.isdigit() else None
+    return _linux_kind(entry), float(speed_mbps) * 1e6 if speed_mbps.isdigit() else None
+
+
+def _linux_kind(entry: Path) -> Medium:
+    kind = _text(entry / "type")
+    driver = entry / "device" / "driver"
+    if kind == _ARPHRD_LOOPBACK:
+        return Medium.LOOPBACK
+    if (entry / "wireless").exists() or (entry / "phy80211").exists():  # the first only with old extensions built in
+        return Medium.WIFI
+    if entry.name.startswith("thunderbolt") or (driver.exists() and driver.resolve().name == "thunderbolt-net"):
+        return Medium.THUNDERBOLT
+    if (entry / "tun_flags").exists() or _is_named(entry.name, _TUNNELS):
+        return Medium.TUNNEL
+    if (entry / "bridge").exists() or (entry / "bonding").exists():
+        return _slowest_member(entry)
+    if (entry / "device").exists() and kind == _ARPHRD_ETHER:  # hardware, or what a virtual machine takes for it
+        return Medium.ETHERNET
+    return Medium.UNKNOWN  # veth, dummy, macvlan: cables within this machine
+
+
+def _slowest_member(entry: Path) -> Medium:
+    """A bridge or a bond is what it joins; one of containers and virtual machines alone leads nowhere."""
+    joined = sorted(path.name.removeprefix("lower_") for path in entry.glob("lower_*"))
+    joined += sorted(path.name for path in entry.glob("brif/*"))
+    media = [_linux_kind(entry.parent / name) for name in joined]
+    known = [medium for medium in media if medium is not Medium.UNKNOWN]
+    return max(known, key=_SPEED_ORDER.index, default=Medium.UNKNOWN)
 
 
 def _text(file: Path) -> str:
@@ -56,6 +85,14 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except OSError:  # the speed of an interface that is down cannot be read
         return ""
+
+
+# macOS.
+
+
+def is_apples_own(device: str) -> bool:
+    """Whether macOS keeps this interface for itself."""
+    return _is_named(device, _APPLES_OWN)
 
 
 def parse_hardware_ports(listing: str) -> dict[str, str]:
@@ -71,25 +108,46 @@ def parse_hardware_ports(listing: str) -> dict[str, str]:
     return ports
 
 
-def macos_medium(device: str, ports: dict[str, str]) -> Medium:
-    """Medium of a macOS device, given the hardware ports."""
+def parse_media(listing: str) -> dict[str, str]:
+    """Device to media line, from the output of `ifconfig -a`."""
+    media = {}
+    device = ""
+    for line in listing.splitlines():
+        if line[:1].strip():  # a new device starts at the margin
+            device = line.partition(":")[0]
+        elif line.strip().startswith("media: "):
+            media[device] = line.strip().removeprefix("media: ")
+    return media
+
+
+def macos_medium(device: str, ports: dict[str, str], media: dict[str, str]) -> tuple[Medium, float | None]:
+    """Medium of a macOS device and its line rate where that is known, given the hardware ports and the media lines."""
     port = ports.get(device, "")
+    # Only wires say how fast they are ("1000baseT", "2500Base-T", "10Gbase-T"); Wi-Fi and bridges say "autoselect".
+    base = _BASE.search(media.get(device, ""))
+    rate_bps = float(base["number"]) * (1e9 if base["giga"] else 1e6) if base else None
     if device.startswith("lo"):
-        return Medium.LOOPBACK
-    if port == "Wi-Fi":
-        return Medium.WIFI
-    if "Ethernet" in port or "LAN" in port:  # also "Thunderbolt Ethernet", an adapter
-        return Medium.ETHERNET
+        return Medium.LOOPBACK, None
+    if _is_named(device, _TUNNELS):
+        return Medium.TUNNEL, None
+    if port in ("Wi-Fi", "AirPort"):
+        return Medium.WIFI, None
+    if "Ethernet" in port or "LAN" in port:  # also "Thunderbolt Ethernet Slot 1", an adapter
+        return Medium.ETHERNET, rate_bps
     if port.startswith("Thunderbolt"):
-        return Medium.THUNDERBOLT
-    return Medium.UNKNOWN
+        return Medium.THUNDERBOLT, None
+    if base and port and "iPhone" not in port and "iPad" not in port:  # an adapter that bears its chip's name
+        return Medium.ETHERNET, rate_bps
+    return Medium.UNKNOWN, None
 
 
-def _macos_ports() -> dict[str, str]:
+def _is_named(device: str, families: tuple[str, ...]) -> bool:
+    """Whether a device's name is one of these with a number."""
+    return device.rstrip("0123456789") in families
+
+
+def _output_of(*command: str) -> str:
     try:
-        listing = subprocess.run(
-            ["networksetup", "-listallhardwareports"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return parse_hardware_ports(listing)
+        return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -20,6 +20,15 @@ class Work(msgspec.Struct, frozen=True):
     """Pieces that are launched one after the other, each with the machine's overhead."""
 
 
+class Chip(msgspec.Struct, frozen=True):
+    """What a machine is built on."""
+
+    name: str
+    """As its maker calls it: "Apple M2 Ultra"."""
+    memory_bytes: int | None = None
+    """All of the machine's memory; None where nobody knows."""
+
+
 class Device(Protocol):
     """One machine's processor. Work on it is done one piece after the other."""
 
@@ -30,6 +39,14 @@ class Device(Protocol):
     @property
     def torch_name(self) -> str:
         """Where torch really computes: "mps", "cuda", "cpu"."""
+
+    @property
+    def chip(self) -> Chip:
+        """What the machine is built on."""
+
+    def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        """A function for `run`, to find out how fast it is here: a product of two square float32 matrices of that size,
+        or a sum of two float32 vectors of that length, one of them in place."""
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """Call the function without holding up the network, and take the time the work takes.

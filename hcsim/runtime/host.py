@@ -27,6 +27,8 @@ class Medium(Enum):
     THUNDERBOLT = "thunderbolt"
     ETHERNET = "ethernet"
     WIFI = "wifi"
+    TUNNEL = "tunnel"
+    """A VPN, or whatever else goes over one of the others."""
     UNKNOWN = "unknown"
 
 

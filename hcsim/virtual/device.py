@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from hcsim.config import Machine
-from hcsim.runtime.device import Work
+from hcsim.runtime.device import Chip, Work
 from hcsim.virtual.machines import seconds
 
 if TYPE_CHECKING:
@@ -39,6 +39,15 @@ class VirtualDevice:
     def torch_name(self) -> str:
         """The simulator computes here, whatever it models."""
         return "cpu"
+
+    @property
+    def chip(self) -> Chip:
+        """As the scenario says."""
+        return Chip(self._machine.name, self._machine.ram_bytes)
+
+    def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        """Nothing: the work's time is all that counts."""
+        return lambda: None
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """See `runtime.device.Device.run`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,5 +71,5 @@ class LinearReplica:
 def means(sizes: list[int]) -> np.ndarray:
     """The sum of the mean gradients over global batches of these sizes, one after the other."""
     ends = np.cumsum([0, *sizes])
-    parts = [SLOPES[ORDER[lo:hi]].astype(np.float64).mean(axis=0) for lo, hi in zip(ends, ends[1:], strict=False)]
+    parts = [SLOPES[ORDER[lo:hi]].astype(np.float64).mean(axis=0) for lo, hi in pairwise(ends)]
     return np.sum(parts, axis=0)

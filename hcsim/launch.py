@@ -6,6 +6,8 @@ same in both.
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -21,8 +23,13 @@ from hcsim.config import Cluster, Scenario, Training, load_scenario
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.node import Plan, train_as_member
+from hcsim.real.certificates import ClusterTls
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.interfaces import host_name, reachable_at
+from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
+from hcsim.runtime.address import address_at
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
@@ -116,8 +123,6 @@ def simulate_cluster(
     """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
 
     `tell` hears what each host has to say about it."""
-    from hcsim.node import Plan, train_as_member
-
     loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.nodes is None:
@@ -127,20 +132,77 @@ def simulate_cluster(
     homes = {node.name: node.home for node in loaded.nodes}
 
     async def on_host(host: VirtualHost) -> Report:
-        credentials = _virtual_credentials(host, loaded.seed)
+        proved = _virtual_credentials(host, loaded.seed)
         me = Self(
-            credentials.key.node_id,
-            credentials.boot,
+            proved.key.node_id,
+            proved.boot,
             host.name,
             f"{host.name}:{cluster.discovery_port}",
             f"{host.name}:{cluster.gradient_port}",
-            credentials.secret.namespace.hex(),
+            proved.secret.namespace.hex(),
             homes[host.name] if len(loaded.homes) > 1 else "",
         )
         heard = partial(tell, host.name)
-        return await train_as_member(host, me, plan, credentials=credentials, observer=observer, tell=heard)
+        return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard)
 
     return _outcome(world, world.run_on_all(on_host))
+
+
+class RealNode(msgspec.Struct, frozen=True):
+    """What a person decides about this machine's place in a real cluster."""
+
+    home: Path
+    """Where its key and its clusters' secrets are."""
+    cluster: str = "home"
+    """Which of them."""
+    name: str = ""
+    """What the others call this machine; empty: its host name."""
+    hosts: tuple[str, ...] = ()
+    """Addresses that the others reach it at, the best first; empty: those of its interfaces, fastest medium first."""
+    device: str = "cpu"
+    state: Path | None = None
+    """A folder for what outlives a crash; None: nothing does."""
+
+
+async def train_in_cluster(
+    node: RealNode,
+    plan: Plan,
+    *,
+    observer: Observer | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+    leaving: asyncio.Event | None = None,
+) -> Report:
+    """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
+    async with real_member(node) as (host, credentials):
+        me = _real_self(host, node, plan.cluster, credentials)
+        tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
+        return await train_as_member(
+            host, me, plan, credentials=credentials, observer=observer, tell=tell, leaving=leaving
+        )
+
+
+@asynccontextmanager
+async def real_member(node: RealNode) -> AsyncIterator[tuple[RealHost, Credentials]]:
+    """This machine, with the TLS of a cluster that it has joined."""
+    key, secret = load_node_key(node.home), load_secret(node.home, node.cluster)
+    name = node.name or host_name()
+    options = RealOptions(
+        name, seed=secrets.randbits(64), tls=ClusterTls(key, secret), device=node.device, state=node.state
+    )
+    async with RealHost(options) as host:
+        yield host, credentials(key, secret, secrets.randbits(47))
+
+
+def _real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Self:
+    hosts = node.hosts or reachable_at(host.interfaces())
+    return Self(
+        proved.key.node_id,
+        proved.boot,
+        host.name,
+        address_at(hosts, cluster.discovery_port),
+        address_at(hosts, cluster.gradient_port),
+        proved.secret.namespace.hex(),
+    )
 
 
 def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:

@@ -14,6 +14,7 @@ import msgspec
 
 from hcsim.config.cluster import Cluster
 from hcsim.errors import HcsimError
+from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 
@@ -35,7 +36,8 @@ class Announcement(msgspec.Struct, frozen=True):
 
     def service(self) -> Service:
         """As a service record."""
-        properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}"}
+        # The record has no order of its own for a machine's addresses, so the best first is said here.
+        properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}", "at": self.control}
         return Service(f"{self.name}-{self.node[:8]}", self.control, properties)
 
 
@@ -57,7 +59,8 @@ class Discovery:
     async def run(self) -> None:
         """Look for others, for ever."""
         for address in self._config.peers:
-            self.want(address, address)
+            if not _overlap(address, self._us.control):  # one list may serve all machines
+                self.want(address, address)
         if self._config.discover:
             await self._host.lan.advertise(self._us.service())
             self._host.spawn(self._browse(), name="browse")
@@ -90,7 +93,7 @@ class Discovery:
             if sighting.gone:
                 self.forget(node)
             else:
-                self.want(node, sighting.service.address)
+                self.want(node, properties.get("at", sighting.service.address))
 
     def _call(self, key: str) -> None:
         if key not in self._calling and not self._here(key):
@@ -114,3 +117,10 @@ class Discovery:
                     return
         finally:
             del self._calling[key]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two addresses have a place in common."""
+    hosts, port = hosts_of(one)
+    others, other_port = hosts_of(other)
+    return port == other_port and any(host in others for host in hosts)

@@ -11,7 +11,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import Tls, TlsFiles
-from hcsim.runtime.address import split_address
+from hcsim.runtime.address import hosts_of
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.runtime.store import Store
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
+_NEXT_PLACE_S = 1.0
+"""How long one of a machine's addresses may take to answer before the next is tried."""
+_EVERYWHERE = ("0.0.0.0",)
 
 
 class RealOptions(msgspec.Struct, frozen=True):
@@ -81,6 +84,8 @@ class RealHost:
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._listeners: list[TcpListener] = []
+        self._answered: dict[str, tuple[int, Any]] = {}
+        """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
         self._channels: WeakSet[TcpChannel] = WeakSet()
@@ -121,7 +126,8 @@ class RealHost:
     async def listen(self, address: str) -> TcpListener:
         """Accept channels at `host:port`."""
         try:
-            family, sockaddr = (await self._resolve(*split_address(address)))[0]
+            hosts, port = hosts_of(address)
+            family, sockaddr = (await self._resolve(hosts if len(hosts) == 1 else _EVERYWHERE, port))[0]
             sock = listening_socket(family, sockaddr)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
@@ -131,7 +137,7 @@ class RealHost:
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> TcpChannel:
         """Open a channel; see `Host.connect`. A certificate that is not valid ends the attempts at once."""
-        host, port = split_address(address)
+        hosts, port = hosts_of(address)
         draw = self.rng("connect", address)
         delay_s = _FIRST_RETRY_S
         failure: ChannelError | None = None
@@ -139,7 +145,7 @@ class RealHost:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        channel = await self._dial(address, host, port)
+                        channel = await self._dial(address, hosts, port)
                         self._connected("opened")
                         self._channels.add(channel)
                         return channel
@@ -209,14 +215,18 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, address: str, host: str, port: int) -> TcpChannel:
-        """One attempt, at every address that the name stands for."""
-        failure = OSError(f"{host} has no address")
-        for family, sockaddr in await self._resolve(host, port):
+    async def _dial(self, address: str, hosts: Sequence[str], port: int) -> TcpChannel:
+        """One attempt, at every address that the names stand for; the one that answered last comes first."""
+        failure = OSError(f"{' or '.join(hosts)} has no address")
+        places = await self._resolve(hosts, port)
+        places.sort(key=lambda place: place != self._answered.get(address))
+        for family, sockaddr in places:
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 tune(sock)
-                await asyncio.get_running_loop().sock_connect(sock, sockaddr)
+                async with asyncio.timeout(_NEXT_PLACE_S if (family, sockaddr) != places[-1] else None):
+                    await asyncio.get_running_loop().sock_connect(sock, sockaddr)
+                self._answered[address] = family, sockaddr
                 if sock.getsockname() == sock.getpeername():
                     # Dialling a free port of our own can meet itself in TCP's simultaneous open.
                     raise ConnectionRefusedError
@@ -232,18 +242,20 @@ class RealHost:
                 raise
         raise failure
 
-    async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:
-        """Socket families and addresses of a name, if our security allows to use them."""
+    async def _resolve(self, hosts: Sequence[str], port: int) -> list[tuple[int, Any]]:
+        """Socket families and addresses of names, if our security allows to use them."""
         loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except UnicodeError:
-            raise ConfigError(f"{host!r} cannot be the name of a host") from None
+        found: list[Any] = []
+        for host in hosts:
+            try:
+                found += await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except UnicodeError:
+                raise ConfigError(f"{host!r} cannot be the name of a host") from None
         for *_, sockaddr in found:
             ip = ipaddress.ip_address(sockaddr[0])
             if self._options.tls is None and not self._options.insecure and not ip.is_loopback:
                 raise ConfigError(
-                    f"{host} is not on this machine, and plaintext is only allowed on loopback: "
+                    f"{sockaddr[0]} is not on this machine, and plaintext is only allowed on loopback: "
                     "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
                     "or allow plaintext explicitly (insecure)"
                 )

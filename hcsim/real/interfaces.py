@@ -7,15 +7,20 @@ device stands behind it. What is not known to be a wire is never called one.
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import ifaddr
 
 from hcsim.runtime.host import Interface, Medium
 
+_MOST_ADDRESSES = 6
+"""They have to fit into one announcement."""
 _ARPHRD_ETHER = "1"
 _ARPHRD_LOOPBACK = "772"
 _SPEED_ORDER = list(Medium)
@@ -42,6 +47,25 @@ def list_interfaces() -> tuple[Interface, ...]:
         if addresses:
             found.append(Interface(name, medium, rate_bps, addresses))
     return tuple(sorted(found, key=lambda interface: (_SPEED_ORDER.index(interface.medium), interface.name)))
+
+
+def reachable_at(interfaces: Sequence[Interface]) -> tuple[str, ...]:
+    """The addresses that others in this home reach us at, fastest medium first; without any, loopback.
+
+    IPv6 addresses of one link are left out: they mean something else on every machine."""
+    found = [
+        address
+        for interface in interfaces
+        if interface.medium not in (Medium.LOOPBACK, Medium.TUNNEL)
+        for address in interface.addresses
+        if not (ipaddress.ip_address(address).version == 6 and ipaddress.ip_address(address).is_link_local)
+    ]
+    return tuple(found[:_MOST_ADDRESSES]) or ("127.0.0.1",)
+
+
+def host_name() -> str:
+    """What this machine calls itself, without its domain."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0]) or "node"
 
 
 # Linux.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
+from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from hcsim.errors import UsageError
-from hcsim.runtime.address import join_address, split_address
+from hcsim.errors import ConfigError, UsageError
+from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.lan import Service, Sighting
 
 SERVICE_TYPE = "_hcsim._tcp.local."
@@ -26,12 +26,12 @@ class MdnsLan:
 
     async def advertise(self, service: Service) -> None:
         """Announce a service under its IP address and port."""
-        host, port = split_address(service.address)
+        hosts, port = hosts_of(service.address)
         info = AsyncServiceInfo(
             SERVICE_TYPE,
             f"{service.name}.{SERVICE_TYPE}",
             port=port,
-            parsed_addresses=[host],
+            parsed_addresses=list(hosts),
             properties=dict(service.properties),
             server=f"{service.name}.local.",
         )
@@ -82,8 +82,16 @@ class MdnsLan:
 
     def _opened(self) -> AsyncZeroconf:
         if self._responder is None:
-            self._responder = AsyncZeroconf(interfaces=list(self._interfaces) or InterfaceChoice.All)
+            self._responder = self._open(IPVersion.All) or self._open(IPVersion.V4Only)
+        if self._responder is None:
+            raise ConfigError("this machine's network does not carry multicast: give the others' addresses (peers)")
         return self._responder
+
+    def _open(self, version: IPVersion) -> AsyncZeroconf | None:
+        try:
+            return AsyncZeroconf(interfaces=list(self._interfaces) or InterfaceChoice.All, ip_version=version)
+        except (OSError, RuntimeError):  # the second: no address of that version
+            return None
 
     async def _resolve(self, name: str) -> Service | None:
         """Where a service is and what it says; None when it vanished meanwhile."""
@@ -94,4 +102,4 @@ class MdnsLan:
         if not addresses or info.port is None:
             return None
         properties = {key: value or "" for key, value in info.decoded_properties.items()}
-        return Service(name.removesuffix(f".{SERVICE_TYPE}"), join_address((addresses[0], info.port)), properties)
+        return Service(name.removesuffix(f".{SERVICE_TYPE}"), address_at(addresses, info.port), properties)

@@ -1,7 +1,11 @@
-"""Addresses as people write them: host:port, or [v6]:port."""
+"""Addresses as people write them: host:port, or [v6]:port.
+
+A machine with several interfaces is at several hosts at once: `10.0.0.7|192.168.1.7:52416`, the best first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hcsim.errors import ConfigError
@@ -14,6 +18,17 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
         raise ConfigError(f"{address!r} is not an address: write host:port, or [::1]:port for IPv6")
     return host.strip("[]"), int(port)
+
+
+def hosts_of(address: str) -> tuple[tuple[str, ...], int]:
+    """The hosts that an address names, and their port."""
+    hosts, colon, port = address.rpartition(":")
+    return tuple(split_address(f"{host}{colon}{port}")[0] for host in hosts.split("|")), int(port)
+
+
+def address_at(hosts: Sequence[str], port: int) -> str:
+    """The address of a machine that is at all these hosts."""
+    return "|".join(f"[{host}]" if ":" in host else host for host in hosts) + f":{port}"
 
 
 def join_address(sockaddr: tuple[Any, ...]) -> str:

@@ -74,6 +74,15 @@ def run(
         Text, typer.Option(help="Real: serve metrics at this port of this machine, or at host:port.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Real: allow plaintext beyond this machine.")] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With how many nodes work begins.")] = None,
+    cluster: Annotated[
+        Text, typer.Option(help='Real: a cluster that this machine has joined (default "home").')
+    ] = None,
+    name: Annotated[
+        Text, typer.Option(help="Real: what the others call this machine (default: its host name).")
+    ] = None,
+    at: Annotated[Text, typer.Option(help="Real: addresses that the others reach this machine at.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Real: a folder for what outlives a crash.")] = None,
     stripes: Annotated[int | None, typer.Option(min=1, help="Connections per peer; the same on all ranks.")] = None,
     segment: Annotated[Text, typer.Option(help='Piece that a message is cut into, such as "1 MiB".')] = None,
 ) -> None:
@@ -93,7 +102,19 @@ def run(
             options.refuse("where something is learned (--task)", {"--save": save, "--device": device})
         else:
             options.refuse("where nothing is learned", {f"--{name}": value for name, value in job.items()})
-        if real:
+        place_in_cluster = {"--cluster": cluster, "--name": name, "--at": at, "--state": state}
+        if real and rank is None and peers is None:
+            from hcsim.cli.together import train_together
+
+            options.refuse("in a virtual run", {"--trace": trace, "--metrics": metrics})
+            manual = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca, "--wait": wait}
+            options.refuse("with --peers and --rank", {**manual, "--insecure": insecure or None})
+            here = options.here(cluster, name, at, state, device)
+            together = options.cluster(chosen.cluster if chosen else None, nodes)
+            begin = seed if seed is not None else chosen.seed if chosen else 1
+            done = train_together(here, together, options.to_learn(settings), begin, wire, save)
+        elif real:
+            options.refuse("without --peers and --rank", {**place_in_cluster, "--nodes": nodes})
             only_virtual = {"--trace": trace, "--metrics": metrics, "--seed": seed if settings is None else None}
             options.refuse("in a virtual run", only_virtual)
             tls = options.tls(tls_cert, tls_key, tls_ca)
@@ -111,11 +132,16 @@ def run(
             tls_files = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca}
             only_real = {"--peers": peers, "--rank": rank, "--wait": wait, **tls_files, "--insecure": insecure or None}
             options.refuse("with --real", {**only_real, "--device": device, "--metrics-port": metrics_port})
+            options.refuse("with --real", place_in_cluster)
             from hcsim.cli.virtual import Files, run_virtual
 
             files = Files(trace, metrics)
             assert chosen is not None  # it was needed
-            if settings is not None:
+            if settings is not None and (chosen.cluster is not None or nodes is not None):
+                from hcsim.cli.together import simulate_together
+
+                done = simulate_together(options.clustered(chosen, nodes), settings, wire, files, save)
+            elif settings is not None:
                 from hcsim.cli.train import train_virtual
 
                 done = train_virtual(chosen, settings, wire, files, save)

@@ -10,10 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from hcsim.cli import screen
+from hcsim.cli.cluster import home
 from hcsim.cluster.coordinator.policy import Policy
-from hcsim.config import Job, Scenario, Training, load_scenario, shipped_scenarios
+from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, shipped_scenarios
 from hcsim.config.explain import explain
 from hcsim.errors import ConfigError
+from hcsim.launch import RealNode
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.address import split_address
 from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
@@ -120,6 +122,40 @@ def metrics_at(text: str | None) -> str | None:
     except ConfigError:
         raise ConfigError(f"--metrics-port {text}: give a port, or host:port such as 0.0.0.0:9400") from None
     return address
+
+
+def cluster(table: Cluster | None, nodes: int | None) -> Cluster:
+    """Who is waited for, with what the options change in it."""
+    given = table or Cluster()
+    return given if nodes is None else replace(given, nodes=nodes)
+
+
+def clustered(scenario: Scenario, nodes: int | None) -> Scenario:
+    """A scenario whose nodes find each other; without a figure, all of them are waited for."""
+    given = cluster(scenario.cluster, nodes)
+    there = len(scenario.nodes)
+    given = given if given.nodes is not None else replace(given, nodes=there)
+    if given.needed > there:
+        raise ConfigError(f"work begins with {given.needed} nodes, and {scenario.name} has {there}")
+    return replace(scenario, cluster=given)
+
+
+def to_learn(settings: Training | None) -> Training:
+    """What a cluster that finds itself trains."""
+    if settings is None:
+        raise ConfigError(
+            "what is to be trained? Give --task, or a file with a [training] table; "
+            "for a collective among fixed ranks, give --peers and --rank"
+        )
+    return settings
+
+
+def here(cluster: str | None, name: str | None, at: str | None, state: Path | None, device: str | None) -> RealNode:
+    """This machine's place in a real cluster."""
+    hosts = tuple(part.strip() for part in at.split(",")) if at is not None else ()
+    for host in hosts:
+        split_address(f"[{host}]:1" if ":" in host else f"{host}:1")
+    return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state)
 
 
 def refuse(where: str, given: Mapping[str, object]) -> None:

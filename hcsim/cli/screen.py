@@ -82,6 +82,22 @@ class Progress:
             how_far = f"{self._what} {point.step} of {self._count}"
             self._show(f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}")
 
+    def together(self, point: Point) -> None:
+        """The same for members that come and go: who many they are, and where the step's time went."""
+        if self._status is None and point.score is None:
+            return
+        spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")
+        looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
+        members = "1 member" if point.ranks == 1 else f"{point.ranks} members"
+        self._show(
+            f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
+            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {_size(point.sent_bytes)} sent"
+        )
+
+    def news(self, line: str) -> None:
+        """Something happened that stays on the screen."""
+        self._console.print(Text(line))
+
     def _show(self, line: str) -> None:
         if self._status is not None:
             self._status.update(line)

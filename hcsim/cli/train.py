@@ -47,7 +47,7 @@ class Onlooker:
 
 def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
-    _check(settings, len(scenario.nodes), len(scenario.homes), save)
+    check(settings, len(scenario.nodes), len(scenario.homes), save)
     with ExitStack() as stack:
         progress = stack.enter_context(screen.Progress("step", settings.steps))
         sink = writer(files.trace, stack) if files.trace is not None else None
@@ -66,7 +66,7 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Fil
 def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
     """Train as one rank of a real group, and show how it went."""
     rank, ranks = our_rank(place), len(place.peers)
-    _check(settings, ranks, 1, save)
+    check(settings, ranks, 1, save)
     if save is not None and rank != 0:
         raise ConfigError("--save: rank 0 saves the model; all ranks end with the same one")
     check_torch_device(device)
@@ -111,7 +111,8 @@ def evaluate_model(path: Path) -> None:
     screen.say(f"parameters sha256 {saved.about['sha256']}")
 
 
-def _check(settings: Training, ranks: int, homes: int, save: Path | None) -> None:
+def check(settings: Training, ranks: int, homes: int, save: Path | None) -> None:
+    """Refuse, before anything is started, what cannot be trained or saved."""
     check_training(settings, ranks, homes)
     if save is not None and task(settings.task).phantom:
         raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")

@@ -242,7 +242,8 @@ class Node:
     def _adopted(self, view: View) -> None:
         self._waiting = ""
         self._host.trace("view", view.lineage, view.epoch, ",".join(member.name for member in view.members))
-        self._tell(f"view {view.epoch}: {', '.join(m.name for m in view.members)} ({view.reason})")
+        if len(view.members) > 1 or view.formed:
+            self._tell(f"view {view.epoch}: {', '.join(m.name for m in view.members)} ({view.reason})")
         changed, self._changed = self._changed, []
         for waiter in changed:
             if not waiter.done():

@@ -83,7 +83,8 @@ class Scenario(Table, frozen=True):
     """The root of the tree."""
 
     name: Name
-    nodes: Annotated[tuple[Node, ...], Meta(min_length=1)] = field(name="node")
+    nodes: tuple[Node, ...] = field(name="node", default=())
+    """A file without any says what to do, and can be run on real machines only."""
     description: str = ""
     seed: int = 1
     effects: Literal["all", "ideal"] = "all"

@@ -49,16 +49,21 @@ class StepMeter:
         self._step = 0
         self._sent_before = 0
 
-    def note(self, reached: Reached) -> None:
+    def lap(self, time_s: float) -> dict[str, float]:
+        """Seconds by purpose since the step before."""
+        now, before = self._now(time_s), self._before
+        self._before = now
+        return {purpose: now[purpose] - before[purpose] for purpose in now}
+
+    def note(self, reached: Reached, spent_s: dict[str, float]) -> None:
         """A step is done."""
-        now = self._now(reached.time_s)
         for purpose, series in self._seconds.items():
-            series.observe(now[purpose] - self._before[purpose])
+            series.observe(spent_s[purpose])
         # A run that goes on from an earlier state may count back.
         self._steps.add(max(0, reached.step - self._step))
         self._sent.add(max(0, reached.sent_bytes - self._sent_before))
         self._loss.set(reached.loss)
-        self._before, self._step, self._sent_before = now, reached.step, reached.sent_bytes
+        self._step, self._sent_before = reached.step, reached.sent_bytes
 
     def _now(self, time_s: float) -> dict[str, float]:
         spent_s = {label: self._spent_s[purpose] for purpose, label in _LABELS.items()}

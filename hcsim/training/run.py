@@ -37,6 +37,11 @@ class Point(msgspec.Struct, frozen=True):
     """By this rank since the start, headers included."""
     score: Score | None = None
     """On held-out data, where it was looked at."""
+    ranks: int = 1
+    """How many took part."""
+    spent_s: dict[str, float] = {}
+    """Of this step, by purpose: compute, encode, network (an operation was under way), wait (training stood still), and
+    whole. The first three overlap."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -189,8 +194,9 @@ class Run:
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
         score = self._evaluate() if due and self.group.rank == 0 else None
-        self.points.append(Point(step, elapsed_s, loss, sent_bytes, score))
-        self._meter.note(self.points[-1])
+        spent_s = self._meter.lap(elapsed_s)
+        self.points.append(Point(step, elapsed_s, loss, sent_bytes, score, self.group.size, spent_s))
+        self._meter.note(self.points[-1], spent_s)
         if self.observer is not None:
             self.observer.point(self.group.rank, self.points[-1])
 

@@ -38,6 +38,8 @@ class World:
     """
 
     def __init__(self, scenario: Scenario, *, sink: Sink | None = None) -> None:
+        if not scenario.nodes:
+            raise ConfigError(f"{scenario.name} has no [[node]]: there is nobody to simulate")
         self.scenario = scenario
         self.trace = Trace(sink)
         self.loop = VirtualLoop()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from experiments.study.grid import load_sweep
 from hcsim.cli.app import app
-from hcsim.config import Training, parse_scenario
+from hcsim.config import FAULTS, Training, parse_scenario
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -95,6 +95,17 @@ def test_the_keys_of_training_are_all_explained() -> None:
     table = README.partition("With `[training]` instead of")[2].partition("Media are")[0]
     known = [field.encode_name for field in msgspec.structs.fields(Training)]
     assert [key for key in known if f"`{key}`" not in table] == []
+
+
+def test_every_fault_is_explained_with_all_its_keys() -> None:
+    table = README.partition("Every fault is a `[[fault]]`")[2].partition("## ")[0]
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", table, re.MULTILINE)}
+    assert list(rows) == list(FAULTS)
+    for kind, (keys, _) in rows.items():
+        needed, _, optional = keys.partition("[")
+        fields = [field for field in msgspec.structs.fields(FAULTS[kind]) if field.name != "at_s"]
+        assert re.findall(r"`(\w+)`", needed) == [field.encode_name for field in fields if field.required], kind
+        assert re.findall(r"`(\w+)`", optional) == [field.encode_name for field in fields if not field.required], kind
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "results/README.md"])

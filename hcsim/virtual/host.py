@@ -261,30 +261,43 @@ class VirtualHost:
 
     async def _dial(self, name: str, port: int) -> VirtualChannel | None:
         """One attempt: a channel, or None when the target says no. Repeats the call while nobody answers."""
-        answer: asyncio.Future[VirtualChannel | None] = self.loop.create_future()
-        while not answer.done():
+        call = Call(self, port)
+        while not call.answer.done():
             target = self._world.host(name)  # in the life that it has now
-            self.signal(target, target.called, self, port, answer)
+            self.signal(target, target.called, call)
             try:
                 async with asyncio.timeout(SYN_RETRY_S):
-                    await asyncio.shield(answer)
+                    await asyncio.shield(call.answer)
             except TimeoutError:
                 continue
-        return answer.result()
+        return call.answer.result()
 
-    def called(self, caller: VirtualHost, port: int, answer: asyncio.Future[VirtualChannel | None]) -> None:
-        """A connection request arrives here."""
-        listener = self._listeners.get(port)
-        if listener is None:
-            self.signal(caller, answered, answer, None)
-            return
-        self.metrics.counter("hcsim_accepts_total").add()
-        near, far = self._world.wiring.join(caller, self)
-        self.signal(caller, answered, answer, near)
-        listener.offer(far)
+    def called(self, call: Call) -> None:
+        """A connection request arrives here, or arrives again."""
+        listener = self._listeners.get(call.port)
+        if call.taken_by is not self:
+            if listener is None:
+                self.signal(call.caller, call.answered, None)
+                return
+            call.taken_by = self
+            self.metrics.counter("hcsim_accepts_total").add()
+            call.near, far = self._world.wiring.join(call.caller, self)
+            listener.offer(far)
+        self.signal(call.caller, call.answered, call.near)
 
 
-def answered(answer: asyncio.Future[VirtualChannel | None], channel: VirtualChannel | None) -> None:
-    """The answer to a connection request is back."""
-    if not answer.done():
-        answer.set_result(channel)
+class Call:
+    """One request for a connection, however often it is repeated."""
+
+    def __init__(self, caller: VirtualHost, port: int) -> None:
+        self.caller = caller
+        self.port = port
+        self.answer: asyncio.Future[VirtualChannel | None] = caller.loop.create_future()
+        self.taken_by: VirtualHost | None = None
+        """The host that took it, in one of its lives."""
+        self.near: VirtualChannel | None = None
+
+    def answered(self, channel: VirtualChannel | None) -> None:
+        """The answer is back."""
+        if not self.answer.done():
+            self.answer.set_result(channel)

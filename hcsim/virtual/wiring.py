@@ -30,11 +30,8 @@ class Wiring:
         self.topology = Topology(scenario)
         self.on_join: Callable[[VirtualChannel], None] | None = None
         """Called with each end of a new connection."""
-        self._gates = {
-            f"{medium.name}.air": Gate(net, self.topology.resources[f"{medium.name}.air"], medium)
-            for medium in scenario.media
-            if isinstance(medium, Wifi) and medium.gate and f"{medium.name}.air" in self.topology.resources
-        }
+        self._gates: dict[str, Gate] = {}
+        self._add_gates()
         self._connections = 0
         self._changes: list[Change] = []
         self._cuts: dict[tuple[str, str], int] = {}
@@ -112,9 +109,17 @@ class Wiring:
         self.topology = Topology(scenario, self.topology.resources)
         for name, capacity in self.topology.capacities.items():
             self._net.capacity(self.topology.resources[name], capacity)
+        self._add_gates()
         for host in self._hosts.values():
             for channel in host.channels:
                 self._reroute(host.name, channel)
+
+    def _add_gates(self) -> None:
+        """An access point's air has one from the time when somebody is on it."""
+        for medium in self._scenario.media:
+            air = f"{medium.name}.air"
+            if isinstance(medium, Wifi) and medium.gate and air in self.topology.resources and air not in self._gates:
+                self._gates[air] = Gate(self._net, self.topology.resources[air], medium)
 
     def _reroute(self, source: str, channel: VirtualChannel) -> None:
         there, back = self._same_way(source, channel)
@@ -137,9 +142,9 @@ class Wiring:
 
     def _same_way(self, source: str, channel: VirtualChannel) -> tuple[Path | None, Path | None]:
         """There and back along the interfaces that the connection was made over, if they are there."""
-        leaves, arrives = channel.streams[0].interfaces
-        route = self.topology.route
-        return route(source, channel.peer, (leaves, arrives)), route(channel.peer, source, (arrives, leaves))
+        outgoing, incoming = channel.streams
+        there = self.topology.route(source, channel.peer, outgoing.interfaces)
+        return there, self.topology.route(channel.peer, source, incoming.interfaces)
 
     def _stream(self, name: str, there: Path, back: Path) -> Stream:
         stream = self._net.stream(name, there, back)

@@ -85,12 +85,14 @@ class World:
         A host that is started again runs it again, and what counts is its last life's result."""
         return self.run(self._all(program))
 
-    def restart(self, name: str, records: Mapping[str, bytes]) -> VirtualHost:
-        """Start a crashed host again, with these records in its store."""
+    def restart(self, name: str, records: Mapping[str, bytes] | None = None) -> VirtualHost:
+        """Start a crashed host again, with these records in its store (None: those that were there)."""
         old = self.host(name)
         if old.alive:
             raise UsageError(f"{name} is alive: only a host that crashed can be started again")
-        host = self._hosts[name] = VirtualHost(self, name, old.machine, records, old)
+        host = self._hosts[name] = VirtualHost(
+            self, name, old.machine, old.store.records if records is None else records, old
+        )
         for other in self.hosts:
             for channel in list(other.channels):
                 if channel.peer == name:

@@ -167,8 +167,9 @@ def test_a_record_of_a_node_that_is_gone_stays_in_view_and_comes_back_from_an_ea
     assert seen == [*BEFORE, (10.0, "a:1", False), (15.0, "a:1", True)]
 
 
-def test_a_node_that_starts_from_a_copy_has_the_others_key():
-    world = world_with(CopiedIdentity(at_s=2.0, node="b", of="a", down_s=0.5))
+@pytest.mark.parametrize(("at_s", "down_s"), [(2.0, 0.5), (0.0, 0.0)], ids=["later", "from the start"])
+def test_a_node_that_starts_from_a_copy_has_the_others_key(at_s, down_s):
+    world = world_with(CopiedIdentity(at_s=at_s, node="b", of="a", down_s=down_s))
 
     async def program(host: Any) -> tuple[bytes | None, float]:
         started_s = world.loop.time()
@@ -178,5 +179,5 @@ def test_a_node_that_starts_from_a_copy_has_the_others_key():
         host.store.save("mine", host.name.encode())
         return host.store.load("node_key"), started_s
 
-    assert world.run_on_all(program) == [(b"a", 0.0), (b"a", 2.5), (b"c", 0.0)]
+    assert world.run_on_all(program) == [(b"a", 0.0), (b"a", at_s + down_s), (b"c", 0.0)]
     assert world.host("a").store.load("mine") == b"a"  # a copy, not the same disk

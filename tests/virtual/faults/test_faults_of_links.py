@@ -91,6 +91,23 @@ def test_a_clog_concerns_calls_and_announcements_too_and_nobody_else():
     assert {name: watcher.seen[0][0] for name, watcher in watchers.items()} == {"b": 5.0, "c": 2.0}
 
 
+def test_a_call_that_is_repeated_in_a_clog_makes_one_connection():
+    world = world_with(Clog(at_s=1.0, between=("a", "b"), duration_s=4.5))
+
+    async def main() -> None:
+        listener = await world.host("b").listen("b:1000")
+        await until(1.5)
+        near = await world.host("a").connect("b:1000", timeout_s=10.0)
+        assert world.loop.time() == about(5.5 + LATENCY_S)
+        far = await listener.accept()
+        assert await echo_s(world, near, far) == about(LATENCY_S)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await listener.accept()
+
+    world.run(main())
+
+
 # Half open.
 
 

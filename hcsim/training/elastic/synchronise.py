@@ -44,13 +44,13 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
     if routes:
         for parcel in await relay(group, routes, giving):
             us.adopt(parcel)
+            _check_sizes(view, group.rank, us)
 
     prints, steps, tallies = await _told(group, us)
     if any(each != prints[0] for each in prints) or any(step != steps[0] for step in steps):
         raise CollectiveError("what was handed over did not arrive as it was", phase="synchronising")
     us.regroup(group, view, tallies)
     us.host.trace("synchronised", view.epoch, us.run.step)
-    _check_sizes(group, view, us)
 
 
 async def _told(group: Group, us: Trainee) -> tuple[list[int], list[int], list[Tally]]:
@@ -95,18 +95,14 @@ async def _same_intent(group: Group, us: Trainee, digests: list[int], right: int
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     if texts[group.rank] != texts[right]:
         raise ConfigError(f"the others train with other settings: {difference(texts[right], texts[group.rank])}")
+    await group.barrier()  # whoever is wrong has heard it before this ends, as it must
     unlike = next(rank for rank, theirs in enumerate(texts) if theirs != texts[right])
     raise CollectiveError(f"rank {unlike} was started with other settings", peer=unlike, phase="synchronising")
 
 
-def _check_sizes(group: Group, view: View, us: Trainee) -> None:
-    if not isinstance(us.settings.batch, tuple):
-        return
-    unknown = [rank for rank, node in enumerate(view.nodes) if node not in us.sizes]
-    if group.rank in unknown:
+def _check_sizes(view: View, rank: int, us: Trainee) -> None:
+    if isinstance(us.settings.batch, tuple) and view.nodes[rank] not in us.sizes:
         raise ConfigError(
             f"batch = {list(us.settings.batch)} is for the members that training began with, and we were not among "
             "them: give one figure for all"
         )
-    if unknown:
-        raise CollectiveError(f"rank {unknown[0]} has no batch size", peer=unknown[0], phase="synchronising")

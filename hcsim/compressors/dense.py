@@ -6,9 +6,10 @@ from math import prod
 
 import numpy as np
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
-from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_input, decodes_badly, not_finite
 
 
 class Dense(ChunkedCompressor):
@@ -22,17 +23,17 @@ class Dense(ChunkedCompressor):
         return HEADER_BYTES + FLOAT_BYTES * prod(shape)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
-        check_input(flat, of.name)
         payload = self._payload(of.name, shape)
-        np.copyto(payload[HEADER_BYTES:].view(np.float32), flat)
+        if not kernels.copy(flat, payload[HEADER_BYTES:].view(np.float32)):
+            raise not_finite(flat, of.name)
         return payload
 
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
         values = body.view(np.float32)
-        check_decoded(values, of.name)
 
         def unpack(lo: int, into: Array) -> None:
-            into[:] = values[lo : lo + into.size]
+            if not kernels.copy(values[lo : lo + into.size], into):
+                raise decodes_badly(of.name)
 
         return unpack
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hcsim.compressors import kernels
+from hcsim.compressors.kernels.plain import WORD_BITS, Words
 from hcsim.rng import stream
 
 
@@ -30,31 +32,28 @@ def uniform16(source: np.random.SFC64, count: int) -> npt.NDArray[np.uint16]:
     return source.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
 
 
-def sample(source: np.random.SFC64, population: int, count: int) -> npt.NDArray[np.int64]:
-    """So many distinct numbers below `population`, each choice equally likely, ascending.
+def choice(source: np.random.SFC64, population: int, count: int) -> Words:
+    """So many distinct numbers below `population`, each choice equally likely, as the bits that are set.
 
     Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
     """
-    if not count:
-        return np.empty(0, np.int64)
+    seen = np.zeros(-(-population // WORD_BITS), np.uint64)
+    drawn = min(count, population - count)
+    while drawn:
+        drawn -= kernels.mark(source.random_raw(drawn), population, seen)
     if 2 * count > population:
-        kept = np.ones(population, bool)
-        kept[sample(source, population, population - count)] = False
-        return np.flatnonzero(kept)
-    chosen = _distinct(source, population, count)
-    while chosen.size < count:
-        drawn = _distinct(source, population, count - chosen.size)
-        places = np.searchsorted(chosen, drawn)
-        new = chosen[np.minimum(places, chosen.size - 1)] != drawn
-        chosen = np.insert(chosen, places[new], drawn[new])
-    return chosen
+        np.invert(seen, out=seen)
+        seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)
+    return seen
 
 
-def _distinct(source: np.random.SFC64, population: int, count: int) -> npt.NDArray[np.int64]:
-    """As many draws; ascending, each once."""
-    drawn = uniform(source, count) * population
-    # 32-bit numbers are sorted in less than half the time.
-    drawn = np.sort(drawn.astype(np.uint32 if population < 1 << 32 else np.int64))
-    first = np.ones(drawn.size, bool)
-    np.not_equal(drawn[1:], drawn[:-1], out=first[1:])
-    return drawn[first].astype(np.int64)
+def numbers(chosen: Words, count: int) -> npt.NDArray[np.int64]:
+    """Which so many bits are set, ascending."""
+    places = np.empty(count, np.int64)
+    kernels.marked(chosen, places)
+    return places
+
+
+def sample(source: np.random.SFC64, population: int, count: int) -> npt.NDArray[np.int64]:
+    """The same choice as numbers, ascending."""
+    return numbers(choice(source, population, count), count)

@@ -12,16 +12,16 @@ A block so small that its scale would be a subnormal number (below 1.5·10⁻³�
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.draws import bits, uniform16
 from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, not_finite
+from hcsim.compressors.kernels.plain import Multiples
 from hcsim.compressors.work import WORK, Factors
 from hcsim.errors import CompressionError
 
@@ -29,7 +29,6 @@ LARGEST = 127
 _LIMITS = np.finfo(np.float32)
 _DROPPED_BITS = np.uint32((1 << 7) - 1)
 """Of a float's 24 significant bits, those that a scale does not have."""
-_GRAIN = np.float32(2.0**-16)
 
 
 class Int8(ChunkedCompressor):
@@ -56,39 +55,31 @@ class Int8(ChunkedCompressor):
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)
         scales, multiples = self._parts(payload[HEADER_BYTES:], flat.size)
-        scales[:] = self._scales(flat, of)
-        quantise = self._stochastically(scales, of) if self._stochastic else self._to_nearest(scales)
-        for lo in range(0, flat.size, CHUNK):
-            piece = flat[lo : lo + CHUNK]
-            multiples[lo : lo + CHUNK] = quantise(piece, lo)
+        block = self._block(flat.size)
+        kernels.largest(flat, scales, block)
+        if not np.isfinite(scales).all():
+            raise not_finite(flat, of.name)
+        scales[:] = _rounded_down(scales / np.float32(LARGEST))
+        if self._stochastic:
+            # Divided, not multiplied by an inverse: a whole multiple comes out whole and stays what it is.
+            divisors = np.where(scales > 0, scales, np.float32(1))
+            self._draw(flat, divisors, multiples, of)
+        else:
+            inverses = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+            kernels.quantise(flat, inverses, multiples, block)
         return payload
 
-    def _to_nearest(self, scales: Array) -> Callable[[Array, int], Array]:
-        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-
-        def quantise(piece: Array, lo: int) -> Array:
-            quotient = self.scratch[: piece.size]
-            self._scale(np.multiply, piece, inverse, lo, quotient)
-            return np.rint(quotient, out=quotient)
-
-        return quantise
-
-    def _stochastically(self, scales: Array, of: Ident) -> Callable[[Array, int], Array]:
-        draws = bits(self._seed, "int8", self._rank, of.name, of.step)
-        divisors = np.where(scales > 0, scales, np.float32(1))
-        fractions = np.empty(CHUNK, np.float32)
-
-        def quantise(piece: Array, lo: int) -> Array:
-            quotient = self.scratch[: piece.size]
-            # Divided, not multiplied by an inverse: a whole multiple comes out whole and stays what it is.
-            self._scale(np.divide, piece, divisors, lo, quotient)
-            np.clip(quotient, -LARGEST, LARGEST, out=quotient)
-            fraction = np.multiply(uniform16(draws, piece.size), _GRAIN, out=fractions[: piece.size])
-            quotient += fraction
-            quotient += _GRAIN / 2
-            return np.floor(quotient, out=quotient)
-
-        return quantise
+    def _draw(self, flat: Array, divisors: Array, multiples: Multiples, of: Ident) -> None:
+        source = bits(self._seed, "int8", self._rank, of.name, of.step)
+        for lo in range(0, flat.size, CHUNK):
+            piece = flat[lo : lo + CHUNK]
+            kernels.quantise_at_random(
+                piece,
+                divisors[self._blocks_of(lo, piece.size)],
+                uniform16(source, piece.size),
+                multiples[lo : lo + CHUNK],
+                self._block(piece.size),
+            )
 
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
         scales, multiples = self._parts(body, elements)
@@ -100,49 +91,24 @@ class Int8(ChunkedCompressor):
             raise CompressionError("the payload decodes to an infinity", of.name)
 
         def unpack(lo: int, into: Array) -> None:
-            into[:] = multiples[lo : lo + into.size]
-            self._scale(np.multiply, into, scales, lo, into)
+            piece = multiples[lo : lo + into.size]
+            kernels.dequantise(piece, scales[self._blocks_of(lo, into.size)], into, self._block(into.size))
 
         return unpack
 
-    def _parts(self, body: Bytes, elements: int) -> tuple[Array, npt.NDArray[np.int8]]:
+    def _block(self, elements: int) -> int:
+        """The size of a block, where the tensor or a chunk of it is one."""
+        return self.parameter or max(1, elements)
+
+    def _blocks_of(self, lo: int, elements: int) -> slice:
+        """Which blocks so many elements from there on are in."""
+        if not self.parameter:
+            return slice(0, 1)
+        return slice(lo // self.parameter, -(-(lo + elements) // self.parameter))
+
+    def _parts(self, body: Bytes, elements: int) -> tuple[Array, Multiples]:
         middle = FLOAT_BYTES * self._blocks(elements)
         return body[:middle].view(np.float32), body[middle:].view(np.int8)
-
-    def _scale(self, operation: np.ufunc, piece: Array, factors: Array, lo: int, out: Array) -> None:
-        """Multiply or divide the elements from `lo` on by their block's factor."""
-        if not self.parameter:
-            operation(piece, factors[0], out=out)
-            return
-        block, first = self.parameter, lo // self.parameter
-        whole = piece.size // block
-        end = whole * block
-        operation(
-            piece[:end].reshape(whole, block),
-            factors[first : first + whole, None],
-            out=out[:end].reshape(whole, block),
-        )
-        if end < piece.size:
-            operation(piece[end:], factors[first + whole], out=out[end:])
-
-    def _scales(self, flat: Array, of: Ident) -> Array:
-        if not flat.size:
-            return np.empty(0, np.float32)
-        chunks = (flat[lo : lo + CHUNK] for lo in range(0, flat.size, CHUNK))
-        if self.parameter:
-            largest = np.concatenate([self._largest_of_blocks(chunk) for chunk in chunks])
-        else:
-            # numpy's maximum keeps a NaN, Python's does not.
-            largest = np.max([np.maximum(chunk.max(), -chunk.min()) for chunk in chunks], keepdims=True)
-        if not np.isfinite(largest).all():
-            raise not_finite(flat, of.name)
-        return _rounded_down(np.divide(largest, np.float32(LARGEST), dtype=np.float32))
-
-    def _largest_of_blocks(self, chunk: Array) -> Array:
-        magnitudes = np.abs(chunk, out=self.scratch[: chunk.size])
-        end = chunk.size // self.parameter * self.parameter
-        largest = magnitudes[:end].reshape(-1, self.parameter).max(axis=1)
-        return np.append(largest, magnitudes[end:].max()) if end < chunk.size else largest
 
     def _factors(self) -> Factors:
         if self._stochastic:

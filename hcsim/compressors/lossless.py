@@ -19,14 +19,15 @@ from math import prod
 import numpy as np
 import zstandard
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
     HEADER_BYTES,
     Codec,
-    check_decoded,
-    check_input,
+    decodes_badly,
+    not_finite,
 )
 from hcsim.errors import CompressionError
 
@@ -53,15 +54,30 @@ class Lossless(ChunkedCompressor):
         return HEADER_BYTES + math.ceil(FLOAT_BYTES * prod(shape) / self._ratio)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
-        check_input(flat, of.name)
         coder = zstandard.ZstdCompressor(level=self._level)
-        frames = [coder.compress(self._split(flat[lo : lo + self.chunk])) for lo in range(0, flat.size, self.chunk)]
-        lengths = np.array([len(frame) for frame in frames], "<u4").tobytes()
-        return np.frombuffer(b"".join((self._header(flat.size), lengths, *frames)), np.uint8)
+        starts = range(0, flat.size, self.chunk)
+        end = HEADER_BYTES + _LENGTH_BYTES * len(starts)
+        payload = self._room(of.name, end + _most_bytes(flat.nbytes, len(starts)))
+        payload[:HEADER_BYTES] = np.frombuffer(self._header(flat.size), np.uint8)
+        lengths = payload[HEADER_BYTES:end].view("<u4")
+        for at, lo in enumerate(starts):
+            frame = coder.compress(self._split(flat, lo, of))
+            payload[end : end + len(frame)] = np.frombuffer(frame, np.uint8)
+            lengths[at] = len(frame)
+            end += len(frame)
+        return payload[:end]
 
-    def _split(self, chunk: Array) -> memoryview:
-        planes = self._planes[: chunk.nbytes].reshape(FLOAT_BYTES, chunk.size)
-        np.copyto(planes, chunk.view(np.uint8).reshape(chunk.size, FLOAT_BYTES).T)
+    def _room(self, name: str, size_bytes: int) -> Bytes:
+        """The same memory as last time; what a payload does not reach is never touched."""
+        if name not in self._payloads or self._payloads[name].size < size_bytes:
+            self._payloads[name] = np.empty(size_bytes, np.uint8)
+        return self._payloads[name]
+
+    def _split(self, flat: Array, lo: int, of: Ident) -> memoryview:
+        chunk = flat[lo : lo + self.chunk]
+        planes = self._planes[: chunk.nbytes]
+        if not kernels.split(chunk, planes):
+            raise not_finite(flat, of.name)
         return planes.data
 
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
@@ -70,11 +86,15 @@ class Lossless(ChunkedCompressor):
 
         def unpack(lo: int, into: Array) -> None:
             planes = _decompressed(decoder, frames[lo // self.chunk], into.nbytes, of)
-            joined = into.view(np.uint8).reshape(into.size, FLOAT_BYTES)
-            np.copyto(joined, planes.reshape(FLOAT_BYTES, into.size).T)
-            check_decoded(into, of.name)
+            if not kernels.join(planes, into):
+                raise decodes_badly(of.name)
 
         return unpack
+
+
+def _most_bytes(size_bytes: int, frames: int) -> int:
+    """What zstd makes at most of that much, which cannot be packed: a little more."""
+    return size_bytes + size_bytes // 128 + 512 * frames
 
 
 def _frames(body: Bytes, count: int, of: Ident) -> list[memoryview]:

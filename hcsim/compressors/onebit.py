@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
 from hcsim.compressors.codec import ChunkedCompressor, Unpack
 from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, check_input
@@ -32,7 +33,6 @@ class OneBit(ChunkedCompressor):
 
     def __init__(self) -> None:
         super().__init__("onebit")
-        self._mask = np.empty(CHUNK, bool)
 
     def size_bytes(self, shape: Shape) -> int:
         """A bit for each element, in whole bytes, and a float."""
@@ -44,20 +44,15 @@ class OneBit(ChunkedCompressor):
         total = 0.0
         for lo in range(0, flat.size, CHUNK):
             piece = flat[lo : lo + CHUNK]
-            negative = np.less(piece, 0, out=self._mask[: piece.size])
-            packed[lo // 8 : (lo + CHUNK) // 8] = np.packbits(negative, bitorder="little")
-            total += self._sum_of_magnitudes(piece, flat, of)
+            subtotal = kernels.pack_signs(piece, packed[lo // 8 : (lo + CHUNK) // 8])
+            total += subtotal if math.isfinite(subtotal) else self._sum_of_large(piece, flat, of)
         magnitude[0] = _rounded(total / max(1, flat.size))
         return payload
 
-    def _sum_of_magnitudes(self, piece: Array, flat: Array, of: Ident) -> float:
-        magnitudes = np.abs(piece, out=self.scratch[: piece.size])
-        with np.errstate(all="ignore"):
-            total = float(magnitudes.sum())  # not by BLAS, whose sum depends on its number of threads
-        if math.isfinite(total):
-            return total
+    def _sum_of_large(self, piece: Array, flat: Array, of: Ident) -> float:
+        """Of magnitudes whose sum float32 cannot hold."""
         check_input(flat, of.name)
-        return float(magnitudes.sum(dtype=np.float64))
+        return float(np.abs(piece).sum(dtype=np.float64))
 
     def _unpacker(self, body: Bytes, elements: int, of: Ident) -> Unpack:
         (magnitude,), packed = _parts(body)
@@ -68,12 +63,7 @@ class OneBit(ChunkedCompressor):
         decoded = _SIGNS * magnitude
 
         def unpack(lo: int, into: Array) -> None:
-            whole = into.size // 8
-            first = lo // 8
-            # With "clip" numpy writes to `out` itself; no byte is out of range.
-            np.take(decoded, packed[first : first + whole], 0, into[: 8 * whole].reshape(whole, 8), "clip")
-            if into.size % 8:
-                into[8 * whole :] = decoded[packed[first + whole], : into.size % 8]
+            kernels.unpack_signs(packed[lo // 8 : -(-(lo + into.size) // 8)], decoded, into)
 
         return unpack
 

@@ -25,11 +25,20 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape, State
 from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.dense import exchange_dense
 from hcsim.compressors.draws import bits, uniform
-from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input, is_finite
+from hcsim.compressors.encoding import (
+    FLOAT_BYTES,
+    HEADER_BYTES,
+    Codec,
+    check_decoded,
+    check_input,
+    is_finite,
+    not_finite,
+)
 from hcsim.compressors.memory import Memory
 from hcsim.errors import CompressionError
 
@@ -70,13 +79,13 @@ class PowerSGD(BaseCompressor):
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """P, then Q'."""
-        check_input(tensor.reshape(-1), of.name)
         if (factors := self.factors(tensor.shape)) is None:
+            check_input(tensor.reshape(-1), of.name)
             yield from exchange_dense(tensor, total)
             return
         rows, columns, rank = factors
         matrix = tensor.reshape(rows, columns)
-        p = _product(self._start(columns, rank, of), matrix.T)
+        p = self._first_factor(matrix, rank, of)
         p = _orthonormal((yield p.reshape(-1)).reshape(rank, rows), of)
         ours = _product(p, matrix)
         if total is not None:
@@ -88,15 +97,15 @@ class PowerSGD(BaseCompressor):
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         """P̂ and Q' of this tensor alone, for a receiver that sums what it decodes."""
-        check_input(flat, of.name)
         payload = self._payload(of.name, shape)
         values = payload[HEADER_BYTES:].view(np.float32)
         if (factors := self.factors(shape)) is None:
-            np.copyto(values, flat)
+            if not kernels.copy(flat, values):
+                raise not_finite(flat, of.name)
             return payload
         rows, columns, rank = factors
         matrix = flat.reshape(rows, columns)
-        p = _orthonormal(_product(self._start(columns, rank, of), matrix.T), of)
+        p = _orthonormal(self._first_factor(matrix, rank, of), of)
         q = _product(p, matrix)
         _check_factor(q, of)
         self._remember(q, of)
@@ -113,6 +122,14 @@ class PowerSGD(BaseCompressor):
         rows, columns, rank = factors
         p, q = values[: rows * rank].reshape(rank, rows), values[rows * rank :].reshape(rank, columns)
         _mix_product(flat.reshape(rows, columns), p, q, mix)
+
+    def _first_factor(self, matrix: Array, rank: int, of: Ident) -> Array:
+        """P. A NaN or an infinity of the matrix is in its row of P too, so the matrix is read no more than once."""
+        p = _product(self._start(matrix.shape[1], rank, of), matrix.T)
+        if not is_finite(p.reshape(-1)):
+            check_input(matrix.reshape(-1), of.name)
+            raise _too_large(of)
+        return p
 
     def _start(self, columns: int, rank: int, of: Ident) -> Array:
         """This step's Q: what the last one left, or a first one."""
@@ -155,7 +172,11 @@ def _product(left: Array, right: Array) -> Array:
 
 def _check_factor(factor: Array, of: Ident) -> None:
     if not is_finite(factor.reshape(-1)):
-        raise CompressionError("the sum of a factor is too large for float32", of.name)
+        raise _too_large(of)
+
+
+def _too_large(of: Ident) -> CompressionError:
+    return CompressionError("the sum of a factor is too large for float32", of.name)
 
 
 def _orthonormal(p: Array, of: Ident) -> Array:

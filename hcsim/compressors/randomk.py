@@ -13,12 +13,13 @@ from fractions import Fraction
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
 from hcsim.compressors.codec import BaseCompressor, Mix
-from hcsim.compressors.draws import bits, sample
-from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input, is_finite
+from hcsim.compressors.draws import bits, choice, numbers
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, is_finite, not_finite
+from hcsim.compressors.kernels.plain import Words
 from hcsim.compressors.sparse import count_of, scatter
 from hcsim.errors import CompressionError
 
@@ -48,37 +49,37 @@ class RandomK(BaseCompressor):
         """The values, at once."""
         return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
 
-    def indices(self, elements: int, of: Ident) -> npt.NDArray[np.int64]:
-        """The places that are sent in this step."""
-        count = count_of(self._ratio, elements)
-        return sample(bits(self._seed, "randomk", of.name, of.step), elements, count)
+    def _places(self, elements: int, of: Ident) -> Words:
+        """Which elements are sent in this step."""
+        return choice(bits(self._seed, "randomk", of.name, of.step), elements, count_of(self._ratio, elements))
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """The sum of the chosen elements."""
         flat = tensor.reshape(-1)
-        indices = self.indices(flat.size, of)
-        factor = self._chosen(flat, indices, of)
+        places = self._places(flat.size, of)
+        factor = np.empty(count_of(self._ratio, flat.size), np.float32)
+        self._take(flat, places, factor, of)
+        indices = numbers(places, factor.size)
         if total is not None:
             flat[indices] -= factor
         summed = yield factor
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
-    def _chosen(self, flat: Array, indices: npt.NDArray[np.int64], of: Ident) -> Array:
-        check_input(flat, of.name)
-        values = flat[indices]
+    def _take(self, flat: Array, places: Words, values: Array, of: Ident) -> None:
+        if not kernels.take_marked(flat, places, values):
+            raise not_finite(flat, of.name)
         if self._scaled and values.size:
             with np.errstate(over="ignore"):
                 values *= np.float32(flat.size / values.size)
             if not is_finite(values):
                 raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
-        return values
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)
-        payload[HEADER_BYTES:].view(np.float32)[:] = self._chosen(flat, self.indices(flat.size, of), of)
+        self._take(flat, self._places(flat.size, of), payload[HEADER_BYTES:].view(np.float32), of)
         return payload
 
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
         values = body.view(np.float32)
         check_decoded(values, of.name)
-        scatter(flat, self.indices(flat.size, of), values, mix)
+        scatter(flat, numbers(self._places(flat.size, of), values.size), values, mix)

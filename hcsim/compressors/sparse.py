@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array
 from hcsim.compressors.codec import Mix
 
@@ -20,7 +21,6 @@ def count_of(ratio: Fraction, elements: int) -> int:
 def scatter(flat: Array, indices: npt.NDArray[np.integer], values: Array, mix: Mix) -> None:
     """Bring values to their places."""
     if mix is None:
-        flat.fill(0)
-        flat[indices] = values
+        kernels.scatter(indices.astype(np.int64, copy=False), values, flat)
     else:
         flat[indices] = mix(flat[indices], values)

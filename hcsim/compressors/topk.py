@@ -19,12 +19,13 @@ from math import prod, sqrt
 import numpy as np
 import numpy.typing as npt
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
 from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.encoding import (
-    CHUNK,
     FLOAT_BYTES,
     HEADER_BYTES,
+    MAGNITUDE,
     Codec,
     check_decoded,
     not_finite,
@@ -34,7 +35,6 @@ from hcsim.errors import CompressionError, UsageError
 
 Bits = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
-MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = 0x7F800000
 SAMPLES = 1 << 16
 INDEX_BYTES = 4
@@ -49,7 +49,7 @@ class TopK(BaseCompressor):
     def __init__(self, ratio: Fraction) -> None:
         super().__init__(f"topk:{float(ratio):g}")
         self._ratio = ratio
-        self._mask = np.empty(CHUNK, bool)
+        self._found = np.empty((2, 0), np.uint32)
 
     def size_bytes(self, shape: Shape) -> int:
         """An index and a value for each element that is sent."""
@@ -74,13 +74,13 @@ class TopK(BaseCompressor):
         check_decoded(values, of.name)
         scatter(flat, indices, values, mix)
 
-    def _largest(self, flat: Array, count: int, of: Ident) -> tuple[Indices, Bits]:
+    def _largest(self, flat: Array, count: int, of: Ident) -> tuple[Bits, Bits]:
         """Where the elements of largest magnitude are, ascending, and their bits."""
         bits = flat.view(np.uint32)
         least = _guess(bits, count)
-        indices, found = self._reaching(bits, least) if least else (np.arange(0), bits[:0])
+        indices, found = self._reaching(flat, least, count) if least else (np.empty(0, np.uint32), bits[:0])
         if indices.size < count:
-            indices, found = np.arange(flat.size), bits
+            indices, found = np.arange(flat.size, dtype=np.uint32), bits
         magnitudes = found & MAGNITUDE
         if magnitudes.max(initial=0) >= INFINITY:
             raise not_finite(flat, of.name)
@@ -89,18 +89,21 @@ class TopK(BaseCompressor):
         chosen = _largest_of(magnitudes, count)
         return indices[chosen], found[chosen]
 
-    def _reaching(self, bits: Bits, least: int) -> tuple[Indices, Bits]:
+    def _reaching(self, flat: Array, least: int, count: int) -> tuple[Bits, Bits]:
         """Where the magnitude is at least that much, ascending, and the bits there."""
-        indices, found = [], []
-        for lo in range(0, bits.size, CHUNK):
-            piece = bits[lo : lo + CHUNK]
-            magnitudes, mask = self.scratch.view(np.uint32)[: piece.size], self._mask[: piece.size]
-            np.bitwise_and(piece, MAGNITUDE, out=magnitudes)
-            np.greater_equal(magnitudes, np.uint32(least), out=mask)
-            places = np.flatnonzero(mask)
-            found.append(piece[places])  # while it is in the cache
-            indices.append(places + lo)
-        return np.concatenate(indices), np.concatenate(found)
+        room = 2 * count
+        while True:
+            indices, found = self._room(room)
+            reaching = kernels.reaching(flat, least, indices, found)
+            if reaching <= indices.size:
+                return indices[:reaching], found[:reaching]
+            room = reaching
+
+    def _room(self, size: int) -> tuple[Bits, Bits]:
+        """Two arrays that are kept, since fresh pages cost more than filling them."""
+        if self._found.shape[1] < size:
+            self._found = np.empty((2, size), np.uint32)
+        return self._found[0], self._found[1]
 
 
 def _parts(body: Bytes, count: int) -> tuple[Bits, Array]:

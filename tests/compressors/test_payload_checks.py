@@ -38,7 +38,13 @@ def refused(spec: str, payload: Bytes, match: str = "") -> None:
         with pytest.raises(CompressionError, match=f"^layer.weight: .*{match}") as caught:
             getattr(compressor(spec), way)(payload, out, OF)
         assert caught.value.tensor == "layer.weight"
-        assert np.isfinite(out).all() or spec in ("zstd", "zstd:3", "fp16", "bf16")
+        assert np.isfinite(out).all() or spec in (
+            "none",
+            "zstd",
+            "zstd:3",
+            "fp16",
+            "bf16",
+        )  # checked as they are decoded
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -106,7 +112,14 @@ def test_rounds_refuse_a_nan_too(spec):
         next(compressor(spec).rounds(x, OF))
 
 
-@pytest.mark.parametrize("spec", ["none", "topk:0.3", "randomk:0.3", "powersgd:1"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_payload_as_it_is_with_a_nan_or_an_infinity_is_refused(value):
+    payload = payload_of("none")
+    payload[-4:] = np.array([value], np.float32).view(np.uint8)
+    refused("none", payload, "NaN or an infinity")
+
+
+@pytest.mark.parametrize("spec", ["topk:0.3", "randomk:0.3", "powersgd:1"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_payload_with_a_nan_or_an_infinity_is_refused_and_nothing_is_changed(spec, value):
     payload = payload_of(spec)

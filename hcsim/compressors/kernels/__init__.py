@@ -1,0 +1,13 @@
+"""The inner loops of the compressors: compiled where the install found a compiler, else by numpy and torch.
+
+Both give the same bits and refuse the same; only their speed differs.
+"""
+
+try:
+    from hcsim.compressors.kernels.compiled import *  # noqa: F403 - all of them, or none
+
+    COMPILED = True
+except ImportError:
+    from hcsim.compressors.kernels.plain import *  # noqa: F403
+
+    COMPILED = False

@@ -1,0 +1,325 @@
+/* The inner loops of the compressors, each in one pass: what is converted is checked while it is at hand.
+
+   plain.py says the same with numpy and torch, and stands in where there was no compiler. Both give the same bits.
+   Loops are written so that a compiler vectorises them: one thread, C99, no branch for an element where there is a way.
+   Floats are looked at as bits: without their sign, larger bits are a larger number, an infinity is above all
+   numbers and a NaN above that. Arrays may lie at any address, hence memcpy, which costs nothing. Contracting a product
+   and a sum would change bits: to be compiled with -ffp-contract=off. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef ptrdiff_t count;
+typedef unsigned char byte;
+
+#define MAGNITUDE 0x7FFFFFFFu
+#define INFINITE 0x7F800000u
+#define LANES 16      /* as many maxima at a time as keep the processor busy */
+#define CLEARED 65536 /* elements that stay in the cache; clearing fewer at a time is slower */
+
+static inline uint16_t load16(const byte *at, count i) { uint16_t v; memcpy(&v, at + 2 * i, 2); return v; }
+static inline uint32_t load32(const byte *at, count i) { uint32_t v; memcpy(&v, at + 4 * i, 4); return v; }
+static inline uint64_t load64(const byte *at, count i) { uint64_t v; memcpy(&v, at + 8 * i, 8); return v; }
+static inline float loadf(const byte *at, count i) { float v; memcpy(&v, at + 4 * i, 4); return v; }
+static inline void store16(byte *at, count i, uint16_t v) { memcpy(at + 2 * i, &v, 2); }
+static inline void store32(byte *at, count i, uint32_t v) { memcpy(at + 4 * i, &v, 4); }
+static inline void store64(byte *at, count i, uint64_t v) { memcpy(at + 8 * i, &v, 8); }
+static inline void storef(byte *at, count i, float v) { memcpy(at + 4 * i, &v, 4); }
+static inline uint32_t as_bits(float v) { uint32_t bits; memcpy(&bits, &v, 4); return bits; }
+static inline float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
+static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+static inline count least_of(count a, count b) { return a < b ? a : b; }
+
+/* ---- From every element one: each gives the largest magnitude that it met. ---- */
+
+static uint32_t copy(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = load32(x, i);
+        most = larger(most, bits & MAGNITUDE);
+        store32(out, i, bits);
+    }
+    return most;
+}
+
+static uint32_t to_bf16(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = load32(x, i);
+        most = larger(most, bits & MAGNITUDE);
+        store16(out, i, (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16));
+    }
+    return most;
+}
+
+static uint32_t from_bf16(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)load16(x, i) << 16;
+        most = larger(most, bits & MAGNITUDE);
+        store32(out, i, bits);
+    }
+    return most;
+}
+
+/* Below 2^-14 halves are whole multiples of 2^-24, and so are floats from 0.5 to 1: adding 0.5 rounds to them. */
+static uint32_t to_fp16(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = load32(x, i), magnitude = bits & MAGNITUDE;
+        most = larger(most, magnitude);
+        uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1)) >> 13;
+        uint32_t tiny = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+        uint32_t is_tiny = 0u - (magnitude < 113u << 23);
+        store16(out, i, (uint16_t)((tiny & is_tiny) | (normal & ~is_tiny) | (bits & ~MAGNITUDE) >> 16));
+    }
+    return most;
+}
+
+static uint32_t from_fp16(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t half = load16(x, i), magnitude = half & 0x7FFFu;
+        most = larger(most, magnitude);
+        uint32_t normal = (magnitude << 13) + (112u << 23);
+        uint32_t tiny = as_bits(as_float(magnitude + as_bits(0.5f)) - 0.5f);
+        uint32_t is_tiny = 0u - (magnitude < 0x400u);
+        store32(out, i, (tiny & is_tiny) | (normal & ~is_tiny) | (half & 0x8000u) << 16);
+    }
+    return most;
+}
+
+static uint32_t split(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    byte *restrict second = out + n, *restrict third = out + 2 * n, *restrict fourth = out + 3 * n;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = load32(x, i);
+        most = larger(most, bits & MAGNITUDE);
+        out[i] = (byte)bits;
+        second[i] = (byte)(bits >> 8);
+        third[i] = (byte)(bits >> 16);
+        fourth[i] = (byte)(bits >> 24);
+    }
+    return most;
+}
+
+static uint32_t join(const byte *restrict x, byte *restrict out, count n)
+{
+    uint32_t most = 0;
+    const byte *restrict second = x + n, *restrict third = x + 2 * n, *restrict fourth = x + 3 * n;
+    for (count i = 0; i < n; i++) {
+        uint32_t bits = x[i] | (uint32_t)second[i] << 8 | (uint32_t)third[i] << 16 | (uint32_t)fourth[i] << 24;
+        most = larger(most, bits & MAGNITUDE);
+        store32(out, i, bits);
+    }
+    return most;
+}
+
+/* ---- By blocks. ---- */
+
+static inline void raise_to(uint32_t *restrict most, const byte *restrict x)
+{
+    for (int lane = 0; lane < LANES; lane++) most[lane] = larger(most[lane], load32(x, lane) & MAGNITUDE);
+}
+
+static inline uint32_t largest_lane(const uint32_t *most)
+{
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; lane++) result = larger(result, most[lane]);
+    return result;
+}
+
+static uint32_t largest_of(const byte *restrict x, count n)
+{
+    uint32_t most[LANES] = {0}, rest = 0;
+    count whole = n - n % LANES;
+    for (count i = 0; i < whole; i += LANES) raise_to(most, x + 4 * i);
+    for (count i = whole; i < n; i++) rest = larger(rest, load32(x, i) & MAGNITUDE);
+    return larger(rest, largest_lane(most));
+}
+
+static void largest(const byte *restrict x, byte *restrict out, count n, count block)
+{
+    for (count lo = 0; lo < n; lo += block) store32(out, lo / block, largest_of(x + 4 * lo, least_of(block, n - lo)));
+}
+
+/* Beside 1.5 * 2^23 a float has no bits for a fraction: adding it rounds, ties to even, to a whole number. */
+static void quantise(const byte *restrict x, const byte *restrict inverses, byte *restrict out, count n, count block)
+{
+    for (count lo = 0; lo < n; lo += block) {
+        float inverse = loadf(inverses, lo / block);
+        count end = least_of(n, lo + block);
+        for (count i = lo; i < end; i++) out[i] = (byte)as_bits(loadf(x, i) * inverse + 12582912.0f);
+    }
+}
+
+static void dequantise(const byte *restrict x, const byte *restrict scales, byte *restrict out, count n, count block)
+{
+    for (count lo = 0; lo < n; lo += block) {
+        float scale = loadf(scales, lo / block);
+        count end = least_of(n, lo + block);
+        for (count i = lo; i < end; i++) storef(out, i, (float)(int8_t)x[i] * scale);
+    }
+}
+
+/* A draw of 16 bits is the fraction from which on a quotient is rounded up. */
+static void quantise_at_random(const byte *restrict x, const byte *restrict scales, const byte *restrict draws,
+                               byte *restrict out, count n, count block)
+{
+    for (count lo = 0; lo < n; lo += block) {
+        float scale = loadf(scales, lo / block);
+        count end = least_of(n, lo + block);
+        for (count i = lo; i < end; i++) {
+            float quotient = loadf(x, i) / scale;
+            quotient = quotient > 127.0f ? 127.0f : quotient;
+            quotient = quotient < -127.0f ? -127.0f : quotient;
+            quotient = quotient + (float)load16(draws, i) * 0x1p-16f + 0x1p-17f;
+            int32_t whole = (int32_t)quotient;
+            out[i] = (byte)(whole - ((float)whole > quotient));
+        }
+    }
+}
+
+/* ---- Signs. ---- */
+
+/* In numpy's order. */
+static float sum_of_magnitudes(const byte *x, count n)
+{
+    if (n > 128) {
+        count half = n / 2 - n / 2 % 8;
+        return sum_of_magnitudes(x, half) + sum_of_magnitudes(x + 4 * half, n - half);
+    }
+    float sums[8] = {0};
+    count whole = n - n % 8;
+    for (count i = 0; i < whole; i += 8)
+        for (int lane = 0; lane < 8; lane++) sums[lane] += as_float(load32(x, i + lane) & MAGNITUDE);
+    float sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (count i = whole; i < n; i++) sum += as_float(load32(x, i) & MAGNITUDE);
+    return sum;
+}
+
+static void pack(const byte *restrict x, byte *restrict out, count n)
+{
+    count whole = n / 8;
+    for (count i = 0; i < whole; i++) {
+        unsigned packed = 0;
+        for (int bit = 0; bit < 8; bit++) packed |= (unsigned)(loadf(x, 8 * i + bit) < 0) << bit;
+        out[i] = (byte)packed;
+    }
+    if (n % 8) out[whole] = 0;
+    for (count i = 8 * whole; i < n; i++) out[whole] |= (byte)((loadf(x, i) < 0) << i % 8);
+}
+
+/* The table has the eight floats of every byte. */
+static void unpack(const byte *restrict x, const byte *restrict table, byte *restrict out, count n)
+{
+    count whole = n / 8;
+    for (count i = 0; i < whole; i++) memcpy(out + 32 * i, table + 32 * x[i], 32);
+    if (n % 8) memcpy(out + 32 * whole, table + 32 * x[whole], (size_t)(4 * (n % 8)));
+}
+
+/* ---- A few of many. ---- */
+
+/* How many magnitudes from lo to hi are at least that; they are written as long as there is room. */
+static count collect(const byte *restrict x, count lo, count hi, uint32_t least, byte *restrict indices,
+                     byte *restrict bits, count found, count room)
+{
+    for (count i = lo; i < hi; i++) {
+        if ((load32(x, i) & MAGNITUDE) < least) continue;
+        if (found < room) {
+            store32(indices, found, (uint32_t)i);
+            store32(bits, found, load32(x, i));
+        }
+        found++;
+    }
+    return found;
+}
+
+/* Most lanes' largest is too small: they are passed over at once. */
+static count find(const byte *restrict x, count n, uint32_t least, byte *restrict indices, byte *restrict bits, count room)
+{
+    count found = 0, whole = n - n % LANES;
+    for (count lo = 0; lo < whole; lo += LANES) {
+        uint32_t most = 0;
+        for (int lane = 0; lane < LANES; lane++) most = larger(most, load32(x, lo + lane) & MAGNITUDE);
+        if (most >= least) found = collect(x, lo, lo + LANES, least, indices, bits, found, room);
+    }
+    return collect(x, whole, n, least, indices, bits, found, room);
+}
+
+/* How many bits were not set before. Places first, then bits: mixed, each waits for the other. */
+static count set_drawn(const byte *restrict raw, count n, count population, byte *restrict seen)
+{
+    count fresh = 0;
+    for (count lo = 0; lo < n; lo += 1024) {
+        uint64_t places[1024];
+        count some = least_of(1024, n - lo);
+        for (count i = 0; i < some; i++)
+            places[i] = (uint64_t)((double)(load64(raw, lo + i) >> 11) * 0x1p-53 * (double)population);
+        for (count i = 0; i < some; i++) {
+            count word = (count)(places[i] >> 6);
+            uint64_t before = load64(seen, word), after = before | (uint64_t)1 << (places[i] & 63);
+            fresh += before != after;
+            store64(seen, word, after);
+        }
+    }
+    return fresh;
+}
+
+static inline uint64_t lowest(uint64_t word)
+{
+    return (uint64_t)__builtin_ctzll(word | (uint64_t)1 << 63);
+}
+
+/* Most words have one bit or none: the first is written in any case, and counts if it is there. */
+static count list(const byte *restrict seen, count words, byte *restrict out, count room)
+{
+    count found = 0;
+    for (count word = 0; word < words && found < room; word++) {
+        uint64_t rest = load64(seen, word), base = (uint64_t)word << 6;
+        store64(out, found, base + lowest(rest));
+        found += rest != 0;
+        for (rest &= rest - (rest != 0); rest && found < room; rest &= rest - 1) store64(out, found++, base + lowest(rest));
+    }
+    return found;
+}
+
+static uint32_t take(const byte *restrict x, count n, const byte *restrict seen, byte *restrict out, count room)
+{
+    uint32_t most[LANES] = {0}, rest = 0;
+    count found = 0, whole = n & ~(count)63;
+    for (count lo = 0; lo < whole; lo += 64) {
+        for (count i = lo; i < lo + 64; i += LANES) raise_to(most, x + 4 * i);
+        if (found == room) continue;
+        uint64_t places = load64(seen, lo >> 6);
+        store32(out, found, load32(x, lo + (count)lowest(places)));
+        found += places != 0;
+        for (places &= places - (places != 0); places && found < room; places &= places - 1)
+            store32(out, found++, load32(x, lo + (count)lowest(places)));
+    }
+    for (count i = whole; i < n; i++) {
+        rest = larger(rest, load32(x, i) & MAGNITUDE);
+        if (load64(seen, i >> 6) >> (i & 63) & 1 && found < room) store32(out, found++, load32(x, i));
+    }
+    return larger(rest, largest_lane(most));
+}
+
+/* How many were put before a place that is in an earlier block, or beyond the end. */
+static count put(const byte *restrict indices, const byte *restrict values, count chosen, byte *restrict out, count n)
+{
+    count next = 0;
+    for (count lo = 0; lo < n; lo += CLEARED) {
+        count here = least_of(CLEARED, n - lo);
+        memset(out + 4 * lo, 0, (size_t)(4 * here));
+        for (; next < chosen && load64(indices, next) - (uint64_t)lo < (uint64_t)here; next++)
+            store32(out, (count)load64(indices, next), load32(values, next));
+    }
+    return next;
+}

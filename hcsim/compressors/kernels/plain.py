@@ -1,0 +1,238 @@
+"""The inner loops of the compressors, with numpy and torch: what they do, and what stands in without a compiler.
+
+`loops.h` says the same in C, in one pass each and to the same bits. Here a piece is converted and checked while it is
+in the cache. Arrays are flat and contiguous; sizes fit each other. Where a function gives whether all was finite and it
+was not, what it wrote is not to be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "copy",
+    "dequantise",
+    "from_bf16",
+    "from_fp16",
+    "join",
+    "largest",
+    "mark",
+    "marked",
+    "pack_signs",
+    "quantise",
+    "quantise_at_random",
+    "reaching",
+    "scatter",
+    "split",
+    "take_marked",
+    "to_bf16",
+    "to_fp16",
+    "unpack_signs",
+]
+
+Array = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.uint16]
+Multiples = npt.NDArray[np.int8]
+Bits = npt.NDArray[np.uint32]
+Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+
+PIECE = 1 << 16
+FLOAT_BYTES = 4
+WORD_BITS = 64
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_SIGN = 0x8000
+_GRAIN = np.float32(2.0**-16)
+
+
+def copy(x: Array, out: Array, /) -> bool:
+    """Put x there; whether it is finite."""
+    for lo, hi in _pieces(x.size):
+        if not np.isfinite(x[lo:hi]).all():
+            return False
+        out[lo:hi] = x[lo:hi]
+    return True
+
+
+def to_bf16(x: Array, out: Halves, /) -> bool:
+    """Round to the nearest, ties to even; whether all came out finite."""
+    _convert(x, "float32", out, "bfloat16")
+    return _are_finite(out, 0x7F80)
+
+
+def from_bf16(x: Halves, out: Array, /) -> bool:
+    """Widen; whether all are finite."""
+    _convert(x, "bfloat16", out, "float32")
+    return _are_finite(x, 0x7F80)
+
+
+def to_fp16(x: Array, out: Halves, /) -> bool:
+    """Round to the nearest, ties to even; whether all came out finite."""
+    _convert(x, "float32", out, "float16")
+    return _are_finite(out, 0x7C00)
+
+
+def from_fp16(x: Halves, out: Array, /) -> bool:
+    """Widen; whether all are finite."""
+    _convert(x, "float16", out, "float32")
+    return _are_finite(x, 0x7C00)
+
+
+def split(x: Array, out: Bytes, /) -> bool:
+    """All lowest bytes, then the next ones, at last those with sign and exponent; whether x is finite."""
+    np.copyto(out.reshape(FLOAT_BYTES, x.size), x.view(np.uint8).reshape(x.size, FLOAT_BYTES).T)
+    return _is_finite(x)
+
+
+def join(x: Bytes, out: Array, /) -> bool:
+    """The floats of which these are the bytes, split; whether they are finite."""
+    np.copyto(out.view(np.uint8).reshape(out.size, FLOAT_BYTES), x.reshape(FLOAT_BYTES, out.size).T)
+    return _is_finite(out)
+
+
+def largest(x: Array, out: Array, block: int, /) -> None:
+    """The largest magnitude of each block; a NaN is larger than all."""
+    if block > PIECE:
+        for at in range(out.size):
+            some = x[at * block : (at + 1) * block]
+            out[at] = np.max([_largest(some[lo:hi]) for lo, hi in _pieces(some.size)])
+        return
+    for lo, hi in _pieces(x.size):
+        first, whole = lo // block, (hi - lo) // block
+        end = lo + whole * block
+        np.abs(x[lo:end]).reshape(whole, block).max(axis=1, out=out[first : first + whole])
+        if end < hi:
+            out[first + whole] = _largest(x[end:hi])
+
+
+def quantise(x: Array, inverses: Array, out: Multiples, block: int, /) -> None:
+    """Products with the block's factor, rounded to the nearest, ties to even."""
+    for lo, hi in _pieces(x.size):
+        quotient = _scaled(np.multiply, x[lo:hi], inverses[lo // block :], block)
+        np.copyto(out[lo:hi], np.rint(quotient, out=quotient), casting="unsafe")
+
+
+def dequantise(x: Multiples, scales: Array, out: Array, block: int, /) -> None:
+    """Products with the block's factor."""
+    for lo, hi in _pieces(x.size):
+        out[lo:hi] = _scaled(np.multiply, x[lo:hi].astype(np.float32), scales[lo // block :], block)
+
+
+def quantise_at_random(x: Array, scales: Array, draws: Halves, out: Multiples, block: int, /) -> None:
+    """Quotients with the block's scale, up to 127, rounded up where the draw and the fraction are more than one."""
+    for lo, hi in _pieces(x.size):
+        quotient = _scaled(np.divide, x[lo:hi], scales[lo // block :], block)
+        np.clip(quotient, -127, 127, out=quotient)
+        quotient += np.multiply(draws[lo:hi], _GRAIN, dtype=np.float32)
+        quotient += _GRAIN / 2
+        np.copyto(out[lo:hi], np.floor(quotient, out=quotient), casting="unsafe")
+
+
+def pack_signs(x: Array, out: Bytes, /) -> float:
+    """A bit for each element, the lowest of a byte first, 1 where it is negative; the sum of magnitudes in float32."""
+    out[:] = np.packbits(x < 0, bitorder="little")
+    with np.errstate(all="ignore"):
+        return float(np.abs(x).sum())  # not by BLAS, whose sum depends on its number of threads
+
+
+def unpack_signs(x: Bytes, table: Array, out: Array, /) -> None:
+    """For each byte the eight elements that the table has for it; of the last one, as many as `out` has room for."""
+    whole = out.size // 8
+    # With "clip" numpy writes to `out` itself; no byte is out of range.
+    np.take(table, x[:whole], 0, out[: 8 * whole].reshape(whole, 8), "clip")
+    if out.size % 8:
+        out[8 * whole :] = table[x[whole], : out.size % 8]
+
+
+def reaching(x: Array, least: int, indices: Bits, bits: Bits, /) -> int:
+    """How many magnitudes have at least such bits; where the first of them are, as there is room, and their bits."""
+    found = 0
+    for lo, hi in _pieces(x.size):
+        piece = x[lo:hi].view(np.uint32)
+        places = np.flatnonzero((piece & _MAGNITUDE) >= np.uint32(least))
+        room = places[: max(0, indices.size - found)]
+        indices[found : found + room.size] = room + lo
+        bits[found : found + room.size] = piece[room]
+        found += places.size
+    return found
+
+
+def scatter(indices: Places, values: Array, out: Array, /) -> None:
+    """The values at their places, which ascend; zeros everywhere else."""
+    out.fill(0)
+    out[indices] = values
+
+
+def mark(raw: Words, population: int, seen: Words, /) -> int:
+    """Set the bits of the numbers below `population` that raw draws come to; how many were not set before."""
+    places = (raw >> np.uint64(11)) * 2.0**-53 * population
+    # 32-bit numbers are sorted in less than half the time.
+    drawn: Words = np.sort(places.astype(np.uint32 if population < 1 << 32 else np.uint64)).astype(np.uint64)
+    words, bits = drawn >> np.uint64(6), np.uint64(1) << (drawn & np.uint64(WORD_BITS - 1))
+    fresh = (seen[words] & bits) == 0
+    fresh[1:] &= drawn[1:] != drawn[:-1]
+    np.bitwise_or.at(seen, words[fresh], bits[fresh])
+    return int(np.count_nonzero(fresh))
+
+
+def marked(seen: Words, out: Places, /) -> None:
+    """Which bits are set, ascending; as many as `out` holds."""
+    words = np.flatnonzero(seen)
+    places = np.flatnonzero(np.unpackbits(seen[words].view(np.uint8), bitorder="little"))
+    out[:] = words[places // WORD_BITS] * WORD_BITS + places % WORD_BITS
+
+
+def take_marked(x: Array, seen: Words, out: Array, /) -> bool:
+    """The elements whose bits are set; whether all of x is finite."""
+    places = np.empty(out.size, np.int64)
+    marked(seen, places)
+    np.take(x, places, out=out)
+    return _is_finite(x)
+
+
+def _pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Ranges that stay in the cache. Blocks do not cross them, but for one that is everything."""
+    return ((lo, min(size, lo + PIECE)) for lo in range(0, size, PIECE))
+
+
+def _scaled(operation: np.ufunc, piece: Array, factors: Array, block: int) -> Array:
+    """Each element with its block's factor."""
+    out = np.empty_like(piece)
+    if block >= piece.size:
+        operation(piece, factors[0], out=out)
+        return out
+    whole = piece.size // block
+    end = whole * block
+    operation(piece[:end].reshape(whole, block), factors[:whole, None], out=out[:end].reshape(whole, block))
+    if end < piece.size:
+        operation(piece[end:], factors[whole], out=out[end:])
+    return out
+
+
+def _largest(x: Array) -> np.float32:
+    return np.maximum(x.max(), -x.min())  # type: ignore[no-any-return]
+
+
+def _is_finite(x: Array) -> bool:
+    """By numpy's own loops: BLAS is quicker alone, and a hundred times slower where other work keeps the cores busy."""
+    return all(bool(np.isfinite(x[lo:hi]).all()) for lo, hi in _pieces(x.size))
+
+
+def _are_finite(halves: Halves, infinity: int) -> bool:
+    """By their bits: as signed numbers positive infinities and NaNs are largest, as unsigned ones negative ones."""
+    largest, most_negative = halves.view(np.int16).max(initial=0), halves.max(initial=0)
+    return bool(largest < infinity and most_negative < _SIGN + infinity)
+
+
+def _convert(x: npt.NDArray[Any], as_dtype: str, out: npt.NDArray[Any], to_dtype: str) -> None:
+    """By torch, which converts at the speed of memory where numpy takes ten times as long."""
+    import torch
+
+    # torch warns of memory that it may not write to, even where it only reads.
+    source = torch.from_numpy(x if x.flags.writeable else x.copy()).view(getattr(torch, as_dtype))
+    torch.from_numpy(out).view(getattr(torch, to_dtype)).copy_(source)

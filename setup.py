@@ -1,0 +1,16 @@
+"""The compiled part of the package; everything else stands in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "hcsim.compressors.kernels.compiled",
+            sources=["hcsim/compressors/kernels/compiled.c"],
+            depends=["hcsim/compressors/kernels/loops.h"],
+            extra_compile_args=["-O3", "-ffp-contract=off"],
+            py_limited_api=True,
+            optional=True,  # without a compiler, hcsim/compressors/kernels/plain.py does the same
+        )
+    ]
+)

@@ -1,0 +1,165 @@
+"""The compiled loops do what the plain ones do: the same bits, the same refusals, and nothing beyond their arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_tensors import ALL, quick, tensors
+
+from hcsim.compressors import kernels
+from hcsim.compressors.base import Array, Ident
+from hcsim.compressors.kernels import plain
+from hcsim.compressors.registry import make
+from hcsim.errors import CompressionError
+
+compiled = pytest.importorskip("hcsim.compressors.kernels.compiled", reason="the install found no compiler")
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """A switch to the plain loops."""
+
+    def switch() -> None:
+        for name in plain.__all__:
+            monkeypatch.setattr(kernels, name, getattr(plain, name))
+
+    return switch
+
+
+def payloads(spec: str, tensor: Array) -> tuple[bytes, bytes]:
+    """What is sent, and what comes out."""
+    compressor, out, of = make(spec, seed=1, rank=0), np.empty_like(tensor), Ident("w", 3)
+    payload = compressor.encode(tensor, of)
+    compressor.decode(payload, out, of)
+    return payload.tobytes(), out.tobytes()
+
+
+def test_both_have_the_same_functions():
+    assert kernels.COMPILED
+    assert [name for name in dir(compiled) if not name.startswith("_")] == sorted(plain.__all__)
+
+
+@pytest.mark.parametrize("spec", [*ALL, "randomk:0.7", "int8:block=32768"])
+@pytest.mark.parametrize("elements", [1, 63, 65, 1000, 300_001])
+def test_a_payload_has_the_same_bytes_with_either(spec, elements, plain_kernels):
+    source = np.random.default_rng(elements)
+    x = (source.standard_normal(elements) * np.exp(4 * source.standard_normal(elements))).astype(np.float32)
+    by_compiled = payloads(spec, x)
+    plain_kernels()
+    assert payloads(spec, x) == by_compiled
+
+
+@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_both_refuse_with_the_same_words(spec, value, plain_kernels):
+    x = np.ones((20, 30), np.float32)
+    x[7, 3] = value
+    with pytest.raises(CompressionError) as by_compiled:
+        payloads(spec, x)
+    plain_kernels()
+    with pytest.raises(CompressionError) as by_plain:
+        payloads(spec, x)
+    assert str(by_plain.value) == str(by_compiled.value)
+
+
+@given(tensor=tensors(), bad=st.sampled_from([None, np.nan, np.inf, -np.inf]), offset=st.integers(0, 3))
+@quick
+def test_every_conversion_of_floats_is_the_same_at_any_address(tensor, bad, offset):
+    x = np.concatenate((np.zeros(offset, np.uint8), tensor.reshape(-1).view(np.uint8)))[offset:].view(np.float32)
+    if bad is not None and x.size:
+        x[x.size // 2] = bad
+    for name, out in (
+        ("copy", np.zeros(x.size, np.float32)),
+        ("to_bf16", np.zeros(x.size, np.uint16)),
+        ("to_fp16", np.zeros(x.size, np.uint16)),
+        ("split", np.zeros(4 * x.size, np.uint8)),
+    ):
+        other = out.copy()
+        finite = getattr(compiled, name)(x, out)
+        assert finite == getattr(plain, name)(x, other)
+        assert not finite or out.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_every_half_is_widened_alike_and_no_infinity_passes(name):
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    narrowed, wide, other = np.zeros_like(halves), np.zeros(halves.size, np.float32), np.zeros(halves.size, np.float32)
+    assert not getattr(compiled, f"from_{name}")(halves, wide)
+    assert not getattr(plain, f"from_{name}")(halves, other)
+    finite = np.isfinite(other)
+    assert wide[finite].tobytes() == other[finite].tobytes()
+    assert getattr(compiled, f"to_{name}")(wide[finite], narrowed[finite])
+    for at in np.flatnonzero(~finite)[::97]:
+        assert not getattr(compiled, f"from_{name}")(halves[at : at + 1], wide[:1])
+
+
+@given(st.integers(0, 400), st.sampled_from([1, 16, 64, 1000]))
+@quick
+def test_blocks_are_scaled_alike(elements, block):
+    source = np.random.default_rng(elements)
+    x = source.standard_normal(elements).astype(np.float32)
+    blocks = -(-elements // block)
+    scales = [np.zeros(blocks, np.float32) for _ in range(2)]
+    multiples = [np.zeros(elements, np.int8) for _ in range(4)]
+    wide = [np.zeros(elements, np.float32) for _ in range(2)]
+    drawn = source.integers(1 << 16, size=elements, dtype=np.uint16)
+    for kernel, scale, nearest, at_random, out in zip(
+        (compiled, plain), scales, multiples[:2], multiples[2:], wide, strict=True
+    ):
+        kernel.largest(x, scale, block)
+        kernel.quantise(x, 127 / scale, nearest, block)
+        kernel.quantise_at_random(x, scale / 127, drawn, at_random, block)
+        kernel.dequantise(nearest, scale, out, block)
+    for one, other in (scales, multiples[:2], multiples[2:], wide):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("elements", [0, 5, 8, 128, 1003, 1 << 17])
+def test_signs_and_their_sum_are_numpys(elements):
+    x = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
+    x[::7] = -0.0
+    packed = np.zeros(-(-elements // 8), np.uint8)
+    assert compiled.pack_signs(x, packed) == float(np.abs(x).sum())
+    assert packed.tobytes() == np.packbits(x < 0, bitorder="little").tobytes()
+
+
+@given(st.integers(0, 2000), st.integers(0, 300))
+@quick
+def test_large_elements_are_found_as_far_as_there_is_room(elements, room):
+    x = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
+    least = int(np.float32(1).view(np.uint32))
+    places = np.flatnonzero(np.abs(x) >= 1)
+    indices, bits = np.zeros(room, np.uint32), np.zeros(room, np.uint32)
+    assert compiled.reaching(x, least, indices, bits) == places.size
+    assert indices[: places.size].tolist() == places[:room].tolist()
+    assert bits.view(np.float32)[: places.size].tolist() == x[places[:room]].tolist()
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, out: compiled.copy(x, out[:-1]),
+    lambda x, out: compiled.to_bf16(x, out),
+    lambda x, out: compiled.split(x, out.view(np.uint8)[1:]),
+    lambda x, out: compiled.largest(x, out[:2], 7),
+    lambda x, out: compiled.largest(x, out[:2], 0),
+    lambda x, out: compiled.dequantise(x.view(np.int8), x[:1], out, 9),
+    lambda x, out: compiled.pack_signs(x, out.view(np.uint8)),
+    lambda x, out: compiled.scatter(np.array([-1]), x[:1], out),
+    lambda x, out: compiled.scatter(np.array([20]), x[:1], out),
+    lambda x, out: compiled.mark(np.zeros(3, np.uint64), 65, np.zeros(1, np.uint64)),
+    lambda x, out: compiled.mark(np.zeros(3, np.uint64), 0, np.zeros(0, np.uint64)),
+    lambda x, out: compiled.marked(np.ones(1, np.uint64), np.zeros(2, np.int64)),
+    lambda x, out: compiled.take_marked(x, np.zeros(2, np.uint64), out),
+])  # fmt: skip
+def test_arrays_that_do_not_fit_are_refused(call):
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        call(np.ones(20, np.float32), np.zeros(20, np.float32))
+
+
+def test_memory_that_is_not_to_be_written_stays_as_it_is():
+    out = np.zeros(20, np.float32)
+    out.flags.writeable = False
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        compiled.copy(np.ones(20, np.float32), out)
+    assert not out.any()

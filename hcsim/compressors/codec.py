@@ -30,7 +30,7 @@ from hcsim.errors import UsageError
 from hcsim.runtime.device import Work
 
 Unpack: TypeAlias = Callable[[int, Array], None]
-"""Decodes the elements from the given one on into an array; called with chunks in ascending order."""
+"""Decodes the elements from the given one on into an array: all of them, or a chunk."""
 Mix: TypeAlias = np.ufunc | None
 """How what is decoded meets what is there: None replaces it."""
 
@@ -152,11 +152,11 @@ class ChunkedCompressor(BaseCompressor):
 
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
         unpack = self._unpacker(body, flat.size, of)
+        if mix is None:
+            unpack(0, flat)
+            return
         for lo in range(0, flat.size, self.chunk):
             into = flat[lo : lo + self.chunk]
-            if mix is None:
-                unpack(lo, into)
-            else:
-                decoded = self.scratch[: into.size]
-                unpack(lo, decoded)
-                mix(into, decoded, out=into)
+            decoded = self.scratch[: into.size]
+            unpack(lo, decoded)
+            mix(into, decoded, out=into)

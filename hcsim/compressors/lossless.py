@@ -85,9 +85,11 @@ class Lossless(ChunkedCompressor):
         decoder = zstandard.ZstdDecompressor()
 
         def unpack(lo: int, into: Array) -> None:
-            planes = _decompressed(decoder, frames[lo // self.chunk], into.nbytes, of)
-            if not kernels.join(planes, into):
-                raise decodes_badly(of.name)
+            for at in range(0, into.size, self.chunk):
+                piece = into[at : at + self.chunk]
+                planes = _decompressed(decoder, frames[(lo + at) // self.chunk], piece.nbytes, of)
+                if not kernels.join(planes, piece):
+                    raise decodes_badly(of.name)
 
         return unpack
 

@@ -265,9 +265,9 @@ static count set_drawn(const byte *restrict raw, count n, count population, byte
             places[i] = (uint64_t)((double)(load64(raw, lo + i) >> 11) * 0x1p-53 * (double)population);
         for (count i = 0; i < some; i++) {
             count word = (count)(places[i] >> 6);
-            uint64_t before = load64(seen, word), after = before | (uint64_t)1 << (places[i] & 63);
-            fresh += before != after;
-            store64(seen, word, after);
+            uint64_t before = load64(seen, word), bit = (uint64_t)1 << (places[i] & 63);
+            fresh += !(before & bit);
+            store64(seen, word, before | bit);
         }
     }
     return fresh;

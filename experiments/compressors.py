@@ -2,10 +2,10 @@
 
     python -m experiments.compressors --json compressors.json
 
-Figures are GB of input a second. The plain expressions are the quickest of numpy's and torch's that we know, into
-memory that is ready where they allow it; they check nothing and write no header. Ours and the plain one take turns, each
-goes first every other time, and a figure is a median over the turns, so that noise hits both alike; time is
-the thread's own, which other programs do not lengthen. "Over plain" is the median of the turns' ratios.
+Figures are GB of input a second. The plain expressions are the quickest of numpy's and torch's that we know, with
+ready memory where they allow it; they check nothing and write no header. Ours and the plain one take turns, each goes
+first every other time, and a figure is a median over the turns, so that noise hits both alike; time is the thread's
+own, which other programs do not lengthen. "Over plain" is the median of the turns' ratios.
 `copy` is `np.copyto` of the same array, the most that memory allows. The last two columns are what
 `hcsim/compressors/work.py` holds: bytes that a copy would have moved, for each byte of input.
 """

@@ -33,6 +33,7 @@ from hcsim.runtime.address import address_at
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
+from hcsim.training.task import Task
 from hcsim.transport.mesh import Membership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -119,16 +120,19 @@ def simulate_cluster(
     sink: Sink | None = None,
     observer: Observer | None = None,
     tell: Callable[[str, str], None] = lambda host, what: None,
+    what: Task | None = None,
+    limit_s: float | None = None,
 ) -> Outcome[Report]:
     """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
 
-    `tell` hears what each host has to say about it."""
+    `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
+    after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`."""
     loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
-    world = World(loaded, sink=sink)
+    world = World(loaded, sink=sink, sealed=True)
     homes = {node.name: node.home for node in loaded.nodes}
 
     async def on_host(host: VirtualHost) -> Report:
@@ -143,7 +147,8 @@ def simulate_cluster(
             homes[host.name] if len(loaded.homes) > 1 else "",
         )
         heard = partial(tell, host.name)
-        return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard)
+        async with asyncio.timeout_at(limit_s):
+            return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))
 

@@ -18,6 +18,7 @@ from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.train import elastic_train
 from hcsim.training.run import Observer, Report
+from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost, Verdict
 from hcsim.transport.mesh import Wire
 
@@ -56,11 +57,12 @@ async def train_as_member(
     observer: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
+    what: Task | None = None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in an orderly way."""
     async with member(host, me, plan.cluster, tell, credentials) as (admitted, node):
         report = await elastic_train(
-            admitted, node, plan.training, plan.seed, observer, wire=plan.wire, leaving=leaving
+            admitted, node, plan.training, plan.seed, observer, wire=plan.wire, leaving=leaving, what=what
         )
         await node.leave()
         return report

@@ -154,12 +154,13 @@ class Lines:
         if node == us.node:
             await _refuse(channel, "" if theirs.us.boot == us.boot else COPIED)
         old = self._lines.get(node)
-        if old is not None and old.us.boot != theirs.us.boot and await self._answers(old):
-            await _refuse(channel, COPIED)
-        old = self._lines.get(node)
-        if old is not None and old.us.boot == theirs.us.boot and dialler > old.dialler:
+        anew = old is not None and old.us.boot != theirs.us.boot
+        if old is not None and (anew or dialler > old.dialler) and await self._answers(old):
+            if anew:
+                await _refuse(channel, COPIED)
             await channel.close()
             return
+        old = self._lines.get(node)
         line = self._lines[node] = Line(channel, theirs, dialler)
         if old is not None:
             await old.channel.close()

@@ -50,6 +50,7 @@ class Node:
         self._beat = config.beat
         self._tell = tell
         self._pulses: dict[str, Pulse] = {}
+        self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}
         self._number = 1
         self._changed: list[asyncio.Future[None]] = []
@@ -139,6 +140,7 @@ class Node:
     def up(self, status: Status) -> None:
         """There is a line to a node."""
         node, now = status.us.node, self._now()
+        self._up_since_s[node] = now
         self._pulses.setdefault(node, Pulse(now, self._beat)).sign(now)
         self._discovery.want(node, status.control)
         self._membership.heard(status, now)
@@ -153,7 +155,9 @@ class Node:
             self._membership.lost(node, "it has gone", self._now())
             self._carry_out()
         else:
-            self._host.spawn(self._call_again(node), name="call again")
+            lasted_s = self._now() - self._up_since_s[node]
+            pause_s = 0.0 if lasted_s > self._beat.interval_s else self._beat.interval_s / 2
+            self._host.spawn(self._call_again(node, pause_s), name="call again")
 
     def said(self, node: str, message: Message) -> None:
         """A node said something."""
@@ -209,9 +213,12 @@ class Node:
                 self._membership.tick(self._now())
                 self._carry_out()
 
-    async def _call_again(self, node: str) -> None:
+    async def _call_again(self, node: str, pause_s: float) -> None:
         """A line broke: call once more, and take a refusal for an answer."""
         peer = self._membership.roster.peers[node]
+        await self._host.clock.sleep(pause_s)
+        if self._on_line(node):
+            return
         try:
             await self._lines.dial(peer.status.control, self._beat.interval_s)
         except PeerRefused:

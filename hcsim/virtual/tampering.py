@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hcsim.virtual.wiring import Wiring
 
 Frame: TypeAlias = tuple[Header, Payload]
+FLIP = "flip"
 Alter: TypeAlias = Callable[["VirtualChannel", Header, Payload], Frame | None]
 """Given the sender's end and a frame: what arrives instead, or None to wait for another frame."""
 
@@ -25,9 +26,10 @@ Alter: TypeAlias = Callable[["VirtualChannel", Header, Payload], Frame | None]
 class Tampering:
     """All changes that wait for their frame."""
 
-    def __init__(self, wiring: Wiring, trace: Trace) -> None:
+    def __init__(self, wiring: Wiring, trace: Trace, *, sealed: bool) -> None:
         self._wiring = wiring
         self._trace = trace
+        self._sealed = sealed
         self._waiting: dict[tuple[str, str], list[tuple[str, Alter]]] = {}
         wiring.on_join = self._watch
 
@@ -52,6 +54,9 @@ class Tampering:
                 outgoing.outstanding += altered[0].length - frame[0].length
                 self._trace.record((channel.host.loop.now_ns, "fault", what, outgoing.name))
                 frame = altered
+                if self._sealed and what == FLIP:
+                    channel.reset("a record was damaged on its way")
+                    return
                 break
         if not waiting:
             channel.divert(None)

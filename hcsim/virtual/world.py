@@ -34,10 +34,11 @@ class HostCrashed(HcsimError):
 class World:
     """Everything a scenario describes.
 
-    The same scenario gives the same trace digest, in any process and on any day.
+    The same scenario gives the same trace digest, in any process and on any day. In a `sealed` one, connections
+    are encrypted as those of a real cluster are: a bit that changes on its way ends the connection.
     """
 
-    def __init__(self, scenario: Scenario, *, sink: Sink | None = None) -> None:
+    def __init__(self, scenario: Scenario, *, sink: Sink | None = None, sealed: bool = False) -> None:
         if not scenario.nodes:
             raise ConfigError(f"{scenario.name} has no [[node]]: there is nobody to simulate")
         self.scenario = scenario
@@ -52,7 +53,7 @@ class World:
         self._hosts: dict[str, VirtualHost] = {}
         self.wiring = Wiring(scenario, self.net, self._hosts)
         self.datagrams = Datagrams()
-        self.tampering = Tampering(self.wiring, self.trace)
+        self.tampering = Tampering(self.wiring, self.trace, sealed=sealed)
         for node in scenario.nodes:
             self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node))
         for fault in scenario.faults:

@@ -84,7 +84,9 @@ class Votes:
         ballot, conductor = self._ballot, self._ballot.conductor
         later = conductor.superseded(self._view.epoch)
         leaving = ballot.leaving is not None and ballot.leaving.is_set()
-        votes = await self._gathered(update.step, _Vote(await self._print(), self._objection, later, leaving))
+        ours = _Vote(await self._print(), self._objection, later, leaving)
+        votes = await self._gathered(update.step, ours)
+        self._group.host.trace("voted", self._view.lineage, self._view.epoch, update.step, ours.print)
         self._objection = -1
         if any(vote.objection >= 0 for vote in votes):
             self._refused(update.step, votes)

@@ -89,7 +89,7 @@ class _Member:
         group = await Group.open(trainee.host, membership, trainee.options(view))
         over = conductor.over(view.epoch)
         watching = trainee.host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
-        trainee.host.trace("view", view.epoch, rank, len(addresses))
+        trainee.host.trace("follows", view.epoch, rank, len(addresses))
         try:
             return await self._train(group, view)
         except CollectiveError as error:
@@ -142,6 +142,7 @@ class _Member:
     async def _settled(self) -> None:
         """A step is done: perhaps it is time to save."""
         run, checkpoints = self.trainee.run, self.checkpoints
+        run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = run.step - run.step % checkpoints.every + checkpoints.every
             saved = self.trainee.saved()

@@ -12,6 +12,7 @@ from hcsim.config import FlippedBit, NanGradient, StaleStep, WrongSize
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.virtual.faults.apply import apply, draws, note
+from hcsim.virtual.tampering import FLIP
 
 if TYPE_CHECKING:
     from hcsim.virtual.channel import VirtualChannel
@@ -33,7 +34,7 @@ def flip_bit(fault: FlippedBit, world: World) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         return header, memoryview(damaged)
 
-    world.tampering.add("flip", *fault.between, alter)
+    world.tampering.add(FLIP, *fault.between, alter)
 
 
 @apply.register(WrongSize)

@@ -1,4 +1,4 @@
-"""What members hold: nothing owed is lost or sent twice, replicas are alike, and a checkpoint is enough to go on from."""
+"""What members hold: nothing owed is lost or sent twice, replicas are alike, a checkpoint is enough to go on from."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Clusters under faults that nobody thought of: does what must always hold, hold?"""

@@ -141,10 +141,8 @@ class Handshake:
         self._role = role
         self._us = us
         self._binding = binding
-        self._secret_nonce = X25519PrivateKey.from_private_bytes(us.fresh(32))
-        nonce = self._secret_nonce.public_key().public_bytes_raw()
-        self._nonce = nonce
-        self._hello = _HELLO_FIELDS.pack(_HELLO, VERSION, role, us.secret.namespace, us.key.public, us.boot, nonce)
+        self._secret_nonce: X25519PrivateKey | None = None
+        self._hello = self._make_hello() if role is Role.CALLER else b""  # a listener's, once somebody is worth it
         self._transcript = b""
         self._mac_key = b""
 
@@ -182,9 +180,15 @@ class Handshake:
             raise UsageError(f"this handshake is over ({self.state.value}), and was given {heard.value}")
         self.state = NEXT[self.state, heard]
 
+    def _make_hello(self) -> bytes:
+        us = self._us
+        self._secret_nonce = X25519PrivateKey.from_private_bytes(us.fresh(32))
+        nonce = self._secret_nonce.public_key().public_bytes_raw()
+        return _HELLO_FIELDS.pack(_HELLO, VERSION, self._role, us.secret.namespace, us.key.public, us.boot, nonce)
+
     def _hear_hello(self, message: bytes) -> None:
         theirs = read_hello(message)
-        if theirs.nonce == self._nonce:
+        if self._hello.endswith(theirs.nonce):
             raise Fault(Reason.REFLECTED)
         if theirs.role != (Role.LISTENER if self._role is Role.CALLER else Role.CALLER):
             raise Fault(Reason.WRONG_ROLE)
@@ -192,6 +196,8 @@ class Handshake:
             raise Fault(Reason.OTHER_CLUSTER)
         if theirs.public == self._us.key.public:
             raise Fault(Reason.COPIED_IDENTITY)
+        self._hello = self._hello or self._make_hello()
+        assert self._secret_nonce is not None
         try:
             agreed = self._secret_nonce.exchange(X25519PublicKey.from_public_bytes(theirs.nonce))
         except ValueError:  # a point that makes every agreement zero

@@ -238,10 +238,11 @@ def test_a_nonce_that_makes_the_agreement_foreseeable_is_refused(point: bytes) -
 
 def test_the_wire_carries_neither_the_secret_nor_a_key_made_of_it() -> None:
     caller, listener = pair()
-    wire = b"".join(play(caller, listener))
+    wire, nonce = b"".join(play(caller, listener)), caller._secret_nonce
+    assert nonce is not None
     kept = [
         bytes(range(16)), OURS.phrase().encode(), OURS.derive("admission"), OURS.derive("tls authority"),
-        caller._mac_key, caller._secret_nonce.private_bytes_raw(), member("caller").key.private.private_bytes_raw(),
+        caller._mac_key, nonce.private_bytes_raw(), member("caller").key.private.private_bytes_raw(),
     ]  # fmt: skip
     for private in kept:
         assert not any(private[at : at + 8] in wire for at in range(len(private) - 7))
@@ -256,6 +257,7 @@ def test_who_only_listened_cannot_check_a_guess_even_a_right_one() -> None:
     caller, listener = pair()
     sent = play(caller, listener)
     guess = Handshake(Role.LISTENER, member("eavesdropper"), b"")  # knows the secret
+    guess._make_hello()
     guess._hello = sent[1]
     guess._hear_hello(sent[0])
     assert guess._transcript == listener._transcript  # knows all that was said

@@ -299,7 +299,7 @@ def _hello(us: Membership, rank: int, stripe: int) -> Hello:
 def _decode_hello(data: bytes, peer: str) -> Hello:
     try:
         return msgspec.msgpack.decode(data, type=Hello)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # also no text, or nested without end
         raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
 
 

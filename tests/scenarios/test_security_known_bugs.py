@@ -16,7 +16,7 @@ import pytest
 
 import hcsim
 from hcsim import Group, Options
-from hcsim.errors import AdmissionRefused, ChannelBroken, CollectiveError, PeerRefused
+from hcsim.errors import AdmissionRefused, ChannelBroken, CollectiveError, PeerRefused, RemoteProtocolError
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
@@ -27,6 +27,7 @@ from hcsim.rng import stream
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
+from hcsim.training.parameter_server import messages
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.mesh import Hello, Membership, Wire
 from hcsim.virtual.host import VirtualHost
@@ -253,3 +254,12 @@ def test_nothing_that_arrives_is_unpickled() -> None:
             names = [alias.name for alias in found.names] if isinstance(found, ast.Import) else []
             names += [found.module or ""] if isinstance(found, ast.ImportFrom) else []
             assert not [name for name in names if name.partition(".")[0] in kin], path
+
+
+@pytest.mark.parametrize("read", [messages.question, messages.answer])
+@pytest.mark.parametrize(
+    "data", [b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa4type\xa2\xff\xff"], ids=["nested", "no text"]
+)
+def test_a_message_made_to_crash_the_reader_is_a_fault_of_its_sender(read: Callable[..., Any], data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+        read(data, "stranger")

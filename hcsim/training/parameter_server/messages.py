@@ -147,5 +147,5 @@ def answer(data: bytes | memoryview, peer: str) -> Answer:
 def _read(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview, peer: str) -> _Message:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None

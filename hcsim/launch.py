@@ -228,7 +228,7 @@ async def real_group(
     *,
     options: Options | None = None,
     wire: Wire | None = None,
-    tls: TlsFiles | None = None,
+    tls: TlsFiles | ClusterTls | None = None,
     insecure: bool = False,
     device: str = "cpu",
     metrics_at: str | None = None,

@@ -239,6 +239,19 @@ def test_closing_a_listener_lets_everybody_at_the_door_go(arena: Arena) -> None:
     arena.run(body)
 
 
+def test_a_frame_on_an_admitted_channel_costs_nothing_extra(arena: Arena) -> None:
+    """Its methods are those of the channel within: nothing of ours runs when a frame passes."""
+
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        client = await AdmittedHost(left, member("left")).connect(listener.address)
+        assert client.send.__self__ is client.recv.__self__ is client._inner
+        await client.close()
+        await listener.close()
+
+    arena.run(body)
+
+
 def test_a_group_works_on_admitted_hosts(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         free = await right.listen(arena.address(right))

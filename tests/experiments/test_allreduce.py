@@ -18,11 +18,11 @@ from experiments.peers.team import TeamFailed, running
 
 COLUMNS = {
     "ranks", "size_bytes",
-    "hcsim_s", "gloo_s", "mlx_s", "mpi_s",
-    "ratio_gloo", "ratio_mlx", "ratio_mpi",
-    "hcsim_peak_bytes", "gloo_peak_bytes", "mlx_peak_bytes", "mpi_peak_bytes",
-    "hcsim_idle_bytes", "gloo_idle_bytes", "mlx_idle_bytes", "mpi_idle_bytes",
-    "hcsim_iterations", "gloo_iterations", "mlx_iterations", "mpi_iterations",
+    "hcsim_s", "hcsim_tls_s", "gloo_s", "mlx_s", "mpi_s",
+    "ratio_hcsim_tls", "ratio_gloo", "ratio_mlx", "ratio_mpi",
+    "hcsim_peak_bytes", "hcsim_tls_peak_bytes", "gloo_peak_bytes", "mlx_peak_bytes", "mpi_peak_bytes",
+    "hcsim_idle_bytes", "hcsim_tls_idle_bytes", "gloo_idle_bytes", "mlx_idle_bytes", "mpi_idle_bytes",
+    "hcsim_iterations", "hcsim_tls_iterations", "gloo_iterations", "mlx_iterations", "mpi_iterations",
 }  # fmt: skip
 
 
@@ -87,6 +87,13 @@ def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
         assert 2 <= row["gloo_iterations"] <= 2 * allreduce.MAX_ITERATIONS
         assert all(row[name] is None for name in ("hcsim_s", "mlx_s", "mpi_s", "ratio_gloo"))
     assert "4 KB" in result.output
+
+
+def test_hcsim_is_measured_with_tls_when_somebody_asks_for_it(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    result = run("--ranks", "2", "--sizes", "4KB", "--peers", "hcsim_tls", "--repeat", "1", "--json", str(output))
+    assert result.exit_code == 0, result.output
+    assert json.loads(output.read_text())[0]["hcsim_tls_s"] > 0
 
 
 def test_the_ratio_is_ours_over_theirs() -> None:

@@ -6,8 +6,9 @@ after costs more than before: the wrapped channel's methods are the channel's ow
 
 What a stranger may take from us before it has proved anything is bounded: small messages, a few seconds, a
 number of half-open callers in all and from one source, and less and less after failures. A source is what is
-known about the caller at that point: the identity that TLS has proved, or else its address. A node that was
-admitted before is counted by itself, so strangers on its machine do not lock it out.
+known about the caller at that point: the identity that TLS has proved, or else its address. Who claims to be a
+node that was admitted before never has to wait, so strangers on its machine do not lock it out: it must prove
+that node's key first, which nobody guesses, and learns nothing about the secret until then.
 """
 
 from __future__ import annotations
@@ -247,14 +248,13 @@ class _Doorkeeper:
             self._left(channel.identity or _host_of(channel.peer))
 
     async def _examine(self, handshake: Handshake, channel: Channel, source: str) -> str:
-        """Run the handshake, unless its source has to wait; returns by what the caller is counted."""
+        """Run the handshake, unless its source has to wait; returns what a failure counts against, if anything."""
         try:
             async with self._host.clock.timeout(ADMISSION_TIMEOUT_S):
                 hello = await _hear(channel)
-                claimed = _claimed(hello)
-                if claimed in self._known:
-                    source = f"{source} {claimed}"
-                if self._throttle.wait_s(source, self._host.clock.elapsed()) > 0.0:
+                if _claimed(hello) in self._known:
+                    source = ""
+                if source and self._throttle.wait_s(source, self._host.clock.elapsed()) > 0.0:
                     await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
                 else:
                     await _say(channel, handshake.receive(hello))

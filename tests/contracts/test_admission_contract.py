@@ -195,6 +195,23 @@ def test_guessing_gets_slower_and_a_known_member_on_the_same_machine_does_not_su
     arena.run(body)
 
 
+def test_whoever_abuses_a_members_name_does_not_lock_it_out(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        honest = AdmittedHost(left, member("left"))
+        await (await honest.connect(listener.address)).close()
+        for _ in range(20):
+            thief = member("thief")
+            thief.key.public = member("left").key.public
+            with pytest.raises(AdmissionRefused) as refused:
+                await AdmittedHost(left, thief).connect(listener.address)
+            assert refused.value.reason == Reason.FOREIGN_PROOF.name
+        await (await honest.connect(listener.address)).close()
+        await listener.close()
+
+    arena.run(body)
+
+
 def test_a_caller_waits_for_a_listener_that_comes_later(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))

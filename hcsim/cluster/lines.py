@@ -76,6 +76,7 @@ class Lines:
         self._owner = owner
         self._lines: dict[str, Line] = {}
         self._strangers = Callers()
+        self._closed = False
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -117,7 +118,8 @@ class Lines:
         return theirs.us.node
 
     async def close(self, reason: str) -> None:
-        """Say goodbye to everybody."""
+        """Say goodbye to everybody, and take no more calls."""
+        self._closed = True
         for line in list(self._lines.values()):
             try:
                 async with self._host.clock.timeout(PROBE_S):
@@ -149,6 +151,8 @@ class Lines:
     async def _introduce(self, channel: Channel, theirs: Status, dialler: str) -> None:
         """Decide whether this becomes the line to that node; if so, keep it running."""
         us, node = self._owner.status().us, theirs.us.node
+        if self._closed:
+            await _refuse(channel, "we have gone")
         if channel.identity and channel.identity != node:
             await _refuse(channel, f"you say that you are {node}, and your key says {channel.identity}")
         if node == us.node:
@@ -197,7 +201,8 @@ class Lines:
             await line.channel.close()
             if self._lines.get(node) is line:
                 del self._lines[node]
-                self._owner.down(node, gone=gone)
+                if not self._closed:
+                    self._owner.down(node, gone=gone)
 
 
 async def _refuse(channel: Channel, reason: str) -> None:

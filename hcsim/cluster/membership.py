@@ -268,7 +268,7 @@ class Membership:
                 return
             view = proposal.bound() or self._successor(proposal)
             if view is None:
-                self._proposal = None
+                self._give_up(now)
                 return
             proposal.chosen = view
             self._deadline_s = now + self._rules.answer_s

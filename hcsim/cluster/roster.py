@@ -51,7 +51,7 @@ class Roster:
         return nodes.index(self._us.node) if self._us.node in nodes else len(nodes)
 
     def joiners(self, view: View) -> list[Member]:
-        """Nodes outside the view that would like to be in it."""
+        """Nodes outside the view that would like to be in it, and that all its members reach."""
         return [
             peer.status.us
             for node, peer in sorted(self.peers.items())
@@ -59,7 +59,14 @@ class Roster:
             and peer.status.joins == view.lineage
             and not peer.status.leaving
             and view.member(node) is None
+            and self._is_reached(node, view)
         ]
+
+    def _is_reached(self, node: str, view: View) -> bool:
+        """Whether a node and all members of a view have living connections to each other, as far as they say."""
+        others = [other for other in view.nodes if other in self.peers]
+        theirs = self.peers[node].status.reaches
+        return all(other in theirs and node in self.peers[other].status.reaches for other in others)
 
     def leavers(self, view: View) -> list[str]:
         """Other members that would like to leave."""

@@ -250,7 +250,7 @@ def train(
     async def watched() -> dict[str, Report | BaseException]:
         tasks = {}
         for host in world.hosts:
-            outcome = world._programs[host] = world.loop.create_future()
+            outcome = world._outcomes[host.name] = world.loop.create_future()
             if host.alive:
                 task = host.spawn(program(host), name="main")
                 task.add_done_callback(lambda task, outcome=outcome: _settle(outcome, task))

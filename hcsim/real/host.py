@@ -11,7 +11,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
+from hcsim.real import carriers
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
@@ -30,7 +31,7 @@ from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import Tls, TlsFiles
-from hcsim.runtime.address import hosts_of
+from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.runtime.store import Store
@@ -83,7 +84,7 @@ class RealHost:
         self._trace = trace
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._listeners: list[TcpListener] = []
+        self._listeners: list[Listener] = []
         self._answered: dict[str, tuple[int, Any]] = {}
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
@@ -123,21 +124,26 @@ class RealHost:
         """This machine's interfaces, the fastest medium first."""
         return list_interfaces()
 
-    async def listen(self, address: str) -> TcpListener:
-        """Accept channels at `host:port`."""
+    async def listen(self, address: str) -> Listener:
+        """Accept channels at `host:port`, or at an address of another carrier (see `carriers`)."""
+        target, options = carriers.parse(address), self._options
+        listener: Listener
         try:
-            hosts, port = hosts_of(address)
-            family, sockaddr = (await self._resolve(hosts if len(hosts) == 1 else _EVERYWHERE, port))[0]
-            sock = listening_socket(family, sockaddr)
+            hosts = target.hosts if len(target.hosts) == 1 else _EVERYWHERE
+            family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
+            if target.scheme == carriers.TCP:
+                sock = listening_socket(family, sockaddr)
+                listener = TcpListener(sock, self._tls, options.handshake_timeout_s, self._accepted, self._refused)
+            else:
+                listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
-        listener = TcpListener(sock, self._tls, self._options.handshake_timeout_s, self._accepted, self._refused)
         self._listeners.append(listener)
         return listener
 
-    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> TcpChannel:
+    async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
         """Open a channel; see `Host.connect`. A certificate that is not valid ends the attempts at once."""
-        hosts, port = hosts_of(address)
+        target = carriers.parse(address)
         draw = self.rng("connect", address)
         delay_s = _FIRST_RETRY_S
         failure: ChannelError | None = None
@@ -145,9 +151,10 @@ class RealHost:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        channel = await self._dial(address, hosts, port)
+                        channel = await self._dial(target)
                         self._connected("opened")
-                        self._channels.add(channel)
+                        if isinstance(channel, TcpChannel):
+                            self._channels.add(channel)
                         return channel
                     except ssl.SSLCertVerificationError as error:
                         self._connected("refused")
@@ -215,10 +222,13 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, address: str, hosts: Sequence[str], port: int) -> TcpChannel:
+    async def _dial(self, target: carriers.Target) -> Channel:
         """One attempt, at every address that the names stand for; the one that answered last comes first."""
-        failure = OSError(f"{' or '.join(hosts)} has no address")
-        places = await self._resolve(hosts, port)
+        failure = OSError(f"{' or '.join(target.hosts)} has no address")
+        places = await self._resolve(target)
+        if target.scheme != carriers.TCP:
+            return await carriers.dial(target, self._options.tls)
+        address = target.text
         places.sort(key=lambda place: place != self._answered.get(address))
         for family, sockaddr in places:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -242,18 +252,23 @@ class RealHost:
                 raise
         raise failure
 
-    async def _resolve(self, hosts: Sequence[str], port: int) -> list[tuple[int, Any]]:
+    async def _resolve(self, target: carriers.Target) -> list[tuple[int, Any]]:
         """Socket families and addresses of names, if our security allows to use them."""
         loop = asyncio.get_running_loop()
         found: list[Any] = []
-        for host in hosts:
+        for host in target.hosts:
             try:
-                found += await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found += await loop.getaddrinfo(host, target.port, type=socket.SOCK_STREAM)
             except UnicodeError:
                 raise ConfigError(f"{host!r} cannot be the name of a host") from None
+        allowed = self._options.insecure or target.encrypted(has_tls=self._tls is not None)
         for *_, sockaddr in found:
             ip = ipaddress.ip_address(sockaddr[0])
-            if self._options.tls is None and not self._options.insecure and not ip.is_loopback:
+            if (
+                not target.encrypted(has_tls=self._tls is not None)
+                and not self._options.insecure
+                and not ip.is_loopback
+            ):
                 raise ConfigError(
                     f"{sockaddr[0]} is not on this machine, and plaintext is only allowed on loopback: "
                     "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "

@@ -1,4 +1,4 @@
-"""One body, two worlds: the `arena` fixture runs a test body on a pair of hosts of either world.
+"""One body, two worlds: the `arena` fixture runs a test body on a pair of hosts of either world, and over every carrier.
 
 A body is `async def body(left, right)` and never learns where it runs.
 """
@@ -78,6 +78,16 @@ class RealArena(_Arena):
         return "127.0.0.1:0"
 
 
+class WebSocketArena(RealArena):
+    def address(self, host: Host) -> str:
+        return "ws://127.0.0.1:0"
+
+
+class GrpcArena(RealArena):
+    def address(self, host: Host) -> str:
+        return "grpc://127.0.0.1:0"
+
+
 class VirtualArena(_Arena):
     def run(self, body: Body) -> Any:
         from hcsim.config import parse_scenario
@@ -90,6 +100,9 @@ class VirtualArena(_Arena):
         return f"{host.name}:0"
 
 
-@pytest.fixture(params=["real", "virtual"])
+ARENAS = {"real": RealArena, "virtual": VirtualArena, "websocket": WebSocketArena, "grpc": GrpcArena}
+
+
+@pytest.fixture(params=[*ARENAS])
 def arena(request: pytest.FixtureRequest) -> Arena:
-    return RealArena() if request.param == "real" else VirtualArena()
+    return ARENAS[request.param]()

@@ -1,0 +1,254 @@
+"""A channel over something that carries messages of bounded size, such as a gRPC stream or a WebSocket.
+
+A frame travels as pieces: its header and the beginning of its payload, then the rest. A piece is small, so a stranger can
+make us hold little before its header has been checked. What the carrier has received is not read before somebody asks for
+it, so back-pressure is the carrier's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
+from hcsim.real.tcp import FIRST_MAX_FRAME_BYTES
+from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
+from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
+
+_LINGER_S = 0.25
+"""How long a close waits for what was sent to leave."""
+_WIND_DOWN_S = 60.0
+"""How long what was sent may take to arrive, after that."""
+
+
+class Pipe(Protocol):
+    """Carries pieces in order. One task reads, one writes."""
+
+    piece_bytes: int
+
+    async def write(self, piece: bytes) -> None:
+        """Returns when there is room for the next; raises `OSError` when the connection is over."""
+
+    async def read(self) -> bytes | None:
+        """The next piece; None at the end. Raises `OSError` when the connection broke."""
+
+    async def finish(self) -> None:
+        """Say that nothing more will be written."""
+
+    async def abort(self) -> None:
+        """Let go of everything."""
+
+
+class PiecewiseChannel:
+    """A channel over a pipe, which it owns from now on."""
+
+    def __init__(self, pipe: Pipe, peer: str) -> None:
+        self._pipe = pipe
+        self._peer = peer
+        self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
+        self._over: asyncio.Future[ChannelError] = asyncio.get_running_loop().create_future()
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all that was sent has left, or never will."""
+        self._turn = asyncio.Lock()
+        self._write: asyncio.Task[None] | None = None
+        self._send_error: ChannelError | None = None
+        self._read: asyncio.Task[bytes | None] | None = None
+        self._first: bytes | None = None
+        """The first piece of a frame whose place is not known yet."""
+        self._receiving = False
+
+    @property
+    def peer(self) -> str:
+        """The other end's address."""
+        return self._peer
+
+    @property
+    def identity(self) -> str:
+        """The carrier proves membership at most."""
+        return ""
+
+    @property
+    def binding(self) -> bytes:
+        """Of the carrier's encryption nothing is known here."""
+        return b""
+
+    def limit(self, max_frame_bytes: int) -> None:
+        """Refuse larger payloads from now on."""
+        self._max_frame_bytes = max_frame_bytes
+
+    # Sending.
+
+    async def send(self, header: Header, payload: Payload = EMPTY) -> None:
+        """Send one frame; see `Channel.send`."""
+        if isinstance(payload, Phantom):
+            raise UsageError("a phantom has no bytes, so it cannot cross a real network")
+        if len(payload) != header.length:
+            raise UsageError(f"the header announces {header.length} bytes, the payload has {len(payload)}")
+        head = encode_header(header)
+        async with self._turn:
+            self._raise_if_over()
+            if self._send_error is not None:
+                raise _fresh(self._send_error)
+            self._write = asyncio.create_task(self._write_frame(head, payload), name=f"write to {self._peer}")
+            try:
+                await asyncio.wait((self._write, self._over), return_when=asyncio.FIRST_COMPLETED)
+                self._raise_if_over()
+                self._write.result()
+            except asyncio.CancelledError:
+                self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+                raise
+            except OSError as error:
+                # Only sending is over: what the peer said before it went can still be read.
+                self._send_error = ChannelBroken(f"{self._peer} ended the connection: {error}", self._peer)
+                raise self._send_error from error
+
+    async def _write_frame(self, head: bytes, payload: memoryview) -> None:
+        size = self._pipe.piece_bytes
+        await self._pipe.write(b"".join((head, payload[: size - HEADER_BYTES])))
+        for start in range(size - HEADER_BYTES, len(payload), size):
+            if self._over.done():
+                return  # the frame stays incomplete, which the peer will see
+            await self._pipe.write(bytes(payload[start : start + size]))
+
+    # Receiving.
+
+    async def recv(self, place: Place) -> tuple[Header, Payload]:
+        """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
+        self._raise_if_over()
+        if self._receiving:
+            raise UsageError(f"two tasks receive from {self._peer} at once")
+        self._receiving = True
+        try:
+            if self._first is None:
+                self._first = await self._next(within_frame=False)
+            header = self._header(self._first)
+            where = place(header)
+            while isinstance(where, asyncio.Future):
+                await asyncio.shield(where)
+                self._raise_if_over()
+                where = place(header)
+            view = _checked(where, header)
+            first, self._first = self._first, None
+            await self._fill(view, first)
+            return header, view
+        finally:
+            self._receiving = False
+
+    def _header(self, piece: bytes) -> Header:
+        try:
+            if len(piece) < HEADER_BYTES:
+                raise RemoteProtocolError(f"{self._peer} sent {len(piece)} bytes where a header belongs", self._peer)
+            header = decode_header(piece[:HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer)
+            if len(piece) - HEADER_BYTES > header.length:
+                raise RemoteProtocolError(
+                    f"{self._peer} sent more than the {header.length} bytes of a frame", self._peer
+                )
+        except RemoteProtocolError as error:
+            self._end(error)
+            raise
+        return header
+
+    async def _fill(self, view: memoryview, first: bytes) -> None:
+        have = len(first) - HEADER_BYTES
+        view[:have] = memoryview(first)[HEADER_BYTES:]
+        try:
+            while have < len(view):
+                piece = await self._next(within_frame=True)
+                if not 0 < len(piece) <= len(view) - have:
+                    raise RemoteProtocolError(f"{self._peer} sent pieces that do not make up a frame", self._peer)
+                view[have : have + len(piece)] = piece
+                have += len(piece)
+        except asyncio.CancelledError:
+            self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+            raise
+        except RemoteProtocolError as error:
+            self._end(error)
+            raise
+
+    async def _next(self, *, within_frame: bool) -> bytes:
+        """The next piece. Cancelled, it is there for the next who asks."""
+        if self._read is None:
+            self._read = asyncio.create_task(self._pipe.read(), name=f"read from {self._peer}")
+        await asyncio.wait((self._read, self._over), return_when=asyncio.FIRST_COMPLETED)
+        self._raise_if_over()
+        read, self._read = self._read, None
+        where = "in the middle of a frame" if within_frame else "between two frames"
+        try:
+            piece = read.result()
+        except (OSError, asyncio.CancelledError) as error:
+            raise self._end(
+                ChannelBroken(f"the connection to {self._peer} broke {where}: {error}", self._peer)
+            ) from None
+        if piece is None:
+            raise self._end(ChannelBroken(f"{self._peer} ended the connection {where}", self._peer))
+        return piece
+
+    # Ending.
+
+    async def close(self) -> None:
+        """End it; see `Channel.close`."""
+        if not self._over.done():
+            self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
+        await asyncio.wait((self._finished,), timeout=_LINGER_S)
+
+    def _raise_if_over(self) -> None:
+        if self._over.done():
+            raise _fresh(self._over.result())
+
+    def _end(self, error: ChannelError) -> ChannelError:
+        """Every later or waiting use raises the first error given here."""
+        if not self._over.done():
+            self._stop(error)
+        return _fresh(self._over.result())
+
+    def _stop(self, error: ChannelError) -> None:
+        self._over.set_result(error)
+        task = asyncio.create_task(self._wind_down(), name=f"wind down the channel to {self._peer}")
+        _WINDING_DOWN.add(task)
+        task.add_done_callback(_WINDING_DOWN.discard)
+
+    async def _wind_down(self) -> None:
+        """Let what was sent arrive: say that it is over, and wait until the peer says so too, or talks on."""
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_WIND_DOWN_S):
+                if self._write is not None:
+                    await asyncio.wait((self._write,))
+                await self._pipe.finish()
+                self._finished.set_result(None)
+                until_s = clock() + _LINGER_S
+                while True:
+                    self._read = self._read or asyncio.create_task(self._pipe.read())
+                    if await self._read is None or clock() > until_s:
+                        return
+                    self._read = None
+        except OSError:  # TimeoutError is one
+            pass
+        finally:
+            if not self._finished.done():
+                self._finished.set_result(None)
+            tasks = [task for task in (self._write, self._read) if task is not None]
+            for task in tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # even if the loop is being shut down
+                await self._pipe.abort()
+
+
+_WINDING_DOWN: set[asyncio.Task[None]] = set()
+"""The loop itself does not keep tasks alive."""
+
+
+def _fresh(error: ChannelError) -> ChannelError:
+    """A copy: one exception object raised in several tasks would mix their tracebacks."""
+    return type(error)(str(error), error.peer)
+
+
+def _checked(view: memoryview | None, header: Header) -> memoryview:
+    if view is None:
+        return memoryview(bytearray(header.length))
+    if len(view) != header.length or view.readonly:
+        kind = "read-only" if view.readonly else "writable"
+        raise UsageError(f"a frame of {header.length} bytes does not fit a {kind} buffer of {len(view)}")
+    return view

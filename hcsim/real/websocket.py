@@ -1,0 +1,221 @@
+"""Channels over WebSockets: they pass through HTTPS tunnels and reverse proxies.
+
+A server behind a proxy listens at ws://127.0.0.1:port/path. The path that a client asks for has to end with it, so a
+proxy may put a prefix before it or take one away. Callers with an Origin are web pages, and are sent away. Both ends ping
+while nothing else is said, for the sake of proxies that drop idle connections; whether the other machine still
+lives is for TCP's keep-alive to find out: who merely does not read for a while must not be cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from hcsim.errors import PeerRefused
+from hcsim.real.listener import listening_socket
+from hcsim.real.pieces import PiecewiseChannel
+from hcsim.real.waiting import MAX_UNACCEPTED, Unaccepted
+from hcsim.runtime.address import join_address
+from hcsim.runtime.frame import HEADER_BYTES
+
+PIECE_BYTES = 256 * 1024
+PING_S = 20.0
+_CLOSE_S = 0.2
+"""How long the other end may take to confirm the end of a connection that both have done with."""
+_END = b""
+"""The message after the last piece: what was sent before it arrives, and the other direction stays open."""
+_LATER = (502, 503, 504)
+"""What a proxy answers while the server behind it is not up."""
+
+
+class _WebSocketPipe:
+    """Pieces as binary messages."""
+
+    piece_bytes = PIECE_BYTES
+
+    def __init__(self, ws: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:
+        self._ws = ws
+        self.ended = asyncio.Event()
+        self._pinging = asyncio.create_task(self._ping(), name="keep a WebSocket alive")
+
+    async def write(self, piece: bytes) -> None:
+        if self._ws.closed:
+            raise ConnectionResetError("the WebSocket is closed")
+        await self._ws.send_bytes(piece)
+
+    async def read(self) -> bytes | None:
+        message = await self._ws.receive()
+        if message.type is aiohttp.WSMsgType.BINARY:
+            return bytes(message.data) or None
+        if message.type is aiohttp.WSMsgType.ERROR:
+            raise ConnectionResetError(f"the WebSocket broke: {message.data}")
+        if message.type is aiohttp.WSMsgType.TEXT:
+            raise ConnectionResetError("a text came over the WebSocket: that is not our protocol")
+        return None
+
+    async def finish(self) -> None:
+        if not self._ws.closed:
+            await self._ws.send_bytes(_END)
+
+    async def abort(self) -> None:
+        self._pinging.cancel()
+        try:
+            await self._ws.close()
+        finally:
+            self.ended.set()
+
+    async def _ping(self) -> None:
+        with suppress(OSError):
+            while not self._ws.closed:
+                await asyncio.sleep(PING_S)
+                await self._ws.ping()
+
+
+class _ClientPipe(_WebSocketPipe):
+    def __init__(self, ws: aiohttp.ClientWebSocketResponse, session: aiohttp.ClientSession) -> None:
+        super().__init__(ws)
+        self._session = session
+
+    async def abort(self) -> None:
+        try:
+            await super().abort()
+        finally:
+            await self._session.close()
+
+
+async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel:
+    """One attempt to open a channel."""
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+    try:
+        ws = await session.ws_connect(
+            address,
+            ssl=context if context is not None else True,
+            max_msg_size=PIECE_BYTES + HEADER_BYTES,
+            timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+        )
+        _keep_alive(ws.get_extra_info("socket"))
+        return PiecewiseChannel(_ClientPipe(ws, session), address)
+    except aiohttp.ClientConnectorCertificateError as error:
+        await session.close()
+        raise error.certificate_error from None
+    except aiohttp.ClientConnectorError as error:
+        await session.close()
+        raise error.os_error from None
+    except aiohttp.WSServerHandshakeError as error:
+        await session.close()
+        if error.status in _LATER:
+            raise ConnectionError(f"the proxy answers {error.status}") from None
+        raise PeerRefused(f"{address} is no place to connect to: it answers {error.status}", address) from None
+    except aiohttp.ClientError as error:
+        await session.close()
+        raise ConnectionError(str(error)) from None
+    except BaseException:
+        await session.close()
+        raise
+
+
+class WebSocketListener:
+    """Accepts channels at one address and path."""
+
+    def __init__(self, path: str, handshake_timeout_s: float) -> None:
+        self._path = path.rstrip("/")
+        self._handshake_timeout_s = handshake_timeout_s
+        self._address = ""
+        self._unaccepted = Unaccepted()
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._open = 0
+        self._strangers: dict[Any, asyncio.TimerHandle] = {}
+        """Connections that have not become WebSockets, each with its time limit."""
+
+    @classmethod
+    async def open(
+        cls, path: str, family: int, sockaddr: Any, context: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> WebSocketListener:
+        """Listen."""
+        self = cls(path, handshake_timeout_s)
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._called)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
+        await self._runner.setup()
+        sock = listening_socket(family, sockaddr)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._welcome, sock=sock, ssl=context, ssl_handshake_timeout=handshake_timeout_s if context else None
+        )
+        self._address = f"{'wss' if context else 'ws'}://{join_address(sock.getsockname())}{path}"
+        return self
+
+    @property
+    def address(self) -> str:
+        """With the port that was really taken."""
+        return self._address
+
+    async def accept(self) -> PiecewiseChannel:
+        """The next channel that a peer opened."""
+        return await self._unaccepted.get(self._address)
+
+    async def close(self) -> None:
+        """Accept no more; what nobody accepted is closed."""
+        if self._unaccepted.closed:
+            return
+        assert self._server is not None
+        self._server.close()
+        await self._unaccepted.close()
+        await self._clean_up()
+
+    def _welcome(self) -> asyncio.BaseProtocol:
+        """A caller that does not ask for a WebSocket in time is sent away."""
+        assert self._runner is not None and self._runner.server is not None
+        protocol = self._runner.server()
+        patience_s = self._handshake_timeout_s if len(self._strangers) < MAX_UNACCEPTED else 0.0
+        self._strangers[protocol] = asyncio.get_running_loop().call_later(patience_s, self._send_away, protocol)
+        return protocol
+
+    def _send_away(self, protocol: Any) -> None:
+        if self._strangers.pop(protocol, None) is not None:
+            protocol.force_close()
+
+    async def _called(self, request: web.Request) -> web.StreamResponse:
+        if not request.path.rstrip("/").endswith(self._path):
+            raise web.HTTPNotFound
+        if "Origin" in request.headers:
+            raise web.HTTPForbidden(text="web pages have no business here")
+        ws = web.WebSocketResponse(max_msg_size=PIECE_BYTES + HEADER_BYTES, compress=False, timeout=_CLOSE_S)
+        if not ws.can_prepare(request):
+            raise web.HTTPUpgradeRequired(text="this is a place for WebSockets")
+        if self._unaccepted.full:
+            raise web.HTTPServiceUnavailable
+        await ws.prepare(request)
+        if (waiting := self._strangers.pop(request.protocol, None)) is not None:
+            waiting.cancel()
+        transport = request.transport
+        peer = join_address(transport.get_extra_info("peername")) if transport is not None else "a WebSocket"
+        if transport is not None:
+            _keep_alive(transport.get_extra_info("socket"))
+        pipe = _WebSocketPipe(ws)
+        self._open += 1
+        try:
+            self._unaccepted.put(PiecewiseChannel(pipe, peer))
+            await pipe.ended.wait()
+        finally:
+            self._open -= 1
+            if self._unaccepted.closed and not self._open:
+                asyncio.get_running_loop().call_soon(asyncio.ensure_future, self._clean_up())
+        return ws
+
+    async def _clean_up(self) -> None:
+        """Channels that were accepted live on in the server, so it ends with the last of them."""
+        if not self._open and self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+
+def _keep_alive(sock: Any) -> None:
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

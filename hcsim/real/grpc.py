@@ -1,7 +1,8 @@
 """Channels over gRPC: one bidirectional stream of byte messages each, without generated code.
 
-Needs the extra `hcsim[grpc]`. With TLS files both sides prove their membership. gRPC insists on comparing names, ours are
-not compared (see `tls`): so the server's certificate is looked at first, and then expected under the name it has.
+Needs the extra `hcsim[grpc]`. With TLS files both sides prove their membership. gRPC's TLS has two ways of its own.
+It insists on comparing names, and ours are not compared (see `tls`): so the server's certificate is looked at first,
+and then expected under the name it has. And it does not know Ed25519: certificates for it have ECDSA or RSA keys.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError, PeerRefused
 from hcsim.real.pieces import PiecewiseChannel
@@ -96,8 +100,8 @@ async def dial(address: str, host: str, port: int, tls: TlsFiles | None) -> Piec
     if tls is None:
         channel = aio.insecure_channel(target, _OPTIONS)
     else:
-        name = await _certified_name(host, port, tls)
         credentials = grpc.ssl_channel_credentials(*_pem(tls))
+        name = await _certified_name(host, port, tls)
         channel = aio.secure_channel(target, credentials, (*_OPTIONS, ("grpc.ssl_target_name_override", name)))
     try:
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
@@ -185,6 +189,13 @@ _STOPPING: set[asyncio.Task[None]] = set()
 
 
 def _pem(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    for path in (tls.cert, tls.ca):
+        for certificate in x509.load_pem_x509_certificates(path.read_bytes()):
+            if isinstance(certificate.public_key(), Ed25519PublicKey):
+                raise ConfigError(
+                    f"{path}: gRPC's TLS does not know Ed25519 keys; use certificates with ECDSA keys for grpc:// "
+                    "addresses, or another carrier (host:port, wss://)"
+                )
     return tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
 
 

@@ -1,8 +1,8 @@
 """A channel over something that carries messages of bounded size, such as a gRPC stream or a WebSocket.
 
-A frame travels as pieces: its header and the beginning of its payload, then the rest. A piece is small, so a stranger can
-make us hold little before its header has been checked. What the carrier has received is not read before somebody asks for
-it, so back-pressure is the carrier's own.
+A frame travels as pieces: its header and the beginning of its payload, then the rest. A piece is small, so a stranger
+can make us hold little before its header has been checked. What the carrier has received is not read before somebody
+asks for it, so back-pressure is the carrier's own.
 """
 
 from __future__ import annotations

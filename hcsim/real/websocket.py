@@ -1,9 +1,9 @@
 """Channels over WebSockets: they pass through HTTPS tunnels and reverse proxies.
 
 A server behind a proxy listens at ws://127.0.0.1:port/path. The path that a client asks for has to end with it, so a
-proxy may put a prefix before it or take one away. Callers with an Origin are web pages, and are sent away. Both ends ping
-while nothing else is said, for the sake of proxies that drop idle connections; whether the other machine still
-lives is for TCP's keep-alive to find out: who merely does not read for a while must not be cut off.
+proxy may put a prefix before it or take one away. Callers with an Origin are web pages, and are sent away. Both ends
+ping now and then, for the sake of proxies that drop idle connections; whether the other machine still lives is
+for TCP's keep-alive to find out: who merely does not read for a while must not be cut off.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class WebSocketListener:
 
     def _welcome(self) -> asyncio.BaseProtocol:
         """A caller that does not ask for a WebSocket in time is sent away."""
-        assert self._runner is not None and self._runner.server is not None
+        assert self._runner is not None
+        assert self._runner.server is not None
         protocol = self._runner.server()
         patience_s = self._handshake_timeout_s if len(self._strangers) < MAX_UNACCEPTED else 0.0
         self._strangers[protocol] = asyncio.get_running_loop().call_later(patience_s, self._send_away, protocol)

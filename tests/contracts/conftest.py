@@ -1,4 +1,4 @@
-"""One body, two worlds: the `arena` fixture runs a test body on a pair of hosts of either world, and over every carrier.
+"""One body, two worlds: the `arena` fixture runs a test body on a pair of hosts of either world, over every carrier.
 
 A body is `async def body(left, right)` and never learns where it runs.
 """

@@ -362,18 +362,24 @@ def test_calls_in_flight_end_with_an_error_that_says_who_closed(arena):
 
 def test_more_calls_than_slots_wait_for_their_turn(arena):
     async def body(left, right):
-        running = most = 0
+        begun = 0
+        four, go_on = asyncio.Event(), asyncio.Event()
 
         async def work() -> None:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            await right.clock.sleep(0.001)
-            running -= 1
+            nonlocal begun
+            begun += 1
+            if begun == 4:
+                four.set()
+            await go_on.wait()
 
         near, far = await ends(arena, left, right, theirs=[work], limits=Limits(max_calls=4))
-        await asyncio.gather(*(near.call("work") for _ in range(40)))
-        assert most == 4
+        calls = [left.spawn(near.call("work"), name="call") for _ in range(40)]
+        await four.wait()
+        await right.clock.sleep(0.05)
+        assert begun == 4
+        go_on.set()
+        await asyncio.gather(*calls)
+        assert begun == 40
         await closed(near, far)
 
     arena.run(body)

@@ -147,6 +147,7 @@ class Kept(msgspec.Struct, frozen=True):
 
     generation: int = 0
     ranks: dict[str, int] = {}
+    owners: dict[str, str] = {}
     committed: Checkpoint | None = None
 
 

@@ -99,7 +99,7 @@ class Coordinator:
 
     async def _register(self, who: Register) -> Registered:
         endpoint = serving_endpoint()
-        registered, effects = self.state.register(who, self._now())
+        registered, effects = self.state.register(who, self._now(), endpoint.channel.identity)
         self._who[endpoint] = who
         before = self._lines.get(who.worker)
         self._lines[who.worker] = endpoint

@@ -99,6 +99,8 @@ class State:
         self.workers: dict[str, Entry] = {}
         self.ranks = dict(kept.ranks)
         """Who had which rank last, the gone included."""
+        self.owners = dict(kept.owners)
+        """Which node a worker's name belongs to, where nodes prove who they are."""
         self.generation = kept.generation
         self.roster: Roster | None = None
         self.over = "the coordinator has started anew" if kept.generation else "no generation has been formed yet"
@@ -110,13 +112,15 @@ class State:
 
     def kept(self) -> Kept:
         """What must outlive a restart."""
-        return Kept(self.generation, self.ranks, self.rounds.committed)
+        return Kept(self.generation, self.ranks, self.owners, self.rounds.committed)
 
     # What workers ask.
 
-    def register(self, who: Register, now: float) -> tuple[Registered, list[Effect]]:
-        """A worker calls, for the first time or again."""
+    def register(self, who: Register, now: float, node: str = "") -> tuple[Registered, list[Effect]]:
+        """A worker calls, for the first time or again, from a node that has proved who it is (or has not)."""
         effects = self._awoke(now)
+        if self.owners.get(who.worker, node) != node:
+            raise CallRefused(f"the name {who.worker} belongs to another node: choose another one")
         entry = self.workers.get(who.worker)
         if entry is not None and entry.who.life != who.life:
             if entry.attached and now - entry.heard_s < self.policy.silence_s:
@@ -128,6 +132,8 @@ class State:
             entry = None
         if entry is None:
             entry = self.workers[who.worker] = Entry(who, self._rank_for(who.worker), now)
+            if node:
+                self.owners[who.worker] = node
             effects += [Keep(), Note(f"{entry.name} registers, at {who.address}"), *self._superseded()]
         entry.attached, entry.heard_s = True, now
         return Registered(entry.rank, self.policy), effects
@@ -259,6 +265,7 @@ class State:
                 raise CallRefused(f"{worker} is one too many: the {self.policy.workers} workers are all there")
             own = next((rank for rank in free if rank not in known), free[0])
             self.ranks.pop(known.get(own, ""), None)
+            self.owners.pop(known.get(own, ""), None)
         self.ranks[worker] = own
         return own
 

@@ -18,6 +18,7 @@ import asyncio
 import inspect
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -160,7 +161,7 @@ class Endpoint:
         """What the procedure returns at the other end, or the error that it ends with there.
 
         Arrays among the arguments are not to be changed before the answer is there."""
-        known = procedure if isinstance(procedure, Procedure) else Procedure(procedure, {}, Any)
+        known = procedure if isinstance(procedure, Procedure) else _of_any_type(procedure)
         within = _SERVING.get(None)
         if within is not None and within.over:
             within = None
@@ -409,6 +410,11 @@ class Endpoint:
         serving.over = True
         self._serving.pop(serving.call.number, None)
         self._inbox.forget((OF_CALL, serving.call.number))
+
+
+@lru_cache(1024)
+def _of_any_type(name: str) -> Procedure[Any]:
+    return Procedure(name, {}, Any)
 
 
 def _value_of(ref: RemoteRef[Any]) -> Any:

@@ -127,6 +127,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 Message: TypeAlias = Call | Result | Failure | Cancel | Release
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
@@ -139,7 +140,6 @@ def decode(payload: Payload, peer: str) -> Message:
     if isinstance(payload, Phantom):
         raise RemoteProtocolError(f"{peer} sent a message without content", peer)
     try:
-        message: Message = msgspec.msgpack.decode(payload, type=Message)
+        return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
-    return message

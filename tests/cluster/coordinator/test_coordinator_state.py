@@ -177,3 +177,15 @@ def test_a_time_that_is_none_is_refused_by_its_key(key, value):
 def test_numbers_that_make_no_cluster_are_refused_by_their_key(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         Policy(**{"workers": 2, **changes})
+
+
+def test_a_name_belongs_to_the_node_that_first_proved_to_have_it():
+    state = State(Policy(workers=2), "test", Kept(), 0.0)
+    state.register(Register("a", 1, "a:1"), 0.0, "node-a")
+    for thief in ("node-b", ""):
+        with pytest.raises(CallRefused, match="belongs to another node"):
+            state.register(Register("a", 2, "b:1"), 100.0, thief)
+    restarted = State(Policy(workers=2), "test", state.kept(), 200.0)
+    with pytest.raises(CallRefused, match="belongs to another node"):
+        restarted.register(Register("a", 2, "b:1"), 200.0, "node-b")
+    assert restarted.register(Register("a", 2, "a:1"), 200.0, "node-a")[0].rank == 0

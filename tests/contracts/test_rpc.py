@@ -226,6 +226,24 @@ def test_what_is_too_large_is_refused_at_both_ends(arena):
     arena.run(body)
 
 
+def test_results_that_nobody_reads_are_bounded(arena):
+    async def wide() -> np.ndarray:
+        return np.zeros(40 * MIB, np.uint8)
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        far = Endpoint(right, server, registry(wide), Limits(max_held_bytes=100 * MIB))
+        for number in range(1, 6):  # a peer that asks and does not read
+            data = encode(Call(number, "wide", Parcel(b"\x90")))
+            await client.send(Header(len(data), Kind.CONTROL), memoryview(data))
+        while far.busy or not far._outbox._queue:
+            await right.clock.sleep(0.01)
+        assert far._outbox.results_bytes <= 100 * MIB
+        await far.close()
+
+    arena.run(body)
+
+
 def test_our_errors_keep_their_class_and_others_come_as_text(arena):
     class Odd(Exception):
         pass

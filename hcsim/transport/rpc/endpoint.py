@@ -249,8 +249,9 @@ class Endpoint:
                 self._landed(*await self.channel.recv(self._place))
         except ChannelError as error:
             self._end(error)
-        except MemoryError:
-            self._end(ChannelBroken(f"there is no memory for what {self.channel.peer} sends", self.channel.peer))
+        except Exception as error:  # no memory for an array, say
+            peer = self.channel.peer
+            self._end(ChannelBroken(f"what came from {peer} could not be taken: {error!r}", peer))
         finally:
             with suppress(ChannelError):
                 await self.channel.close()
@@ -404,6 +405,12 @@ class Endpoint:
             packed = pack(value, self._refs, self.limits)
         except UsageError as error:
             raise CallRefused(f"what {call.name} returned is not sent: {error}") from None
+        size_bytes = arrays_bytes(packed.parcel)
+        if self._outbox.results_bytes + size_bytes > self.limits.max_held_bytes:
+            unlend(packed.parcel.loans, self._refs)
+            raise CallRefused(
+                f"what {call.name} returned is not sent: too many bytes of results wait to be read already"
+            )
         return Outgoing(Result(call.number, packed.parcel), OF_RESULT, packed.arrays, self.limits.segment_bytes, value)
 
     def _served(self, serving: _Serving) -> None:

@@ -40,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_array_bytes: int = 1 << 30
     """Of all arrays in one message."""
     max_held_bytes: int = 1 << 31
-    """Of all arrays that are being received."""
+    """Of all arrays that are being received, and of all results that wait to be sent."""
     max_refs: int = 4096
     """Values that are lent to the peer at once."""
     segment_bytes: int = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind
-from hcsim.transport.rpc.messages import Message, encode
+from hcsim.transport.rpc.messages import OF_RESULT, Message, encode
 
 
 class Outgoing:
@@ -29,6 +29,7 @@ class Outgoing:
         self.frames = _frames(message, step, arrays, segment_bytes)
         self.keep = keep
         """What must live until all is sent."""
+        self.results_bytes = sum(map(len, arrays)) if step == OF_RESULT else 0
         self.begun = False
         self.dropped = False
 
@@ -40,10 +41,13 @@ class Outbox:
         self._channel = channel
         self._queue: deque[Outgoing] = deque()
         self._wanted: asyncio.Future[None] | None = None
+        self.results_bytes = 0
+        """Of arrays that we have returned and not sent yet."""
 
     def put(self, outgoing: Outgoing) -> None:
         """Send it when its turn comes."""
         self._queue.append(outgoing)
+        self.results_bytes += outgoing.results_bytes
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
@@ -61,6 +65,8 @@ class Outbox:
             outgoing.begun = True
             await self._channel.send(*frame)
             self._queue.append(outgoing)
+        else:
+            self.results_bytes -= outgoing.results_bytes
 
 
 def _frames(

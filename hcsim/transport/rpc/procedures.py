@@ -56,7 +56,9 @@ class Procedure(Generic[R]):
 
 
 class Registry:
-    """The functions that a peer may call, and the errors of ours that travel as themselves."""
+    """The functions that a peer may call, and the errors of ours that travel as themselves.
+
+    An array that a function returns is not copied: it is not to be changed before it is sent."""
 
     def __init__(self, errors: Sequence[type[HcsimError]] = ()) -> None:
         self.errors = {**OUR_ERRORS, **{error.__name__: error for error in errors}}

@@ -264,11 +264,7 @@ class RealHost:
         allowed = self._options.insecure or target.encrypted(has_tls=self._tls is not None)
         for *_, sockaddr in found:
             ip = ipaddress.ip_address(sockaddr[0])
-            if (
-                not target.encrypted(has_tls=self._tls is not None)
-                and not self._options.insecure
-                and not ip.is_loopback
-            ):
+            if not allowed and not ip.is_loopback:
                 raise ConfigError(
                     f"{sockaddr[0]} is not on this machine, and plaintext is only allowed on loopback: "
                     "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "

@@ -236,9 +236,9 @@ def test_results_that_nobody_reads_are_bounded(arena):
         for number in range(1, 6):  # a peer that asks and does not read
             data = encode(Call(number, "wide", Parcel(b"\x90")))
             await client.send(Header(len(data), Kind.CONTROL), memoryview(data))
-        while far.busy or not far._outbox._queue:
+        while far.busy or not far.unread_bytes:
             await right.clock.sleep(0.01)
-        assert far._outbox.results_bytes <= 100 * MIB
+        assert far.unread_bytes <= 100 * MIB
         await far.close()
 
     arena.run(body)
@@ -466,7 +466,7 @@ def test_a_foreign_or_released_reference_is_refused(arena):
         counter = await near.call("lend_counter")
         with pytest.raises(UsageError, match="another channel"):
             await other.call("increase", counter)
-        guessed = RemoteRef("Counter", book=other._refs, number=7)
+        guessed = RemoteRef("Counter", book=other._line.refs, number=7)
         with pytest.raises(CallRefused, match="7"):
             await other.call("increase", guessed)
         await near.close()

@@ -198,6 +198,14 @@ def test_a_release_of_what_is_not_held_is_the_peers_fault():
         refs.released(parcel.loans[0].number, 1)
 
 
+def test_nothing_is_lent_over_a_channel_that_has_ended():
+    refs = book()
+    parcel = pack(RemoteRef.lend([1]), refs, Limits()).parcel
+    refs.close()
+    assert refs.lent == 0
+    refs.released(parcel.loans[0].number, 1)  # a call that was never sent gives back what it was to lend
+
+
 def test_only_so_much_is_lent_at_once():
     refs = Refs("peer", 2, lambda number, times: None, nowhere)
     with pytest.raises(UsageError, match="drop"):

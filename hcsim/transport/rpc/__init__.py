@@ -5,14 +5,16 @@
 - `refs`: handles to values that stay with their owner
 - `messages`, `inbox`, `outbox`: what travels, put together and sent in turns
 - `failures`: how errors travel
+- `calling`, `serving`: the two directions, over a `line`
 - `endpoint`: one end of a channel
 """
 
 from __future__ import annotations
 
-from hcsim.transport.rpc.endpoint import Endpoint, serving_endpoint
+from hcsim.transport.rpc.endpoint import Endpoint
 from hcsim.transport.rpc.messages import Limits
 from hcsim.transport.rpc.procedures import Procedure, Registry
 from hcsim.transport.rpc.refs import RemoteRef
+from hcsim.transport.rpc.serving import serving_endpoint
 
 __all__ = ["Endpoint", "Limits", "Procedure", "Registry", "RemoteRef", "serving_endpoint"]

@@ -21,6 +21,7 @@ from hcsim.transport.rpc.messages import Loan, Parcel
 T = TypeVar("T")
 Handles: TypeAlias = "dict[tuple[int, int], RemoteRef[Any]]"
 """The references in a parcel, by (OURS or YOURS, number)."""
+Fetch: TypeAlias = Callable[["RemoteRef[Any]", Any, "float | None"], Awaitable[Any]]
 
 OURS, YOURS = 0, 1
 """Whose value a handle in a message stands for, as its sender sees it."""
@@ -84,7 +85,7 @@ class Refs:
         peer: str,
         max_refs: int,
         dropped: Callable[[int, int], None],
-        fetch: Callable[[RemoteRef[Any], Any, float | None], Awaitable[Any]],
+        fetch: Fetch,
     ) -> None:
         self.peer = peer
         self.fetch = fetch
@@ -129,6 +130,8 @@ class Refs:
 
     def released(self, number: int, times: int) -> None:
         """The peer has dropped it, or it was never sent."""
+        if self._closed:
+            return
         if self._times.get(number, 0) < times:
             raise RemoteProtocolError(f"{self.peer} released reference {number}, which it does not hold", self.peer)
         self._times[number] -= times

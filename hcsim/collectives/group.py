@@ -37,7 +37,7 @@ from hcsim.collectives.plan import Plan, Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
-from hcsim.errors import CollectiveError, UsageError
+from hcsim.errors import CollectiveError, HcsimError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
@@ -101,6 +101,11 @@ class Group:
         order = ring_order(links.bandwidth_Bps, links.latency_s) if self.size > 2 else ()
         self.options = msgspec.structs.replace(self.options, links=links, order=order)
         return links
+
+    @property
+    def error(self) -> HcsimError | None:
+        """Why it has ended, if it has."""
+        return self._fate.error
 
     def fail(self, reason: str, peer: int | None = None) -> None:
         """End it here and at the others, for a reason that it cannot see by itself."""

@@ -33,7 +33,7 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
     us.meet(group, view)
     headers = [Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header(), np.int64))]
     right = max(range(group.size), key=lambda rank: (headers[rank].standing, -rank))
-    await _same_intent(group, us, [header.intent for header in headers], right)
+    await same_intent(group, us.intent, [header.intent for header in headers], right)
     await us.resolve(headers[right])
 
     prints, steps, _ = await _told(group, us)
@@ -86,11 +86,11 @@ def _routes(view: View, same_era: list[bool], lacking: list[bool]) -> list[Route
     return routes
 
 
-async def _same_intent(group: Group, us: Trainee, digests: list[int], right: int) -> None:
+async def same_intent(group: Group, ours: bytes, digests: list[int], right: int) -> None:
     """Whoever was started with other settings than those who are right says so, and leaves the others alone."""
     if all(digest == digests[right] for digest in digests):
         return
-    text = np.frombuffer(us.intent, np.uint8)
+    text = np.frombuffer(ours, np.uint8)
     lengths = [int(array_of(each)[0]) for each in await group.all_gather(np.array([text.size]))]
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     if texts[group.rank] != texts[right]:

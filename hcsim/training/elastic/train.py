@@ -16,20 +16,23 @@ When this returns, the member has trained to the end or left; it is for the call
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group
+from hcsim.collectives.group import Group, Options
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, ConfigError, HcsimError, UsageError
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
+from hcsim.training.elastic.served import Served
 from hcsim.training.elastic.synchronise import synchronise
 from hcsim.training.elastic.trainee import Trainee
-from hcsim.training.run import Observer, Report
+from hcsim.training.run import Observer, Report, Run
+from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.transport.mesh import Membership, Wire
 
@@ -49,62 +52,105 @@ async def elastic_train(
     """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed.
 
     `what` is a task of one's own; once `leaving` is set, this member leaves after the step that is under way."""
-    member = _Member(Trainee(host, settings, seed, what), conductor, wire or Wire(), observer)
-    member.ballot.leaving = leaving
-    member.checkpoints = checkpoints
-    if checkpoints is not None and (data := checkpoints.vault.load()) is not None:
-        member.trainee.checkpoint = decode(data)
+    part = _part(host, conductor, settings, seed, what, leaving, checkpoints, observer)
     epoch = -1
     while True:
         view = await conductor.view(after=epoch)
         epoch = view.epoch
-        if await member.follow(view):
+        if await _follow(host, conductor, view, wire or Wire(), part):
             break
     if observer is not None:
-        observer.finished(member.trainee.run)
-    return member.trainee.run.report()
+        observer.finished(part.run)
+    return part.run.report()
+
+
+class Part(Protocol):
+    """What a member does in a training, from view to view."""
+
+    @property
+    def run(self) -> Run:
+        """From the first view on."""
+
+    def options(self, view: View) -> Options:
+        """How a view's group works."""
+
+    async def train(self, group: Group, view: View) -> bool:
+        """Train in this view for as long as it lasts; whether that was all."""
+
+
+async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part) -> bool:
+    """Take part in a view; whether that was all."""
+    rank = view.rank(conductor.us)
+    if rank is None:
+        raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
+    addresses = tuple(member.address for member in view.members)
+    membership = Membership(rank, addresses, view.lineage, view.epoch, wire)
+    group = await Group.open(host, membership, part.options(view))
+    over = conductor.over(view.epoch)
+    watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
+    host.trace("view", view.epoch, rank, len(addresses))
+    try:
+        return await part.train(group, view)
+    except CollectiveError as error:
+        host.trace("view failed", view.epoch, str(error))
+        if not over.done():
+            conductor.broken(view.epoch, error.peer, str(error))
+        return False
+    except HcsimError as error:
+        group.fail(f"{conductor.us.name} ended: {error}", rank)
+        raise
+    finally:
+        watching.cancel()
+        await group.close()
+
+
+def _part(
+    host: Host,
+    conductor: Conductor,
+    settings: Training,
+    seed: int,
+    what: Task | None,
+    leaving: asyncio.Event | None,
+    checkpoints: Checkpoints | None,
+    observer: Observer | None,
+) -> Part:
+    if isinstance(strategy(settings.strategy), ParameterServer):
+        if checkpoints is not None:
+            raise ConfigError("a parameter server keeps a standby, and no checkpoints: train without them")
+        served = Served(host, settings, seed, what, conductor)
+        served.leaving, served.observer = leaving, observer
+        return served
+    member = _Member(Trainee(host, settings, seed, what), conductor, observer)
+    member.ballot.leaving = leaving
+    member.checkpoints = checkpoints
+    if checkpoints is not None and (data := checkpoints.vault.load()) is not None:
+        member.trainee.checkpoint = decode(data)
+    return member
 
 
 class _Member:
-    """Follows views."""
+    """Holds a replica, and votes."""
 
-    def __init__(self, trainee: Trainee, conductor: Conductor, wire: Wire, observer: Observer | None) -> None:
+    def __init__(self, trainee: Trainee, conductor: Conductor, observer: Observer | None) -> None:
         self.trainee = trainee
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
         self.checkpoints: Checkpoints | None = None
         self._conductor = conductor
-        self._wire = wire
         self._observer = observer
         self._due = 0
         """The step after which to save."""
 
-    async def follow(self, view: View) -> bool:
-        """Train in this view for as long as it lasts; whether that was all."""
-        trainee, conductor = self.trainee, self._conductor
-        rank = view.rank(conductor.us)
-        if rank is None:
-            raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
-        addresses = tuple(member.address for member in view.members)
-        membership = Membership(rank, addresses, view.lineage, view.epoch, self._wire)
-        group = await Group.open(trainee.host, membership, trainee.options(view))
-        over = conductor.over(view.epoch)
-        watching = trainee.host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
-        trainee.host.trace("follows", view.epoch, rank, len(addresses))
-        try:
-            return await self._train(group, view)
-        except CollectiveError as error:
-            trainee.host.trace("view failed", view.epoch, str(error))
-            if not over.done():
-                conductor.broken(view.epoch, error.peer, str(error))
-            return False
-        except HcsimError as error:
-            group.fail(f"{conductor.us.name} ended: {error}", rank)
-            raise
-        finally:
-            watching.cancel()
-            await group.close()
+    @property
+    def run(self) -> Run:
+        """From the first view on."""
+        return self.trainee.run
 
-    async def _train(self, group: Group, view: View) -> bool:
+    def options(self, view: View) -> Options:
+        """How a view's group works."""
+        return self.trainee.options(view)
+
+    async def train(self, group: Group, view: View) -> bool:
+        """Train in this view for as long as it lasts; whether that was all."""
         trainee = self.trainee
         await synchronise(group, view, trainee)
         run = trainee.run

@@ -44,13 +44,24 @@ class Saved(msgspec.Struct, frozen=True):
 
 def save(rounds: Rounds, learner: Learner) -> Saved:
     """The state as it is now; copies."""
-    workers = {
-        name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes) for name, m in rounds.members.items()
-    }
     arrays = {OPTIMIZER + name: array for name, array in learner.stepper.state().items()}
     if not isinstance(learner.replica.parameters, Phantom):
         arrays[PARAMETERS] = learner.replica.parameters.copy()
-    return Saved(rounds.version, workers, arrays)
+    return Saved(rounds.version, records(rounds), arrays)
+
+
+def records(rounds: Rounds) -> dict[str, Record]:
+    """What is remembered of all workers."""
+    return {
+        name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes) for name, m in rounds.members.items()
+    }
+
+
+def recall(workers: Mapping[str, Record], rounds: Rounds, now: float) -> None:
+    """Remember that."""
+    for name, record in workers.items():
+        # As if we had heard it just now: if all is done, it may still want the final model.
+        rounds.members[name] = Member(lost_s=now, heard_s=now, **msgspec.structs.asdict(record))
 
 
 def restore(saved: Saved, rounds: Rounds, learner: Learner, now: float) -> None:
@@ -62,9 +73,7 @@ def restore(saved: Saved, rounds: Rounds, learner: Learner, now: float) -> None:
         {name.removeprefix(OPTIMIZER): array for name, array in saved.arrays.items() if name.startswith(OPTIMIZER)}
     )
     rounds.version = saved.version
-    for name, record in saved.workers.items():
-        # As if we had heard it just now: if all is done, it may still want the final model.
-        rounds.members[name] = Member(lost_s=now, heard_s=now, **msgspec.structs.asdict(record))
+    recall(saved.workers, rounds, now)
 
 
 def _refill(parameters: npt.NDArray[np.float32], arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:

@@ -6,6 +6,7 @@ answers given agree between any two.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -41,6 +42,9 @@ class Server:
         self.reception = Reception(learner, gradients, rounds, job=job)
         self.on_update: Callable[[Saved], Awaitable[None]] | None = None
         """Given the state after every update, before anybody is told of it: what it saves then is never taken back."""
+        self.before_telling: Callable[[], Awaitable[None]] | None = None
+        """Called after every update, before anybody is told of it, with the gradients still in place."""
+        self._stopping = False
         self._learner = learner
         self._host = learner.host
         self._length = gradients.length
@@ -64,6 +68,11 @@ class Server:
             raise DeadlineExceeded(f"the parameter server gave up at version {ended.version}: {ended.error}")
         return ended
 
+    def stop(self) -> None:
+        """End between two events. Workers are told nothing: another server will go on from this one's state."""
+        self._stopping = True
+        self.reception.events.put_nowait((lambda _: [], asyncio.get_running_loop().create_future()))
+
     async def _decide(self) -> Done:
         while True:
             now = self._now()
@@ -78,6 +87,8 @@ class Server:
             await self._do(event(self._now()))
             if not handled.done():
                 handled.set_result(None)
+            if self._stopping:
+                return Done(self.rounds.version)
 
     def _now(self) -> float:
         """Our clock, without its leaps back."""
@@ -111,6 +122,8 @@ class Server:
         self._host.trace("parameter server", "version", self.rounds.version)
         if self.on_update is not None:
             await self.on_update(save(self.rounds, self._learner))
+        if self.before_telling is not None:
+            await self.before_telling()
 
     async def _model(self) -> Payload:
         parameters = self._learner.replica.parameters

@@ -7,6 +7,7 @@ growing pauses for at most `patience_s`; on a connection nothing may be silent f
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -55,6 +56,10 @@ class Worker:
         self.accepted = 0
         """How many of our pushes have counted."""
         self.done: Done | None = None
+        self.reachable = asyncio.Event()
+        """Whether there is a server to call; see `redirect`."""
+        self.reachable.set()
+        self.connect_timeout_s = policy.patience_s
         self.learner = learner
         self.gradients = gradients
         self._host = learner.host
@@ -78,7 +83,7 @@ class Worker:
         `batch` gives the samples for a version and a number of accepted pushes, None when there are no
         more; `counted` is told the version that each of our pushes led to, and its loss.
         """
-        self._address = address
+        self._address = self._address or address
         try:
             done = await self._work(batch, counted)
             if self.version != done.version:
@@ -90,6 +95,16 @@ class Worker:
         finally:
             await self._hang_up()
         return done
+
+    async def redirect(self, address: str) -> None:
+        """From now on the server is there; empty: there is none, and we wait until there is one."""
+        self._address = address
+        if address:
+            self.reachable.set()
+        else:
+            self.reachable.clear()
+        if self._line is not None:
+            await self._line.close()  # what we asked there is asked again
 
     @property
     def sent_bytes(self) -> int:
@@ -194,6 +209,8 @@ class Worker:
 
     async def _call(self, failure: Exception | None) -> Line[Answer]:
         """Connect and introduce ourselves, again and again until our patience ends."""
+        await self.reachable.wait()
+        called = self._address
         try:
             async with self._host.clock.timeout(self._policy.patience_s):
                 backoff_s = FIRST_BACKOFF_S
@@ -208,6 +225,8 @@ class Worker:
                     await self._host.clock.sleep(backoff_s * (0.5 + self._draw.random()))
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         except TimeoutError:
+            if called != self._address:
+                return await self._call(failure)
             raise DeadlineExceeded(
                 f"the parameter server at {self._address} was not reached in {self._policy.patience_s:g} s: {failure}"
             ) from None
@@ -222,7 +241,8 @@ class Worker:
         return line
 
     async def _connect(self) -> Line[Answer]:
-        channel = await self._host.connect(self._address, timeout_s=self._policy.patience_s)
+        await self.reachable.wait()
+        channel = await self._host.connect(self._address, timeout_s=self.connect_timeout_s)
         return Line(channel, self._host.clock, answer, silence_s=self._policy.silence_s)
 
     async def _introduce(self, line: Line[Answer]) -> Welcome | Refused:

@@ -1,0 +1,127 @@
+"""A parameter server whose machine dies, and its workers: every push that was accepted counts once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from hcsim.config import AnyFault, Crash, Pause, Reset, Training
+from hcsim.errors import ConfigError
+from hcsim.training.elastic.checkpoint import Checkpoints, InStore
+from hcsim.units import PositiveSeconds, Seconds
+from tests.switches import on_switch
+from tests.training.elastic.linear import LAYOUT, ORDER, SLOPES, Linear
+from tests.training.elastic.script import Cluster, Outcome, train
+
+SWITCH = on_switch("abcd", rate="10 Mb/s", latency="0.5 ms")
+SYNC = Training(strategy="parameter_server", steps=8, timeout_s=PositiveSeconds(4))
+CONVEX = replace(SYNC, task="convex", evaluate_every=8)
+MODES = ("parameter_server", "parameter_server:async", "parameter_server:bounded,staleness=6")
+
+
+def mean(lo: int, hi: int) -> np.ndarray:
+    return SLOPES[ORDER[lo:hi]].astype(np.float64).mean(axis=0)
+
+
+def moved(outcome: Outcome, lr: float = 0.5) -> np.ndarray:
+    run = outcome.watchers[outcome.cluster.done[-1]].run
+    assert run is not None
+    return -np.asarray(run.learner.replica.parameters, np.float64) / lr
+
+
+def regrouping(*times: float) -> object:
+    """The view ends at these times, with nobody lost."""
+
+    def prepare(cluster: Cluster) -> None:
+        for time in times:
+            cluster.world.later(time, cluster.lose, "by the script")
+
+    return prepare
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "int8+ef"])
+def test_every_push_counts_once_however_often_the_server_starts_anew(compressor: str) -> None:
+    chosen = replace(SYNC, compressor=compressor)
+    outcome = train(SWITCH, chosen, prepare=regrouping(0.021, 0.14, 0.2317, 0.301), what=lambda host: Linear())
+    assert len(outcome.cluster.views) > 3
+    total = 16 * moved(outcome)
+    for name in "abcd":
+        run = outcome.watchers[name].run
+        assert run is not None
+        for tensor in LAYOUT.tensors:
+            owed = run.compressor.state().get(f"own/residual/{tensor.name}")
+            total[tensor.span] += 0 if owed is None else owed.reshape(-1)
+    gradients = sum(16 * mean(16 * step, 16 * step + 16) for step in range(8))
+    np.testing.assert_allclose(total, gradients, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_the_next_member_takes_over_from_a_server_that_dies_at_any_moment(number: int) -> None:
+    """The round under way is of the three others; with the batches that they had, or with new ones."""
+    crash = Crash(at_s=Seconds(0.0201 + 0.0021 * number), node="a", clean=bool(number % 2))
+    outcome = train(SWITCH, SYNC, faults=[crash], what=lambda host: Linear())
+    assert sorted(outcome.cluster.done) == list("bcd")
+    outcome.sha256()
+    found = moved(outcome)
+
+    def if_lost_in(version: int, first: int) -> np.ndarray:
+        """`first` is where the batches of that round began, after the position of its version."""
+        at = 16 * version
+        rounds = [mean(16 * v, 16 * v + 16) for v in range(version)]
+        rounds.append(mean(at + first, at + first + 12))
+        rounds += [mean(at + 12 * v, at + 12 * v + 12) for v in range(1, 8 - version)]
+        return np.sum(rounds, axis=0)
+
+    tried = [if_lost_in(version, first) for version in range(8) for first in (0, 4)]
+    assert sum(np.allclose(found, each, rtol=1e-4, atol=1e-4) for each in tried) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Crash(at_s=Seconds(0.061), node="b")],
+        [Crash(at_s=Seconds(0.061), node="d", clean=False)],
+        [Crash(at_s=Seconds(0.061), node="a"), Crash(at_s=Seconds(0.21), node="b")],
+        [Crash(at_s=Seconds(0.061), node="a"), Crash(at_s=Seconds(0.0612), node="b")],
+        [Crash(at_s=Seconds(0.061), node="a"), Crash(at_s=Seconds(0.306), node="b")],
+        [Pause(at_s=Seconds(0.061), node="a", duration_s=Seconds(6))],
+        [Reset(at_s=Seconds(0.061), between=("a", "b")), Reset(at_s=Seconds(0.063), between=("a", "c"))],
+    ],
+    ids=["standby", "worker", "one after the other", "both at once", "at the end", "pause", "reset"],
+)
+def test_training_comes_to_its_end_with_one_model(mode: str, faults: list[AnyFault]) -> None:
+    outcome = train(SWITCH, replace(CONVEX, strategy=mode), faults=faults)
+    outcome.sha256()
+    dead = {fault.node for fault in faults if isinstance(fault, Crash)}
+    assert {*outcome.cluster.done} == {*"abcd"} - dead
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_come_and_go_and_the_server_goes_too(mode: str) -> None:
+    events = {name: asyncio.Event() for name in "abcd"}
+
+    def prepare(cluster: Cluster) -> None:
+        def on_step(name: str, step: int) -> None:
+            if step >= 4:
+                events["a"].set()
+
+        cluster.on_step = on_step
+
+    chosen = replace(CONVEX, strategy=mode, steps=12)
+    outcome = train(
+        SWITCH, chosen, first="abc", plan=[(3, "abcd")], prepare=prepare, leaving=lambda host: events[host.name]
+    )
+    assert sorted(outcome.cluster.done) == list("bcd")
+    outcome.sha256()
+
+
+def test_what_has_no_meaning_with_a_parameter_server_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give one figure"):
+        raise train(SWITCH, replace(CONVEX, batch=(1, 2, 3, 4))).error("a")
+    kept = train(SWITCH, CONVEX, checkpoints=lambda host: Checkpoints(2, InStore(host.store)))
+    with pytest.raises(ConfigError, match="no checkpoints"):
+        raise kept.error("a")

@@ -23,7 +23,7 @@ from hcsim.cluster.view import View
 from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import is_finite
-from hcsim.errors import Diverged, TrainingError
+from hcsim.errors import CompressionError, Diverged, TrainingError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.layout import Bucket, Layout
@@ -138,8 +138,18 @@ class Votes:
             )
         raise Diverged(f"before step {step} the replicas were not alike, and now they are: some machine's memory fails")
 
+    def cannot_send(self, step: int, error: CompressionError) -> None:
+        """What our gradients came to on the way cannot be encoded, or what others sent cannot be decoded."""
+        if (count := self._counted(step)) >= ATTEMPTS:
+            us = self._ballot.conductor.us.name
+            raise TrainingError(f"step {step} was tried {count} times, and ended on {us}: {error}") from error
+
+    def _counted(self, step: int) -> int:
+        self._ballot.refused[step] = self._ballot.refused.get(step, 0) + 1
+        return self._ballot.refused[step]
+
     def _refused(self, step: int, votes: list[_Vote]) -> None:
-        count = self._ballot.refused[step] = self._ballot.refused.get(step, 0) + 1
+        count = self._counted(step)
         against = [rank for rank, vote in enumerate(votes) if vote.objection >= 0]
         tensor = self._ballot.layout.tensors[votes[against[0]].objection].name
         self._group.host.trace("step refused", step, self._names(against), tensor)

@@ -122,6 +122,10 @@ class Served:
         self._began = State()
         self._ready: list[str] = []
         """Members whose workers have the final model."""
+        self._serving: Server | None = None
+        self._served_bytes = 0
+        """Sent by servers that we were, less what our worker sent to them."""
+        self._before_serving = 0
         self._noted = 0
         self._loss = float("nan")
         self._lr = 0.0
@@ -265,8 +269,15 @@ class Served:
         step = self._step_of(version, self._began)
         if step > self._noted:
             self._noted = self.run.step = step
-            self.run.other_sent_bytes = self._worker.sent_bytes
+            self._count_bytes()
             self.run.note(step, self._loss)
+
+    def _count_bytes(self) -> None:
+        """What crosses the network: a worker beside its server speaks over the machine's own loopback."""
+        server = self._serving
+        near = self._worker.sent_bytes - self._before_serving if server is not None else 0
+        sent = server.reception.sent_bytes(without=self._worker.name) if server is not None else 0
+        self.run.other_sent_bytes = self._served_bytes + sent + self._worker.sent_bytes - near
 
     # A view ends.
 
@@ -304,7 +315,8 @@ class Served:
     # The server.
 
     async def _serve(self, group: Group, view: View) -> bool:
-        server = self._opened(group, view)
+        server = self._serving = self._opened(group, view)
+        self._before_serving = self._worker.sent_bytes
         host, _ = split_address(group.addresses[0])
         listener = await self._host.listen(join_address((host, 0)))
         serving = self._host.spawn(server.run(listener), name="parameter server")
@@ -318,6 +330,10 @@ class Served:
             outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
             assert self._held is not None
             self._held.version, self._held.workers = server.rounds.version, records(server.rounds)
+            self._serving = None
+            self._served_bytes += server.reception.sent_bytes(without=self._worker.name)
+            self._served_bytes -= self._worker.sent_bytes - self._before_serving
+        self._count_bytes()
         if isinstance(outcome, BaseException):
             raise outcome
         if group.size > 1:

@@ -22,7 +22,7 @@ from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group, Options
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, ConfigError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, CompressionError, ConfigError, HcsimError, UsageError
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
@@ -92,6 +92,7 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     try:
         return await part.train(group, view)
     except CollectiveError as error:
+        group.fail(str(error), error.peer)
         host.trace("view failed", view.epoch, str(error))
         if not over.done():
             conductor.broken(view.epoch, error.peer, str(error))
@@ -158,7 +159,12 @@ class _Member:
             self._due = run.step - run.step % self.checkpoints.every + self.checkpoints.every
         votes = run.pact = Votes(self.ballot, group, view, self._settled)
         run.observer = self._observer
-        await trainee.method.train(run)
+        try:
+            await trainee.method.train(run)
+        except CompressionError as error:
+            # The others wait for what we cannot send: all try this step once more.
+            votes.cannot_send(run.step, error)
+            raise CollectiveError(f"{self._conductor.us.name} cannot send: {error}", peer=group.rank) from error
         if run.step >= run.settings.steps:
             await votes.confirmed(run.step)
             return True

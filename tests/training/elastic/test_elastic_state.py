@@ -182,6 +182,21 @@ def test_a_gradient_that_is_not_finite_twice_ends_training_with_the_node_the_ste
             raise outcome.error(name)
 
 
+@pytest.mark.parametrize("times", [[3], [3, 4]])
+def test_what_grows_too_large_on_the_way_is_tried_once_more_too(times: list[int]) -> None:
+    def spoil(number: int, gradients: np.ndarray) -> None:
+        if number in times:
+            gradients[:] = 3e38
+
+    chosen = replace(LINEAR, compressor="powersgd:2")
+    outcome = train(SWITCH, chosen, what=lambda host: Linear(spoil))
+    if len(times) == 1:
+        assert outcome.sha256() == train(SWITCH, chosen, what=lambda host: Linear()).sha256()
+    else:
+        with pytest.raises(TrainingError, match=r"step 2 was tried 2 times, and ended on . *: "):
+            raise next(error for error in map(outcome.error, "abcd") if isinstance(error, TrainingError))
+
+
 def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint() -> None:
     def kept(host: Host) -> Checkpoints:
         return Checkpoints(2, InStore(host.store))

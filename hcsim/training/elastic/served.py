@@ -153,6 +153,12 @@ class Served:
         finally:
             await self._worker.redirect("")
 
+    async def close(self) -> None:
+        """End the worker, which lives from view to view."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.gather(self._working, return_exceptions=True)
+
     # Whoever knows most tells the first two.
 
     async def _synchronise(self, group: Group, view: View) -> None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group, Options
@@ -53,12 +55,18 @@ async def elastic_train(
 
     `what` is a task of one's own; once `leaving` is set, this member leaves after the step that is under way."""
     part = _part(host, conductor, settings, seed, what, leaving, checkpoints, observer)
+    wire = wire or Wire()
+    # A newcomer calls while the others are still busy with their step.
+    wire = msgspec.structs.replace(wire, connect_timeout_s=max(wire.connect_timeout_s, settings.timeout_s))
     epoch = -1
-    while True:
-        view = await conductor.view(after=epoch)
-        epoch = view.epoch
-        if await _follow(host, conductor, view, wire or Wire(), part):
-            break
+    try:
+        while True:
+            view = await conductor.view(after=epoch)
+            epoch = view.epoch
+            if await _follow(host, conductor, view, wire, part):
+                break
+    finally:
+        await part.close()
     if observer is not None:
         observer.finished(part.run)
     return part.run.report()
@@ -76,6 +84,9 @@ class Part(Protocol):
 
     async def train(self, group: Group, view: View) -> bool:
         """Train in this view for as long as it lasts; whether that was all."""
+
+    async def close(self) -> None:
+        """Nothing goes on after this."""
 
 
 async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part) -> bool:
@@ -180,6 +191,9 @@ class _Member:
             return False
         await self._conductor.leave()
         return True
+
+    async def close(self) -> None:
+        """Nothing goes on between views."""
 
     async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
         """What those who leave still owe is owed by the first who stays."""

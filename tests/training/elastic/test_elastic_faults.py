@@ -39,12 +39,12 @@ def test_a_crash_at_any_moment_of_a_step_changes_only_who_takes_part(compressor:
     """In the reduction, in the vote, and between the vote and the update: each member's turn comes."""
     chosen = replace(CONVEX, compressor=compressor)
     plans = set()
-    for number in range(16):
-        crash = Crash(at_s=Seconds(0.004 + 0.0017 * number), node="abcd"[number % 4], clean=number % 3 > 0)
+    for number in range(10):
+        crash = Crash(at_s=Seconds(0.004 + 0.0028 * number), node="abcd"[number % 4], clean=number % 3 > 0)
         faulty = train(SWITCH, chosen, first=ABCD, faults=[crash])
         check(faulty, chosen)
         plans.add(str(faulty.plan()))
-    assert len(plans) > 4
+    assert len(plans) > 2
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

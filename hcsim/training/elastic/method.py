@@ -58,6 +58,9 @@ class Method(Protocol):
     def take_up(self, tallies: Sequence[Tally]) -> None:
         """What all members have done, by their new ranks."""
 
+    def compresses(self, group: Group) -> bool:
+        """Whether this member's compressor is used in the group, and has to know what the others' know."""
+
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Who computes with how many samples, given each member's batch size."""
 
@@ -93,6 +96,10 @@ class Replicated:
     def take_up(self, tallies: Sequence[Tally]) -> None:
         """Nobody has anything of its own."""
 
+    def compresses(self, group: Group) -> bool:
+        """All do."""
+        return True
+
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """To each its own."""
         return tuple(sizes)
@@ -102,8 +109,20 @@ class Replicated:
         await ddp(run, self._aggregator(run))
 
 
+class InHomes(Replicated):
+    """One member of each home speaks for the others, to the other homes."""
+
+    def compresses(self, group: Group) -> bool:
+        """Those who speak."""
+        return any(home[0] == group.rank for home in group.options.groups)
+
+
 class StandingBy(Replicated):
     """The first member computes; the others do as it says."""
+
+    def compresses(self, group: Group) -> bool:
+        """Nothing is compressed."""
+        return False
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, lambda run: _Told(run.group))
@@ -150,6 +169,10 @@ class Travelling:
         """Everybody's ways. Whoever has gone none while others have sits this period out."""
         self._journey.samples = [tally.samples for tally in tallies]
         self._journey.step = max(tally.gone for tally in tallies)
+
+    def compresses(self, group: Group) -> bool:
+        """All do."""
+        return True
 
     def dealt(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """To each its own."""

@@ -99,9 +99,11 @@ class Votes:
         """The update is applied here."""
         await self._settled()
 
-    async def confirmed(self, step: int) -> None:
-        """All have come to the end, with the same model; whoever hears it may go."""
-        await self._gathered(step, _Vote(await self._print(), -1, 0, 0))
+    async def confirmed(self, step: int) -> bool:
+        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it."""
+        later = self._ballot.conductor.superseded(self._view.epoch)
+        votes = await self._gathered(step, _Vote(await self._print(), -1, later, 0))
+        return not any(vote.superseded for vote in votes)
 
     async def _print(self) -> int:
         alike = self._ballot.alike()

@@ -15,6 +15,8 @@ or by all of a state that arrived whole.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hcsim.cluster.view import View
@@ -36,46 +38,71 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
     await same_intent(group, us.intent, [header.intent for header in headers], right)
     await us.resolve(headers[right])
 
-    prints, steps, _ = await _told(group, us)
-    _check_alike(view, headers, right, prints, steps)
-    lacking = [prints[rank] != prints[right] or steps[rank] != steps[right] for rank in range(group.size)]
-    routes = _routes(view, [header.era == headers[right].era for header in headers], lacking)
-    giving = {taker: us.parcel(whole=lacking[taker]) for giver, taker in routes if giver == group.rank}
+    told = await _told(group, us)
+    # Of those who are right, one whose compressor remembers something: where homes have speakers, only theirs do.
+    right = max(range(group.size), key=lambda r: (headers[r].era, told[r].step, told[r].memory != 0, -r))
+    _check_alike(view, headers, told, right)
+    model = [each.print != told[right].print or each.step != told[right].step for each in told]
+    memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]
+    outdated = [header.era != headers[right].era for header in headers]
+    givers = [
+        not (model[rank] or outdated[rank]) and told[rank].memory == told[right].memory for rank in range(group.size)
+    ]
+    takers = [any(needs) for needs in zip(model, memory, outdated, strict=True)]
+    routes = _routes(view, givers, takers)
+    giving = {t: us.parcel(model=model[t], memory=memory[t]) for giver, t in routes if giver == group.rank}
     if routes:
         for parcel in await relay(group, routes, giving):
             us.adopt(parcel)
             _check_sizes(view, group.rank, us)
 
-    prints, steps, tallies = await _told(group, us)
-    if any(each != prints[0] for each in prints) or any(step != steps[0] for step in steps):
+    told = await _told(group, us)
+    speaking = {each.memory for each in told if each.compresses}
+    if len({(each.print, each.step) for each in told}) != 1 or len(speaking) > 1:
         raise CollectiveError("what was handed over did not arrive as it was", phase="synchronising")
-    us.regroup(group, view, tallies)
+    us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])
     us.host.trace("synchronised", view.epoch, us.run.step)
 
 
-async def _told(group: Group, us: Trainee) -> tuple[list[int], list[int], list[Tally]]:
-    """Everybody's fingerprint, step, and tally."""
+class _Told(NamedTuple):
+    """What a member holds."""
+
+    print: int
+    memory: int
+    """Its compressor's fingerprint; 0 where that remembers nothing."""
+    compresses: int
+    """Whether it will have to know that in this view."""
+    step: int
+    samples: int
+    gone: int
+
+
+async def _told(group: Group, us: Trainee) -> list[_Told]:
     await group.host.device.touch(us.method.alike.nbytes)
-    ours = np.array([us.fingerprint(), us.run.step, *us.method.tally(us.run)], np.int64)
-    rows = [[int(number) for number in array_of(each)] for each in await group.all_gather(ours)]
-    return [row[0] for row in rows], [row[1] for row in rows], [Tally(*row[2:]) for row in rows]
+    ours = _Told(
+        us.fingerprint(), us.memory_fingerprint(), us.method.compresses(group), us.run.step, *us.method.tally(us.run)
+    )
+    gathered = await group.all_gather(np.array(ours, np.int64))
+    return [_Told(*(int(number) for number in array_of(each))) for each in gathered]
 
 
-def _check_alike(view: View, headers: list[Header], right: int, prints: list[int], steps: list[int]) -> None:
-    for rank, header in enumerate(headers):
-        same = (header.era, steps[rank]) == (headers[right].era, steps[right])
-        if same and prints[rank] != prints[right]:
+def _check_alike(view: View, headers: list[Header], told: list[_Told], right: int) -> None:
+    truth = told[right]
+    for rank, each in enumerate(told):
+        if (headers[rank].era, each.step) != (headers[right].era, truth.step):
+            continue
+        if each.print != truth.print or each.memory not in (0, truth.memory):
             names = view.members[right].name, view.members[rank].name
             raise Diverged(
-                f"{names[0]} and {names[1]} went the same way to step {steps[rank]}, and their models or optimizers "
-                "differ: memory or arithmetic failed on one of them"
+                f"{names[0]} and {names[1]} went the same way to step {each.step}, and their models, optimizers or "
+                "compressors differ: memory or arithmetic failed on one of them"
             )
 
 
-def _routes(view: View, same_era: list[bool], lacking: list[bool]) -> list[Route]:
-    """Who gives to whom: to everybody who is not of the newest era, or lacks something of it."""
-    givers = [rank for rank in range(len(lacking)) if same_era[rank] and not lacking[rank]]
-    takers = [rank for rank in range(len(lacking)) if not same_era[rank] or lacking[rank]]
+def _routes(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
+    """Who gives to whom: each from another as far as possible, and from its own home if somebody there has it."""
+    givers = [rank for rank, gives in enumerate(giving) if gives]
+    takers = [rank for rank, takes in enumerate(taking) if takes]
     given = dict.fromkeys(givers, 0)
     routes = []
     for taker in takers:

@@ -177,8 +177,7 @@ class _Member:
             votes.cannot_send(run.step, error)
             raise CollectiveError(f"{self._conductor.us.name} cannot send: {error}", peer=group.rank) from error
         if run.step >= run.settings.steps:
-            await votes.confirmed(run.step)
-            return True
+            return await votes.confirmed(run.step)
         if not votes.leavers:
             return False
         try:

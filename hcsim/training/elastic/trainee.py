@@ -20,7 +20,7 @@ from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic.fingerprint import of_all
-from hcsim.training.elastic.method import Held, Method, Replicated, StandingBy, Tally, Travelling
+from hcsim.training.elastic.method import Held, InHomes, Method, Replicated, StandingBy, Tally, Travelling
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.standing import Era, Header, Past
 from hcsim.training.learner import Learner
@@ -42,6 +42,7 @@ from hcsim.training.tasks import task
 
 OWN = "own/"
 """What a compressor's state calls what each rank holds for itself."""
+MEMORY = "compressor/"
 
 
 class About(msgspec.Struct, frozen=True):
@@ -54,6 +55,8 @@ class About(msgspec.Struct, frozen=True):
     """A step, and how many samples were dealt out before it: where the next batches begin."""
     sizes: dict[str, int]
     """Batch sizes by node, where each has its own."""
+    memory: bool
+    """Whether what compressors remember goes with it; that may be nothing."""
 
 
 class Trainee:
@@ -118,7 +121,9 @@ class Trainee:
         self.reloaded = False
         self._start = run.step, since
         self.compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
-        self.compressor.restore(run.compressor.state())
+        # What a compressor that is not used remembers would not stay what the others' remember.
+        kept = run.compressor.state() if self.method.compresses(group) else self.owed()
+        self.compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})
         self.method.take_up(tallies)
         run.regroup(group, self._dealt(view), self.compressor)
 
@@ -166,32 +171,36 @@ class Trainee:
                 run.drop()
 
     def fingerprint(self) -> int:
-        """Of all that must be alike."""
-        return of_all(self._shared())
+        """Of what all must hold alike."""
+        return of_all(self.method.shared())
 
-    def parcel(self, *, whole: bool) -> Parcel:
-        """What a newcomer needs; or only what one needs to know who has the rest already."""
-        about = About(self.era, self.past, self.run.step, self.since, self.sizes)
-        return Parcel(msgspec.msgpack.encode(about), self._shared() if whole else {})
+    def memory_fingerprint(self) -> int:
+        """Of what the compressors of all who compress must remember alike; 0 for nothing."""
+        return of_all(self._memory())
+
+    def parcel(self, *, model: bool, memory: bool) -> Parcel:
+        """What another member lacks; at least it has to know where we are."""
+        about = About(self.era, self.past, self.run.step, self.since, self.sizes, memory)
+        arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
+        return Parcel(msgspec.msgpack.encode(about), arrays)
 
     def adopt(self, parcel: Parcel) -> None:
         """Go on from there. What error feedback owes is kept if all that it followed from counts."""
         about = msgspec.msgpack.decode(parcel.about, type=About)
         own = self._own_that_counts(about)
-        if parcel.arrays:
+        if "parameters" in parcel.arrays:
             self.method.adopt(parcel.arrays, about.step)
-            shared = {name.removeprefix("compressor/"): array for name, array in parcel.arrays.items()}
-            own = {**own, **{name: array for name, array in shared.items() if name.startswith("shared/")}}
-        else:
-            own = {**own, **{n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}}
-        self.run.compressor.restore({n: array for n, array in own.items() if not isinstance(array, Phantom)})
+        memory = parcel.arrays if about.memory else self._memory()
+        state = own | {n.removeprefix(MEMORY): array for n, array in memory.items() if n.startswith(MEMORY)}
+        self.run.compressor.restore({name: array for name, array in state.items() if not isinstance(array, Phantom)})
         self.era, self.past, self.sizes = about.era, about.past, about.sizes
         self.run.step = about.step
         self._start = about.step, about.since
 
     def saved(self) -> Parcel:
         """All that we would need to go on from here, were we started anew."""
-        return Parcel(self.parcel(whole=False).about, {**self._shared(), **self.owed()})
+        saved = self.parcel(model=True, memory=True)
+        return Parcel(saved.about, {**saved.arrays, **self.owed()})
 
     def _reload(self, checkpoint: Parcel) -> None:
         self.adopt(checkpoint)
@@ -221,12 +230,8 @@ class Trainee:
             run.drop()
         return {} if self.reloaded or counted is None or counted < run.step else self.owed()
 
-    def _shared(self) -> Held:
-        state = self.run.compressor.state()
-        return {
-            **self.method.shared(),
-            **{f"compressor/{name}": array for name, array in state.items() if not name.startswith(OWN)},
-        }
+    def _memory(self) -> Held:
+        return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
 
 
 def _method(settings: Training, learner: Learner) -> Method:
@@ -237,7 +242,7 @@ def _method(settings: Training, learner: Learner) -> Method:
         case DataParallel():
             return Replicated(learner, one_level)
         case HierarchicalParallel():
-            return Replicated(learner, hierarchical)
+            return InHomes(learner, hierarchical)
         case LocalSgd() | DiLoCo():
             return Travelling(learner, one_level, chosen.every, optimizer(settings), chosen.outer)
     raise ConfigError(f'strategy = "{settings.strategy}" cannot go on with other members')

@@ -243,7 +243,8 @@ def train(
         own = {name: given(host) if callable(given) else given for name, given in options.items()}
         theirs = (unlike or {}).get(host.name, settings)
         report = await elastic_train(host, cluster.conductor(host.name), theirs, SEED, watchers[host.name], **own)
-        if report.steps == settings.steps:
+        run = watchers[host.name].run
+        if run is not None and run.step == theirs.steps:
             cluster.finished(host.name)
         return report
 

@@ -89,6 +89,24 @@ def test_other_strategies_that_step_together_go_on_as_well(strategy: str) -> Non
         assert faulty.sha256() == without_faults(faulty, HOMES, chosen).sha256()
 
 
+def test_who_speaks_for_a_home_next_knows_what_the_compressors_of_the_others_remember() -> None:
+    """PowerSGD's factors are known to those who speak; one of them dies, a newcomer comes, and another dies."""
+    chosen = replace(CONVEX, strategy="hierarchical", compressor="powersgd:2+ef", timeout_s=PositiveSeconds(2.0))
+    names = [node.name for node in HOMES.nodes]
+    crashes = [Crash(at_s=Seconds(1.0), node=names[2]), Crash(at_s=Seconds(2.2), node=names[0])]
+    faulty = train(HOMES, chosen, first=names[:1] + names[2:], plan=[(1, names)], faults=crashes)
+    assert len(faulty.plan()) > 2
+    assert sorted(faulty.cluster.done) == [names[1], names[3]]
+    assert faulty.sha256() == without_faults(faulty, HOMES, chosen).sha256()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "diloco:3"])
+def test_a_newcomer_that_comes_in_the_last_step_gets_the_final_model(strategy: str) -> None:
+    outcome = train(SWITCH, replace(CONVEX, strategy=strategy), first="abc", plan=[(6, "abcd")])
+    assert sorted(outcome.cluster.done) == list("abcd")
+    assert outcome.sha256() == train(SWITCH, replace(CONVEX, strategy=strategy), first="abc").sha256()
+
+
 def test_a_newcomer_learns_with_the_others_from_the_next_step_on_and_no_step_is_wasted() -> None:
     grown = train(SWITCH, CONVEX, first="ab", plan=[(2, "abc"), (4, "abcde")])
     assert grown.plan() == [(0, ["a", "b"]), (2, ["a", "b", "c"]), (4, ["a", "b", "c", "d", "e"])]

@@ -85,6 +85,7 @@ class Group:
         fate = Fate(mesh)
         if options is not None and options.conducted:
             mesh.on_newer = None
+            mesh.patient = True
         await mesh.open()
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 

@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError, UsageError
+from hcsim.errors import (
+    ChannelBroken,
+    ChannelError,
+    DeadlineExceeded,
+    HcsimError,
+    PeerRefused,
+    RemoteProtocolError,
+    UsageError,
+)
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
@@ -93,6 +101,8 @@ class Mesh:
         self.on_link: Callable[[Link], None] | None = None
         self.on_newer: Callable[[int, int], None] | None = None
         """Called with a rank that is ahead of us, and its epoch."""
+        self.patient = False
+        """Whether one that hangs up on our hello is called again: it may just be leaving its last epoch for ours."""
         self.newest_epoch = us.epoch
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
@@ -217,6 +227,11 @@ class Mesh:
             if theirs.rank != rank:
                 raise PeerRefused(f"{us.addresses[rank]} should be rank {rank}, but says it is rank {theirs.rank}")
             channel.limit(MAX_FRAME_BYTES)
+        except ChannelBroken:
+            await channel.close()
+            if self.patient:
+                return None
+            raise
         except BaseException:
             await channel.close()
             raise

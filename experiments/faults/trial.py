@@ -43,6 +43,8 @@ METHODS = (
     ("ddp", "powersgd:2+ef", 1),
     ("local_sgd:4", "none", 2),
     ("diloco:4", "int8+ef", 1),
+    ("parameter_server", "none", 1),
+    ("single", "none", 1),
 )
 """Strategy, compressor, and how often they are drawn."""
 

@@ -15,6 +15,10 @@ class Conductor(Protocol):
     def us(self) -> Member:
         """This node, in this life."""
 
+    @property
+    def identified(self) -> bool:
+        """Whether members prove on every channel which node they are."""
+
     async def view(self, after: int) -> View:
         """The newest view, once it is later than epoch `after`, has us in it and is large enough to work in."""
 

@@ -66,6 +66,7 @@ class Node:
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line)
         self._control = me.control
+        self._identified = bool(me.namespace)
 
     async def start(self) -> None:
         """Take calls, and look for the others."""
@@ -92,6 +93,11 @@ class Node:
     def us(self) -> Member:
         """This node, in this life."""
         return self._us
+
+    @property
+    def identified(self) -> bool:
+        """In a cluster with a secret they do."""
+        return self._identified
 
     async def view(self, after: int) -> View:
         """The newest view, once it is later than `after`, has us in it and is large enough to work in."""

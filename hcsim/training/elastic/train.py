@@ -95,11 +95,12 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     if rank is None:
         raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
     addresses = tuple(member.address for member in view.members)
-    membership = Membership(rank, addresses, view.lineage, view.epoch, wire)
+    identities = view.nodes if conductor.identified else ()
+    membership = Membership(rank, addresses, view.lineage, view.epoch, wire, identities)
     group = await Group.open(host, membership, part.options(view))
     over = conductor.over(view.epoch)
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
-    host.trace("view", view.epoch, rank, len(addresses))
+    host.trace("follows", view.epoch, rank, len(addresses))
     try:
         return await part.train(group, view)
     except CollectiveError as error:

@@ -127,6 +127,8 @@ class Scripted:
     def us(self) -> Member:
         return self._cluster.member(self._name)
 
+    identified = False
+
     async def view(self, after: int) -> View:
         while True:
             for view in self._cluster.views[after + 1 :]:

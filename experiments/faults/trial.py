@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from hcsim.config import (
 from hcsim.config.schedule import random_faults
 from hcsim.launch import simulate_cluster
 from hcsim.rng import stream
+from hcsim.runtime.channel import Phantom
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds
@@ -101,17 +103,19 @@ class _Witness:
     def finished(self, run: Run) -> None:
         """A member came to the end."""
         parameters = run.learner.replica.parameters
-        assert not isinstance(parameters, type(None))
-        self.parameters[run.group.host.name] = parameters.copy()  # type: ignore[union-attr]
+        assert not isinstance(parameters, Phantom)
+        self.parameters[run.group.host.name] = parameters.copy()
 
 
-def run_trial(scenario: Scenario) -> Trial:
+def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host, what: None) -> Trial:
     """Run it, and hold it to the laws."""
     events: list[Event] = []
     witness = _Witness()
     training = scenario.training
     assert training is not None
-    outcome = simulate_cluster(scenario, sink=events.extend, observer=witness, what=Slopes(), limit_s=LIMIT_S)
+    outcome = simulate_cluster(
+        scenario, sink=events.extend, observer=witness, tell=tell, what=Slopes(), limit_s=LIMIT_S
+    )
     names = [node.name for node in scenario.nodes]
     results: dict[str, Report | BaseException] = dict(zip(names, outcome.results, strict=True))
     evidence = Evidence(

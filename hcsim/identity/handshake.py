@@ -194,7 +194,8 @@ class Handshake:
             raise Fault(Reason.WRONG_ROLE)
         if not hmac.compare_digest(theirs.namespace, self._us.secret.namespace):
             raise Fault(Reason.OTHER_CLUSTER)
-        if theirs.public == self._us.key.public:
+        # In the same life it is ourselves: a worker that calls the server beside it.
+        if theirs.public == self._us.key.public and theirs.boot != self._us.boot:
             raise Fault(Reason.COPIED_IDENTITY)
         self._hello = self._hello or self._make_hello()
         assert self._secret_nonce is not None

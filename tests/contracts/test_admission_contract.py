@@ -69,7 +69,7 @@ def test_members_know_each_other_and_talk(arena: Arena) -> None:
     ("caller", "reason", "words"),
     [
         (member("left", THEIRS), Reason.OTHER_CLUSTER, "another cluster"),
-        (member("right"), Reason.COPIED_IDENTITY, "node_key was copied"),
+        (member("right", boot=77), Reason.COPIED_IDENTITY, "node_key was copied"),
     ],
 )
 def test_who_is_refused_hears_why_and_so_does_who_refuses(

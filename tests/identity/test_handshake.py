@@ -59,11 +59,18 @@ def test_two_members_admit_each_other_and_know_whom() -> None:
     assert (listener.theirs.node_id, listener.theirs.boot) == (member("caller").key.node_id, 3)
 
 
+def test_a_node_may_call_itself_in_the_same_life() -> None:
+    """A worker calls the server beside it; whoever has a copy of our key is in another life."""
+    caller, listener = pair(member("caller", key="listener", boot=5), member("listener", boot=5), (b"", b""))
+    play(caller, listener)
+    assert (caller.state, listener.state) == (State.ADMITTED, State.ADMITTED)
+
+
 @pytest.mark.parametrize(
     ("listener", "bindings", "reason"),
     [
         (member("listener", secret=THEIRS), (b"", b""), Reason.OTHER_CLUSTER),
-        (member("listener", key="caller"), (b"", b""), Reason.COPIED_IDENTITY),
+        (member("listener", key="caller", boot=77), (b"", b""), Reason.COPIED_IDENTITY),
         (member("listener"), (b"one connection", b"another"), Reason.FOREIGN_PROOF),
         (member("listener"), (b"", b"tls"), Reason.FOREIGN_PROOF),
     ],

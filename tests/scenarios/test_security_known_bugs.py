@@ -40,9 +40,9 @@ SHORT = Options(timeout_s=3.0)
 _machines = itertools.count()
 
 
-def member(name: str, secret: ClusterSecret = OURS) -> Credentials:
+def member(name: str, secret: ClusterSecret = OURS, boot: int = 1) -> Credentials:
     draws = stream(1, "fresh", next(_machines)).randbytes
-    return Credentials(NodeKey(hashlib.sha256(name.encode()).digest()), secret, 1, draws)
+    return Credentials(NodeKey(hashlib.sha256(name.encode()).digest()), secret, boot, draws)
 
 
 def node(name: str) -> str:
@@ -214,7 +214,7 @@ def test_copied_identity() -> None:
     async def body(mini: VirtualHost, copy: VirtualHost, studio: VirtualHost) -> None:
         listener = await AdmittedHost(mini, member("mini")).listen("mini:1")
         with pytest.raises(AdmissionRefused, match=r"node_key was copied.*delete it on one of them") as refused:
-            await AdmittedHost(copy, member("mini")).connect(listener.address)
+            await AdmittedHost(copy, member("mini", boot=77)).connect(listener.address)
         assert refused.value.reason == Reason.COPIED_IDENTITY.name
         friend = await AdmittedHost(studio, member("studio")).connect(listener.address)
         assert (await listener.accept()).identity == node("studio")

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.errors import (
+    ChannelError,
+    CompressionError,
+    DeadlineExceeded,
+    HcsimError,
+    PeerRefused,
+    RemoteProtocolError,
+)
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
@@ -112,7 +119,7 @@ class Worker:
         return self._sent_bytes + (self._line.sent_bytes if self._line is not None else 0)
 
     async def _work(self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], None]) -> Done:
-        refusals = 0
+        refusals, spoiled = 0, False
         while True:
             await self._pull()
             if self.done is not None:
@@ -125,7 +132,15 @@ class Worker:
                 assert isinstance(ended, Done)  # the only answer to this
                 return ended
             loss = await self.learner.gradients(samples)
-            match await self._push(len(samples)):
+            try:
+                verdict = await self._push(len(samples))
+            except CompressionError:
+                if spoiled:
+                    raise
+                spoiled = True  # once may be the machine's mishap, twice is the model
+                continue
+            spoiled = False
+            match verdict:
                 case Accepted(_, version):
                     self.accepted, refusals = self.accepted + 1, 0
                     counted(version, loss)
@@ -142,8 +157,12 @@ class Worker:
         """What became of the gradients in place. What they did not carry over is kept only if they counted."""
         compressor, version = self.gradients.compressor, self.version
         pack = partial(self.gradients.pack, self.learner.replica.gradients, samples, version)
-        with self.learner.ledger.spent_on("encode"):
-            sizes, packed = await self._host.device.run(self.gradients.encode_work, pack)
+        try:
+            with self.learner.ledger.spent_on("encode"):
+                sizes, packed = await self._host.device.run(self.gradients.encode_work, pack)
+        except CompressionError:
+            compressor.abandon(version)
+            raise
         payload = packed if isinstance(packed, Phantom) else packed.data
         self._sequence += 1
         push = Push(self._sequence, version, samples, compressor.spec, sizes)

@@ -45,6 +45,8 @@ class Board:
 class Reader:
     """One member's conductor."""
 
+    identified = False
+
     def __init__(self, board: Board, us: Member) -> None:
         self._board = board
         self.us = us

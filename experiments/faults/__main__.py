@@ -1,0 +1,125 @@
+"""Clusters under random faults: does what must always hold, hold?
+
+    python -m experiments.faults --seeds 1000
+    python -m experiments.faults --seed 17            one of them, with all that its nodes say
+    python -m experiments.faults --figure             how long until a loss is noticed, and until training goes on
+
+Each seed is a home of two to eight Macs on Ethernet, Wi-Fi or both, a strategy, a compressor, and a schedule of faults
+that heal. The Macs find each other, prove who they are, agree on views and train; `laws` is then held against
+the trace and the results. A seed that breaks a law is printed with the command that replays it, and with the
+shortest list of faults that still does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from experiments import asked
+from experiments.faults.trial import Trial, run_trial, scenario_of, shortened
+from hcsim.config import FAULTS, write_faults
+
+console = Console(soft_wrap=True)
+
+
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first on.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Only this one; tells all that its nodes say.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes at once.")] = os.cpu_count() or 1,
+    figure: Annotated[bool, typer.Option("--figure", help="Draw detection and recovery against heartbeats.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("results"),
+    json: Annotated[str | None, typer.Option(help="Write one row for each seed to this file.")] = None,
+) -> None:
+    """Hold random clusters to what must always hold."""
+    asked.check_json(json)
+    if figure:
+        from experiments.faults.figure import draw
+
+        draw(out, workers)
+        return
+    if seed is not None:
+        raise typer.Exit(_replay(seed))
+    started_s = perf_counter()
+    trials = []
+    with Progress(*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+        bar = progress.add_task("seeds", total=seeds)
+        for trial in _trials(range(first, first + seeds), workers):
+            trials.append(trial)
+            progress.advance(bar)
+            if trial.wrong:
+                progress.console.print(_told(trial), markup=False)
+    asked.write_json(json, [msgspec.to_builtins(trial) for trial in sorted(trials, key=lambda each: each.seed)])
+    _report(trials, perf_counter() - started_s)
+    if any(trial.wrong for trial in trials):
+        raise typer.Exit(1)
+
+
+def _trials(seeds: range, workers: int) -> Iterator[Trial]:
+    if workers == 1:
+        yield from map(_trial, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_trial, seeds)
+
+
+def _trial(seed: int) -> Trial:
+    return run_trial(scenario_of(seed))
+
+
+def _told(trial: Trial) -> str:
+    lines = "\n".join(f"  {law}" for law in trial.wrong)
+    return f"seed {trial.seed} ({trial.nodes} nodes, {trial.method}):\n{lines}\n  {_command(trial.seed)}"
+
+
+def _command(seed: int) -> str:
+    return f"python -m experiments.faults --seed {seed}"
+
+
+def _replay(seed: int) -> int:
+    scenario = scenario_of(seed)
+    console.print(f"# {len(scenario.nodes)} nodes, {scenario.training}", markup=False, highlight=False)
+    console.print(write_faults(scenario.faults), markup=False, highlight=False)
+    trial = run_trial(scenario, tell=lambda host, what: console.print(f"{host}: {what}", markup=False, highlight=False))
+    console.print(f"virtual time {trial.virtual_s:.1f} s, {trial.views} views, trace sha256 {trial.trace_sha256}")
+    if not trial.wrong:
+        console.print("every law held")
+        return 0
+    console.print(_told(trial), markup=False, highlight=False)
+    console.print("the shortest list of faults that still does it:")
+    console.print(write_faults(shortened(scenario).faults), markup=False, highlight=False)
+    return 1
+
+
+def _report(trials: list[Trial], wall_s: float) -> None:
+    fired: Counter[str] = Counter()
+    for trial in trials:
+        fired.update(trial.fired)
+    table = Table("fault", "struck", box=None, pad_edge=False)
+    for kind in FAULTS:
+        table.add_row(kind, str(fired[kind]))
+    console.print(table)
+    wrong = sum(bool(trial.wrong) for trial in trials)
+    hours = sum(trial.virtual_s for trial in trials) / 3600
+    console.print(
+        f"{len(trials)} seeds, {60 * len(trials) / wall_s:.0f} a minute, {hours:.1f} h of virtual time, "
+        f"{sum(trial.views for trial in trials)} views, {sum(fired.values())} faults"
+    )
+    console.print(f"laws broken by {wrong} seeds" if wrong else "every law held in every seed")
+    if never := [kind for kind in FAULTS if not fired[kind]]:
+        console.print(f"never struck: {', '.join(never)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -27,7 +27,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from experiments import asked
-from experiments.faults.trial import Trial, run_trial, scenario_of, shortened
+from experiments.faults.trial import Trial, run_trial, scenario_of, shortened, trial_of
 from hcsim.config import FAULTS, write_faults
 
 console = Console(soft_wrap=True)
@@ -68,14 +68,10 @@ def main(
 
 def _trials(seeds: range, workers: int) -> Iterator[Trial]:
     if workers == 1:
-        yield from map(_trial, seeds)
+        yield from map(trial_of, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_trial, seeds)
-
-
-def _trial(seed: int) -> Trial:
-    return run_trial(scenario_of(seed))
+        yield from pool.imap_unordered(trial_of, seeds)
 
 
 def _told(trial: Trial) -> str:

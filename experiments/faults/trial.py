@@ -137,6 +137,11 @@ def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host
     )  # fmt: skip
 
 
+def trial_of(seed: int) -> Trial:
+    """What comes of a seed."""
+    return run_trial(scenario_of(seed))
+
+
 def _forgets(fault: AnyFault, name: str) -> bool:
     return (isinstance(fault, Restart) and fault.node == name and fault.state != "kept") or (
         isinstance(fault, CopiedIdentity) and fault.node == name

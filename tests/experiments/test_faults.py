@@ -1,0 +1,93 @@
+"""Random faults: the laws can fail, a schedule is what its seed says, and some seeds hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from experiments.faults.laws import LAWS, Evidence, violations
+from experiments.faults.slopes import expected
+from experiments.faults.trial import run_trial, scenario_of
+from hcsim.config import FAULTS, Crash, parse_scenario, write_faults
+from hcsim.training.run import Report
+from hcsim.units import Seconds
+
+SEEDS = (2, 4, 13, 28)
+
+
+def report(**changes: Any) -> Report:
+    return replace(Report(0, 3, 1.0, 0, {}, (), "aa"), **changes)
+
+
+def evidence(*further: tuple[Any, ...], **changes: Any) -> Evidence:
+    """A run of two members and three steps in which all is well, and what a test adds to it."""
+    events: list[tuple[Any, ...]] = []
+    for host in ("a", "b"):
+        events += [(0, "view", host, "L", 1, "a,b"), (0, "follows", host, 1, 0, 2), (0, "synchronised", host, 1, 0)]
+        for step in range(3):
+            events += [(0, "voted", host, "L", 1, step, 77 + step), (0, "applied", host, 1, step + 1)]
+    parameters = expected(5, [8, 8, 8]).astype(np.float32)
+    given: dict[str, Any] = {
+        "seed": 5, "steps": 3, "batch": 4, "exact": True, "events": [*events, *further],
+        "results": {"a": report(), "b": report()}, "parameters": {"a": parameters, "b": parameters},
+        "kept": {"a": True, "b": True},
+    }  # fmt: skip
+    return Evidence(**{**given, **changes})
+
+
+def test_a_run_in_which_all_is_well_breaks_no_law():
+    assert violations(evidence()) == []
+
+
+@pytest.mark.parametrize(
+    ("law", "found"),
+    [
+        ("one_view_per_epoch", evidence((1, "view", "b", "L", 1, "b,a"))),
+        ("epochs_never_go_back", evidence((1, "view", "b", "M", 1, "b"))),
+        ("replicas_are_alike", evidence((1, "voted", "b", "L", 1, 2, 78))),
+        ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 3))),
+        ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 5))),
+        ("everybody_comes_to_the_end", evidence(results={"a": report(), "b": TimeoutError()})),
+        ("everybody_comes_to_the_end", evidence(results={"a": report(), "b": report(sha256="bb")})),
+        ("everybody_comes_to_the_end", evidence(results={"a": report(), "b": report(steps=2)})),
+        ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [8, 8])})),
+        ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [8, 8, 8, 8])})),
+        ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [8, 4, 8])})),
+    ],
+)
+def test_each_law_finds_what_breaks_it(law, found):
+    assert any(what.startswith(law) for what in violations(found))
+
+
+def test_every_law_is_tried_above():
+    tried = {mark.args[1][n][0] for mark in test_each_law_finds_what_breaks_it.pytestmark for n in range(11)}
+    assert tried == {law.__name__ for law in LAWS}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_holds_every_law_and_is_the_same_run_twice(seed):
+    first, second = run_trial(scenario_of(seed)), run_trial(scenario_of(seed))
+    assert first.wrong == []
+    assert first == second
+
+
+def test_a_cluster_that_cannot_come_to_the_end_is_found_out():
+    scenario = scenario_of(3)
+    gone = tuple(Crash(Seconds(5), node.name) for node in scenario.nodes[1:])
+    assert run_trial(replace(scenario, faults=gone)).wrong
+
+
+def test_every_kind_of_fault_is_drawn_by_some_seed():
+    kinds = {type(fault) for seed in range(400) for fault in scenario_of(seed).faults}
+    assert kinds == set(FAULTS.values())
+
+
+def test_what_is_printed_for_a_seed_is_a_schedule_that_can_be_read_back():
+    scenario = scenario_of(17)
+    nodes = ", ".join(f'{{ name = "{n.name}", machine = "M4", links = ["switch"] }}' for n in scenario.nodes)
+    medium = '{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }'
+    faults = write_faults(scenario.faults).replace('"air"', '"switch"')
+    assert parse_scenario(f'name = "t"\nnode = [{nodes}]\nmedium = [{medium}]\n{faults}', "t").faults

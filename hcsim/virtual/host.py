@@ -166,14 +166,15 @@ class VirtualHost:
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
         """See `runtime.host.Host.connect`."""
-        name, port = split_address(address)
+        place, port = split_address(address)
+        name, _, interface = place.partition("%")
         self._world.host(name)  # there must be one
         backoff_s = FIRST_BACKOFF_S
         refused = False
         try:
             async with self.clock.timeout(timeout_s):
                 while True:
-                    channel = await self._dial(name, port)
+                    channel = await self._dial(name, interface, port)
                     if channel is not None:
                         self.metrics.counter("hcsim_connects_total", outcome="opened").add()
                         return channel
@@ -220,9 +221,14 @@ class VirtualHost:
             self._post(target, self._world.datagrams.delays_s(datagram), arrive, args)
 
     def _post(
-        self, target: VirtualHost, delays_s: tuple[float, ...], arrive: Callable[..., None], args: tuple[object, ...]
+        self,
+        target: VirtualHost,
+        delays_s: tuple[float, ...],
+        arrive: Callable[..., None],
+        args: tuple[object, ...],
+        over: tuple[str, str] | None = None,
     ) -> None:
-        path = self._world.topology.route(self._name, target.name)
+        path = self._world.topology.route(self._name, target.name, over)
         if not self.alive or path is None or self._world.wiring.is_cut(self._name, target.name):
             return
         way_s = path.latency_s
@@ -259,12 +265,13 @@ class VirtualHost:
         """Nobody listens there any more."""
         self._listeners.pop(port, None)
 
-    async def _dial(self, name: str, port: int) -> VirtualChannel | None:
+    async def _dial(self, name: str, interface: str, port: int) -> VirtualChannel | None:
         """One attempt: a channel, or None when the target says no. Repeats the call while nobody answers."""
-        call = Call(self, port)
+        call = Call(self, port, interface)
         while not call.answer.done():
             target = self._world.host(name)  # in the life that it has now
-            self.signal(target, target.called, call)
+            over = ("", interface) if interface else None
+            self._post(target, (0.0,), target.called, (call,), over)
             try:
                 async with asyncio.timeout(SYN_RETRY_S):
                     await asyncio.shield(call.answer)
@@ -279,9 +286,12 @@ class VirtualHost:
             if listener is None:
                 self.signal(call.caller, call.answered, None)
                 return
+            ends = self._world.wiring.join(call.caller, self, call.interface)
+            if ends is None:  # the way went away behind the call
+                return
             call.taken_by = self
             self.metrics.counter("hcsim_accepts_total").add()
-            call.near, far = self._world.wiring.join(call.caller, self)
+            call.near, far = ends
             listener.offer(far)
         self.signal(call.caller, call.answered, call.near)
 
@@ -289,9 +299,11 @@ class VirtualHost:
 class Call:
     """One request for a connection, however often it is repeated."""
 
-    def __init__(self, caller: VirtualHost, port: int) -> None:
+    def __init__(self, caller: VirtualHost, port: int, interface: str) -> None:
         self.caller = caller
         self.port = port
+        self.interface = interface
+        """The callee's, that it goes to; empty: whichever is best."""
         self.answer: asyncio.Future[VirtualChannel | None] = caller.loop.create_future()
         self.taken_by: VirtualHost | None = None
         """The host that took it, in one of its lives."""

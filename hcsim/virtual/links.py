@@ -31,6 +31,8 @@ from hcsim.runtime.host import Interface, Medium
 from hcsim.virtual.sharing import Resource
 
 LOOPBACK_LATENCY_S = 10e-6
+BRIDGE = "bridge0"
+"""The interface that all of a host's Thunderbolt cables belong to, as macOS calls it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Path:
     """What it leaves the sender by."""
     arrives_by: str = ""
     """What it comes to the receiver by."""
+    interface: str = ""
+    """The receiver's, that it comes to."""
 
     @property
     def latency_s(self) -> float:
@@ -151,7 +155,8 @@ class Topology:
         return path
 
     def route(self, source: str, target: str, over: tuple[str, str] | None = None) -> Path | None:
-        """The best route, if there is one; `over` says by which media it has to leave and to arrive."""
+        """The best route, if there is one; `over` says by which media it has to leave and to arrive, or, after an
+        empty word, to which of the receiver's interfaces it has to lead."""
         key = (source, target, over)
         if key not in self._routes:
             self._routes[key] = self._find(source, target, over)
@@ -160,12 +165,12 @@ class Topology:
     def interfaces(self, name: str) -> tuple[Interface, ...]:
         """What a host is attached to."""
         found = [
-            Interface(port.medium.name, _medium(port.medium), port.out.rate_bytes_ps * 8, (name,))
+            _interface(name, port.medium.name, _medium(port.medium), port.out.rate_bytes_ps * 8)
             for port in self._ports[name]
         ]
         if name in self._cables:
-            rate = max(data["rate_bps"] for _, _, data in self._cables.edges(name, data=True))
-            found.append(Interface("bridge0", Medium.THUNDERBOLT, rate, (name,)))
+            rate = max(float(data["rate_bps"]) for _, _, data in self._cables.edges(name, data=True))
+            found.append(_interface(name, BRIDGE, Medium.THUNDERBOLT, rate))
         return tuple(found)
 
     def resource(self, name: str, capacity: float) -> Resource:
@@ -231,7 +236,7 @@ class Topology:
             return Path((Hop((), LOOPBACK_LATENCY_S, mtu=65535),))
         candidates = [*self._bridged(source, target), *self._over_thunderbolt(source, target)]
         if over is not None:
-            candidates = [path for path in candidates if (path.medium, path.arrives_by) == over]
+            candidates = [p for p in candidates if over in ((p.medium, p.arrives_by), ("", p.interface))]
         if not candidates:
             return None
         if self.scenario.routes == "service_order":
@@ -244,12 +249,12 @@ class Topology:
         paths = []
         for out in self._ports[source]:
             for into in self._ports[target]:
-                media = (out.medium.name, into.medium.name)
+                ends = (out.medium.name, into.medium.name, into.medium.name)
                 if out.medium.home == into.medium.home:
-                    paths.append(Path((out.out, into.into), *media))
+                    paths.append(Path((out.out, into.into), *ends))
                 elif out.medium.home in self._uplinks and into.medium.home in self._uplinks:
                     up, down = self._uplinks[out.medium.home][0], self._uplinks[into.medium.home][1]
-                    paths.append(Path((out.out, up, down, into.into), *media))
+                    paths.append(Path((out.out, up, down, into.into), *ends))
         return paths
 
     def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
@@ -263,7 +268,7 @@ class Topology:
                 hops.append(graph.nodes[here]["forwards"])
             hops.append(graph.edges[here, there]["hops"][here])
         first, last = graph.edges[nodes[0], nodes[1]], graph.edges[nodes[-2], nodes[-1]]
-        return [Path(tuple(hops), first["medium"], last["medium"])]
+        return [Path(tuple(hops), first["medium"], last["medium"], BRIDGE)]
 
 
 def half(loss: float) -> float:
@@ -276,6 +281,10 @@ def goodput_bytes_ps(rate_bps: float, mtu: int, tcp: Tcp) -> float:
     if not tcp.headers:
         return rate_bps / 8
     return rate_bps / 8 * (mtu - tcp.header_bytes) / (mtu + tcp.framing_bytes)
+
+
+def _interface(host: str, name: str, medium: Medium, rate_bps: float) -> Interface:
+    return Interface(name, medium, rate_bps, (f"{host}%{name}",))
 
 
 def _medium(medium: Ethernet | Wifi) -> Medium:

@@ -37,11 +37,18 @@ class Wiring:
         self._cuts: dict[tuple[str, str], int] = {}
         self._clogged_until_ns: dict[tuple[str, str], int] = {}
 
-    def join(self, caller: VirtualHost, callee: VirtualHost) -> tuple[VirtualChannel, VirtualChannel]:
-        """Connect two hosts: the caller's end and the callee's."""
+    def join(
+        self, caller: VirtualHost, callee: VirtualHost, interface: str = ""
+    ) -> tuple[VirtualChannel, VirtualChannel] | None:
+        """Connect two hosts: the caller's end and the callee's; at an interface of the callee's, where one is named.
+        None where no way leads there any more."""
+        there = self.topology.route(caller.name, callee.name, ("", interface) if interface else None)
+        if there is None:
+            return None
+        back = self.topology.route(callee.name, caller.name, (there.arrives_by, there.medium) if interface else None)
+        if back is None:
+            return None
         self._connections += 1
-        there = self.topology.path(caller.name, callee.name)
-        back = self.topology.path(callee.name, caller.name)
         number = self._connections
         near = VirtualChannel(caller, callee.name, self._stream(f"{caller.name}→{callee.name}#{number}", there, back))
         far = VirtualChannel(callee, caller.name, self._stream(f"{callee.name}→{caller.name}#{number}", back, there))

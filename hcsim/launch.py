@@ -18,6 +18,8 @@ import msgspec
 
 from hcsim import rng
 from hcsim.cluster.node import Self
+from hcsim.cluster.probe import Prober
+from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Cluster, Scenario, Training, load_scenario
 from hcsim.identity.handshake import Credentials
@@ -39,6 +41,7 @@ from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
 DEFAULT_PORT = 52416
+PROBE_PORT = 52417
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
@@ -151,6 +154,26 @@ def simulate_cluster(
             return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))
+
+
+def measure_topology(scenario: Scenario | str | Path) -> Topology:
+    """Have every host of a scenario measure itself and its ways to the others, as real ones would."""
+    world = World(scenario if isinstance(scenario, Scenario) else load_scenario(scenario))
+
+    async def everybody() -> Topology:
+        probers = [Prober(host, host.name) for host in world.hosts]
+        for host, prober in zip(world.hosts, probers, strict=True):
+            listener = await host.listen(f"{host.name}:{PROBE_PORT}")
+            host.spawn(prober.serve(listener), name="answer probes")
+        speeds = [host.spawn(describe(host, host.name), name="describe") for host in world.hosts]
+        nodes: list[Node] = await asyncio.gather(*speeds)
+        ways: list[Way] = []
+        for host, prober, us in zip(world.hosts, probers, nodes, strict=True):
+            others = [node for node in nodes if node is not us]
+            ways += await host.spawn(survey(prober, us, others, PROBE_PORT), name="survey")
+        return Topology(nodes, ways)
+
+    return world.run(everybody())
 
 
 class RealNode(msgspec.Struct, frozen=True):

@@ -152,6 +152,18 @@ def run(
 
 
 @app.command()
+def topology(
+    scenario: Annotated[str, typer.Argument(help="A scenario file, or the name of a shipped one.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this file (png, svg, pdf).")] = None,
+) -> None:
+    """Have a scenario's machines measure themselves and the lines between them."""
+    with plainly():
+        from hcsim.cli.topology import show_topology
+
+        show_topology(scenario, picture)
+
+
+@app.command()
 def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
     """Score a saved model on data that it was not trained on."""
     with plainly():

@@ -64,11 +64,7 @@ class RealDevice:
     def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
         """See `runtime.device.Device.exercise`."""
         if self._name == "cpu":
-            square, vector = np.ones((size, size), np.float32), np.ones(size, np.float32)
-            out = np.empty_like(square)
-            return (
-                partial(np.matmul, square, square, out) if kind == "matmul" else partial(np.add, vector, vector, vector)
-            )
+            return _numpy_exercise(kind, size)
         return self._torch_exercise(kind, size)
 
     def _torch_exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
@@ -93,3 +89,11 @@ class RealDevice:
     def close(self) -> None:
         """Let the thread end once the function it runs now has ended; what waits behind it is dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _numpy_exercise(kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+    if kind == "matmul":
+        square = np.ones((size, size), np.float32)
+        return partial(np.matmul, square, square, np.empty_like(square))
+    vector, total = np.ones(size, np.float32), np.ones(size, np.float32)
+    return partial(np.add, vector, total, total)

@@ -1,0 +1,262 @@
+"""How fast a machine computes, and how fast a connection carries.
+
+A machine is timed on a product of matrices and on a sum of vectors, often enough for the clock's grain not to matter.
+
+A connection is timed by the shortest of a few round trips, and by a burst of frames in each direction. Who receives a
+burst takes the time of its second half, from frame to frame: by then TCP's window is open, and no round trip is
+part of it. Bursts grow until that half takes a while.
+
+While two nodes measure the line between them, neither measures another one: each node has one turn, and who measures
+holds both. To hold one and wait for another could go on for ever in a circle, so turns are taken in the order of names.
+Pairs without a node in common may still share an access point or an internet line: let nodes survey one after the other
+where that matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from hcsim.errors import ChannelError, DeadlineExceeded, RemoteProtocolError
+from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
+from hcsim.runtime.device import Work
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import Host
+from hcsim.transport.callers import Callers
+
+FRAME_BYTES = 256 * 1024
+FIRST_BURST = 16
+LONGEST_BURST = 256
+LONG_ENOUGH_S = 0.02
+BURSTS = 3
+"""Of which the median counts: where the air closes for a moment, one burst takes long, or arrives all at once."""
+PINGS = 7
+MESSAGE_BYTES = 256
+CONNECT_TIMEOUT_S = 2.0
+"""An address that is not reachable from here often does not even say no."""
+PROBE_TIMEOUT_S = 30.0
+TURN_TIMEOUT_S = 120.0
+"""How long one waits for a turn, and how long who has it may say nothing."""
+
+_MATRIX = 1024
+_VECTOR = 4 * 2**20
+_FLOAT_BYTES = 4
+_MOST_REPEATS = 1024
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """What a machine really reaches."""
+
+    flops: float
+    """Floating-point operations per second, in a product of float32 matrices."""
+    memory_Bps: float
+    """Bytes read and written per second, in a sum of vectors."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What a connection really carries."""
+
+    latency_s: float
+    """One way, at best."""
+    there_Bps: float
+    """From who called to who was called."""
+    back_Bps: float
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """The caller wants the callee's turn, and gets an empty answer when it has it."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Wants an empty answer."""
+
+
+class Burst(msgspec.Struct, frozen=True, tag=True):
+    """So many frames follow, or (`back`) are to be sent; who receives them says how fast they came."""
+
+    frames: int
+    back: bool
+
+
+class Took(msgspec.Struct, frozen=True, tag=True):
+    """How long the second half of a burst took."""
+
+    seconds: float
+
+
+_Message: TypeAlias = Turn | Ping | Burst | Took
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+async def measure_speed(host: Host) -> Speed:
+    """How fast this host's device computes and moves memory."""
+    product = Work(2.0 * _MATRIX**3, 3.0 * _FLOAT_BYTES * _MATRIX**2)
+    total = Work(1.0 * _VECTOR, 3.0 * _FLOAT_BYTES * _VECTOR)
+    product_s = await _seconds_each(host, "matmul", _MATRIX, product)
+    total_s = await _seconds_each(host, "axpy", _VECTOR, total)
+    return Speed(product.flops / product_s if product_s else inf, total.moved_bytes / total_s if total_s else inf)
+
+
+async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, work: Work) -> float:
+    device, clock = host.device, host.clock
+    exercise = device.exercise(kind, size)
+    await device.run(work, exercise)  # the first time it is loaded, compiled or woken up
+    repeats = 1
+    while True:
+        began_s = clock.elapsed()
+        for _ in range(repeats):
+            await device.run(work, exercise)
+        lasted_s = clock.elapsed() - began_s
+        if lasted_s >= LONG_ENOUGH_S or repeats >= _MOST_REPEATS:
+            return lasted_s / repeats
+        repeats *= 4
+
+
+class Prober:
+    """Measures the lines between this host and others, which have one of these too."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self._host = host
+        self._name = name
+        self._turn = asyncio.Lock()
+        self._callers = Callers()
+
+    async def serve(self, listener: Listener) -> None:
+        """Let others measure; never returns."""
+        await self._callers.accept(listener, self._called_by)
+
+    async def measure(self, name: str, address: str) -> Line | None:
+        """The line to the node of that name at one of its addresses; None where nobody answers there."""
+        try:
+            channel = await self._host.connect(address, timeout_s=CONNECT_TIMEOUT_S)
+        except (ChannelError, DeadlineExceeded):
+            return None
+        try:
+            if self._name < name:
+                async with self._turn:
+                    await self._ask_turn(channel)
+                    return await self._timed(channel)
+            await self._ask_turn(channel)
+            async with self._turn:
+                return await self._timed(channel)
+        except (
+            ChannelError,
+            TimeoutError,
+        ):  # it went away, or something stands between us that lets nothing large pass
+            return None
+        finally:
+            await channel.close()
+
+    async def _ask_turn(self, channel: Channel) -> None:
+        async with self._host.clock.timeout(TURN_TIMEOUT_S):
+            await _say(channel, Turn())
+            await _hear(channel)
+
+    async def _timed(self, channel: Channel) -> Line:
+        clock = self._host.clock
+        async with clock.timeout(PROBE_TIMEOUT_S):
+            trips_s = []
+            for _ in range(PINGS):
+                began_s = clock.elapsed()
+                await _say(channel, Ping())
+                await _hear(channel)
+                trips_s.append(clock.elapsed() - began_s)
+            there_Bps = await self._rate_Bps(lambda frames: self._there(channel, frames))
+            back_Bps = await self._rate_Bps(lambda frames: self._back(channel, frames))
+        return Line(min(trips_s) / 2, there_Bps, back_Bps)
+
+    async def _rate_Bps(self, burst: Callable[[int], Coroutine[Any, Any, float]]) -> float:
+        frames = FIRST_BURST
+        while True:
+            half_s = await burst(frames)
+            if half_s >= LONG_ENOUGH_S or frames >= LONGEST_BURST:
+                break
+            frames *= 4
+        half_s = statistics.median([half_s, *[await burst(frames) for _ in range(BURSTS - 1)]])
+        return frames // 2 * FRAME_BYTES / half_s if half_s else inf
+
+    async def _there(self, channel: Channel, frames: int) -> float:
+        await _say(channel, Burst(frames, back=False))
+        await _send_burst(channel, frames)
+        took = await _hear(channel)
+        if not isinstance(took, Took):
+            raise RemoteProtocolError(f"{channel.peer} did not say how long a burst took", channel.peer)
+        return took.seconds
+
+    async def _back(self, channel: Channel, frames: int) -> float:
+        await _say(channel, Burst(frames, back=True))
+        return await self._receive_burst(channel, frames)
+
+    def _called_by(self, channel: Channel, number: int) -> None:
+        self._host.spawn(self._answer(channel), name=f"probe {number}")
+
+    async def _answer(self, channel: Channel) -> None:
+        try:
+            if isinstance(await self._greeting(channel), Turn):
+                async with self._turn:
+                    await _say(channel, Turn())
+                    while True:
+                        async with self._host.clock.timeout(TURN_TIMEOUT_S):
+                            await self._answer_one(channel)
+        except (ChannelError, TimeoutError):
+            pass  # whoever measured has what it wanted, or gave up
+        finally:
+            await channel.close()
+
+    async def _greeting(self, channel: Channel) -> _Message:
+        try:
+            channel.limit(MESSAGE_BYTES)
+            async with self._host.clock.timeout(PROBE_TIMEOUT_S):
+                return await _hear(channel)
+        finally:
+            self._callers.known()
+
+    async def _answer_one(self, channel: Channel) -> None:
+        match await _hear(channel):
+            case Burst(frames, back=True):
+                await _send_burst(channel, min(frames, LONGEST_BURST))
+            case Burst(frames, back=False):
+                await _say(channel, Took(await self._receive_burst(channel, min(frames, LONGEST_BURST))))
+            case Ping():
+                await _say(channel, Ping())
+
+    async def _receive_burst(self, channel: Channel, frames: int) -> float:
+        """Seconds that the second half took."""
+        channel.limit(FRAME_BYTES)
+        room = memoryview(bytearray(FRAME_BYTES))
+        middle_s = self._host.clock.elapsed()
+        for number in range(frames):
+            if number == frames - frames // 2:
+                middle_s = self._host.clock.elapsed()
+            await channel.recv(lambda header: room[: header.length])
+        channel.limit(MESSAGE_BYTES)
+        return self._host.clock.elapsed() - middle_s
+
+
+_ZEROS = memoryview(bytes(FRAME_BYTES))
+
+
+async def _send_burst(channel: Channel, frames: int) -> None:
+    for _ in range(frames):
+        await channel.send(Header(FRAME_BYTES), _ZEROS)
+
+
+async def _say(channel: Channel, message: _Message) -> None:
+    data = msgspec.msgpack.encode(message)
+    await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
+
+
+async def _hear(channel: Channel) -> _Message:
+    _, payload = await channel.recv(lambda header: None)
+    if isinstance(payload, Phantom):
+        payload = EMPTY
+    try:
+        message: _Message = _decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"{channel.peer} does not measure as we do: {error}", channel.peer) from None
+    return message

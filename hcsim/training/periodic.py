@@ -64,7 +64,7 @@ async def periodic(run: Run, aggregator: Aggregator, every: int, journey: Journe
             journey.samples = [sum(pair) for pair in zip(journey.samples, run.batches.counts(step), strict=True)]
             journey.step = step + 1
             if step + 1 < end:
-                run.note(step + 1, journey.loss)
+                await run.note(step + 1, journey.loss)
         await _exchange(run, aggregator, journey, end - 1)
 
 

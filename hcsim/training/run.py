@@ -1,8 +1,8 @@
 """A training run as one rank sees it: what it is given, and what it notes down.
 
 Strategies are `async def`s over a `Run`. Evaluation looks at the model from outside: it takes no virtual time, and its
-real time is taken off the first rank's, which evaluates. Real ranks that wait for the first one meanwhile do
-not know why.
+real time is taken off the first rank's, which evaluates. It does so on its device, so that it still answers the
+others; real ranks that wait for its part of the next step do not know why.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hcsim.training.learner import Learner, digest
 from hcsim.training.meter import StepMeter
 from hcsim.training.optimizer import clip, scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
+
+_NO_WORK = Work(kernels=0)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -161,7 +163,7 @@ class Run:
         await update.apply()
         self.pending = None
         self.step = update.step + 1
-        self.note(self.step, update.loss)
+        await self.note(self.step, update.loss)
 
     def drop(self) -> None:
         """What is pending, if anything is, does not count."""
@@ -189,11 +191,11 @@ class Run:
             )
         await self.learner.update(self.lr(step) * share)
 
-    def note(self, step: int, loss: float) -> None:
+    async def note(self, step: int, loss: float) -> None:
         """Step number `step` (from 1) is done. The first rank evaluates now and then, and after the last one."""
         elapsed_s, sent_bytes = self.elapsed_s, self.sent_bytes
         due = step % self.settings.evaluate_every == 0 or step == self.settings.steps
-        score = self._evaluate() if due and self.group.rank == 0 else None
+        score = await self._evaluate() if due and self.group.rank == 0 else None
         spent_s = self._meter.lap(elapsed_s)
         self.points.append(Point(step, elapsed_s, loss, sent_bytes, score, self.group.size, spent_s))
         self._meter.note(self.points[-1], spent_s)
@@ -223,8 +225,8 @@ class Run:
             digest(self.learner.replica.parameters),
         )
 
-    def _evaluate(self) -> Score | None:
+    async def _evaluate(self) -> Score | None:
         before_s = self.group.host.clock.elapsed()
-        score = self.task.score(self.learner.replica.parameters)
+        score = await self.group.host.device.run(_NO_WORK, partial(self.task.score, self.learner.replica.parameters))
         self._evaluating_s += self.group.host.clock.elapsed() - before_s
         return score

@@ -70,7 +70,7 @@ class _Rank:
                 stack.push_async_exit(_Serving(group.host.spawn(self._server.run(listener), name="parameter server")))
             await group.broadcast(port)
             done = await self._worker.run(join_address((host, int(port[0]))), self._batch, self._counted)
-        self._note(done.version)
+        await self._note(done.version)
         self._count_bytes()
 
     def _opened(self) -> Server:
@@ -91,17 +91,17 @@ class _Rank:
             return batches.batch(version, rank)
         return batches.own(rank, accepted) if len(batches.shard(rank)) else None
 
-    def _counted(self, version: int, loss: float) -> None:
+    async def _counted(self, version: int, loss: float) -> None:
         self._loss = loss
-        self._note(version)
+        await self._note(version)
 
-    def _note(self, version: int) -> None:
+    async def _note(self, version: int) -> None:
         """Note the step that this version completes, if it is not noted yet."""
         step = version // self._per_step
         if step > self._step:
             self._step = step
             self._count_bytes()
-            self._run.note(step, self._loss)
+            await self._run.note(step, self._loss)
 
     def _count_bytes(self) -> None:
         run, server = self._run, self._server

@@ -8,7 +8,7 @@ growing pauses for at most `patience_s`; on a connection nothing may be silent f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -83,7 +83,7 @@ class Worker:
         self,
         address: str,
         batch: Callable[[int, int], Indices | None],
-        counted: Callable[[int, float], None],
+        counted: Callable[[int, float], Awaitable[None]],
     ) -> Done:
         """Work for the server at that address.
 
@@ -118,7 +118,9 @@ class Worker:
         """Headers included."""
         return self._sent_bytes + (self._line.sent_bytes if self._line is not None else 0)
 
-    async def _work(self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], None]) -> Done:
+    async def _work(
+        self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], Awaitable[None]]
+    ) -> Done:
         refusals, spoiled = 0, False
         while True:
             await self._pull()
@@ -143,7 +145,7 @@ class Worker:
             match verdict:
                 case Accepted(_, version):
                     self.accepted, refusals = self.accepted + 1, 0
-                    counted(version, loss)
+                    await counted(version, loss)
                 case Refused(_, reason):
                     refusals += 1
                     if refusals == MAX_REFUSALS:

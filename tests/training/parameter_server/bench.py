@@ -140,9 +140,11 @@ class Job:
             return await self.bench.serving
         worker = worker_on(host, host.name, policy=self.policy, compressor=self.compressor)
         self.workers[host.name] = worker
-        done = await worker.run(
-            "s:7000", self.batch(host.name), lambda version, _: self.counted.append((host.name, version))
-        )
+
+        async def counted(version: int, loss: float) -> None:
+            self.counted.append((host.name, version))
+
+        done = await worker.run("s:7000", self.batch(host.name), counted)
         self.digests[host.name] = digest(worker.learner.replica.parameters)
         return done
 

@@ -32,6 +32,8 @@ def check_torch_device(name: str) -> None:
     known = ("auto", "cpu", "mps", "cuda")
     if name not in known:
         raise ConfigError(f'device "{name}"{did_you_mean(name, known)}; known: {", ".join(known)}')
+    if name == "cpu":
+        return  # as everywhere; torch takes seconds to load, and not every task needs it
     import torch
 
     there = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}

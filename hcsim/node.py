@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from hcsim.cluster.node import Node, Self
+from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.train import elastic_train
+from hcsim.training.elastic.train import Extras, follow, prepare
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost, Verdict
@@ -32,18 +33,17 @@ class Plan(msgspec.Struct, frozen=True):
     wire: Wire = Wire()
 
 
+def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) -> Host:
+    """The host, with channels that lead to members only; whoever is refused is told of."""
+    return AdmittedHost(host, credentials, lambda verdict: _report(verdict, tell))
+
+
 @asynccontextmanager
-async def member(
-    host: Host, me: Self, cluster: Cluster, tell: Callable[[str], None], credentials: Credentials | None = None
-) -> AsyncIterator[tuple[Host, Node]]:
-    """Be a node of a cluster: a host whose channels lead to members only, and the conductor of what they compute."""
-    admitted: Host = host
-    if credentials is not None:
-        admitted = AdmittedHost(host, credentials, lambda verdict: _report(verdict, tell))
-    node = Node(admitted, me, cluster, tell)
+async def running(node: Node) -> AsyncIterator[None]:
+    """While this lasts, the node takes calls and looks for others."""
     await node.start()
     try:
-        yield admitted, node
+        yield
     finally:
         await node.stop("it has finished")
 
@@ -60,10 +60,16 @@ async def train_as_member(
     what: Task | None = None,
 ) -> Report:
     """Find the others, train with them until the end or until `leaving` is set, and leave in an orderly way."""
-    async with member(host, me, plan.cluster, tell, credentials) as (admitted, node):
-        report = await elastic_train(
-            admitted, node, plan.training, plan.seed, observer, wire=plan.wire, leaving=leaving, what=what
-        )
+    inside = host if credentials is None else admitted(host, credentials, tell)
+
+    def began(view: View, step: int) -> None:
+        tell(f"view {view.epoch}: {'training begins' if step == 0 else f'training goes on after step {step}'}")
+
+    node = Node(inside, me, plan.cluster, tell)
+    # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
+    part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, began=began))
+    async with running(node):
+        report = await follow(inside, node, part, plan.wire)
         await node.leave()
         return report
 

@@ -93,8 +93,8 @@ class Served:
         assert isinstance(chosen, Policy)
         if isinstance(settings.batch, tuple):
             raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
-        self._settings = completed(settings, what, 1)
-        timeout_s = self._settings.timeout_s
+        self.settings = completed(settings, what, 1)
+        timeout_s = self.settings.timeout_s
         self._policy = msgspec.structs.replace(
             chosen, patience_s=timeout_s, deadline_s=min(chosen.deadline_s, timeout_s / 2)
         )
@@ -104,8 +104,8 @@ class Served:
         self._conductor = conductor
         self.leaving: asyncio.Event | None = None
         self.observer: Observer | None = None
-        self._intent = msgspec.json.encode(Intent(self._settings, seed, what.fingerprint), enc_hook=float)
-        learner = Learner(host, what, optimizer(self._settings), seed)
+        self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
+        learner = Learner(host, what, optimizer(self.settings), seed)
         self._server = learner
         """Its model is the server's, where we are the server or stand by."""
         self._work = copy(learner)
@@ -138,7 +138,7 @@ class Served:
 
     def options(self, view: View) -> Options:
         """How a view's group works."""
-        return Options(timeout_s=self._settings.timeout_s, conducted=True)
+        return Options(timeout_s=self.settings.timeout_s, conducted=True)
 
     async def train(self, group: Group, view: View) -> bool:
         """Work in this view for as long as it lasts; whether that was all."""
@@ -203,7 +203,7 @@ class Served:
             found, place = self._work.replica.parameters, self._server.replica.parameters
             if not isinstance(found, Phantom) and not isinstance(place, Phantom):
                 np.copyto(place, found)
-            self._server.stepper = optimizer(self._settings).open(place)
+            self._server.stepper = optimizer(self.settings).open(place)
             self._host.trace("parameter server", "went back to", version)
 
     def _parcel(self) -> Parcel:
@@ -232,10 +232,10 @@ class Served:
         if self._held is not None:
             self._held.since, self._held.step = (version, position), step
         self._per_step = 1 if self._policy.mode == "sync" else group.size
-        assert isinstance(self._settings.batch, int)
-        batches = Batches.of(self._task, [self._settings.batch] * group.size, self._seed, (version, position))
+        assert isinstance(self.settings.batch, int)
+        batches = Batches.of(self._task, [self.settings.batch] * group.size, self._seed, (version, position))
         if self._run is None:
-            self._run = Run(group, self._settings, self._task, self._work, batches, self._gradients.compressor)
+            self._run = Run(group, self.settings, self._task, self._work, batches, self._gradients.compressor)
             self._run.observer = self.observer
         self._run.regroup(group, batches, self._gradients.compressor)
         self._run.learner = self._server if group.rank == 0 else self._work
@@ -349,7 +349,7 @@ class Served:
     def _opened(self, group: Group, view: View) -> Server:
         state, now = self._held, self._host.clock.now()
         assert state is not None
-        total = state.version + (self._settings.steps - self._began.step) * self._per_step
+        total = state.version + (self.settings.steps - self._began.step) * self._per_step
         rounds = Rounds(self._policy, total, awaited=view.nodes, now=now)
         recall(state.workers, rounds, now)
         for name, member in rounds.members.items():
@@ -365,9 +365,9 @@ class Served:
     async def _update(self, number: int, share: float) -> None:
         learner = self._server
         gradients = learner.replica.gradients
-        if self._settings.clip is not None:
+        if self.settings.clip is not None:
             work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-            await learner.run(work, partial(clip, gradients, self._settings.clip))
+            await learner.run(work, partial(clip, gradients, self.settings.clip))
         self._lr = self.run.lr(self._step_of(number, self._began)) * share
         await learner.update(self._lr)
 

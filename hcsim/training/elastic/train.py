@@ -16,6 +16,7 @@ When this returns, the member has trained to the end or left; it is for the call
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -39,6 +40,19 @@ from hcsim.training.task import Task
 from hcsim.transport.mesh import Membership, Wire
 
 
+class Extras(msgspec.Struct, frozen=True):
+    """What a training may have beside its settings."""
+
+    observer: Observer | None = None
+    what: Task | None = None
+    """A task of one's own."""
+    leaving: asyncio.Event | None = None
+    """Once it is set, this member leaves after the step that is under way."""
+    checkpoints: Checkpoints | None = None
+    began: Callable[[View, int], None] = lambda view, step: None
+    """Hears of each view in which all have come to hold the same, and how many steps had been taken by then."""
+
+
 async def elastic_train(
     host: Host,
     conductor: Conductor,
@@ -51,13 +65,16 @@ async def elastic_train(
     leaving: asyncio.Event | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Report:
-    """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed.
+    """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed."""
+    part = prepare(host, conductor, settings, seed, Extras(observer, what, leaving, checkpoints))
+    return await follow(host, conductor, part, wire or Wire())
 
-    `what` is a task of one's own; once `leaving` is set, this member leaves after the step that is under way."""
-    part = _part(host, conductor, settings, seed, what, leaving, checkpoints, observer)
-    wire = wire or Wire()
+
+async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Report:
+    """Train what was prepared, from view to view, to the end."""
     # A newcomer calls while the others are still busy with their step.
-    wire = msgspec.structs.replace(wire, connect_timeout_s=max(wire.connect_timeout_s, settings.timeout_s))
+    patience_s = max(wire.connect_timeout_s, part.settings.timeout_s)
+    wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch = -1
     try:
         while True:
@@ -67,13 +84,21 @@ async def elastic_train(
                 break
     finally:
         await part.close()
-    if observer is not None:
-        observer.finished(part.run)
+    if part.observer is not None:
+        part.observer.finished(part.run)
     return part.run.report()
 
 
 class Part(Protocol):
     """What a member does in a training, from view to view."""
+
+    @property
+    def settings(self) -> Training:
+        """What is trained, and how."""
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who looks on."""
 
     @property
     def run(self) -> Run:
@@ -117,26 +142,16 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
         await group.close()
 
 
-def _part(
-    host: Host,
-    conductor: Conductor,
-    settings: Training,
-    seed: int,
-    what: Task | None,
-    leaving: asyncio.Event | None,
-    checkpoints: Checkpoints | None,
-    observer: Observer | None,
-) -> Part:
+def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:
+    """Load the data and build the model, which may take seconds."""
     if isinstance(strategy(settings.strategy), ParameterServer):
-        if checkpoints is not None:
+        if extras.checkpoints is not None:
             raise ConfigError("a parameter server keeps a standby, and no checkpoints: train without them")
-        served = Served(host, settings, seed, what, conductor)
-        served.leaving, served.observer = leaving, observer
+        served = Served(host, settings, seed, extras.what, conductor)
+        served.leaving, served.observer = extras.leaving, extras.observer
         return served
-    member = _Member(Trainee(host, settings, seed, what), conductor, observer)
-    member.ballot.leaving = leaving
-    member.checkpoints = checkpoints
-    if checkpoints is not None and (data := checkpoints.vault.load()) is not None:
+    member = _Member(Trainee(host, settings, seed, extras.what), conductor, settings, extras)
+    if extras.checkpoints is not None and (data := extras.checkpoints.vault.load()) is not None:
         member.trainee.checkpoint = decode(data)
     return member
 
@@ -144,12 +159,15 @@ def _part(
 class _Member:
     """Holds a replica, and votes."""
 
-    def __init__(self, trainee: Trainee, conductor: Conductor, observer: Observer | None) -> None:
+    def __init__(self, trainee: Trainee, conductor: Conductor, settings: Training, extras: Extras) -> None:
         self.trainee = trainee
+        self.settings = settings
+        self.observer = extras.observer
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
-        self.checkpoints: Checkpoints | None = None
+        self.ballot.leaving = extras.leaving
+        self._checkpoints = extras.checkpoints
+        self._began = extras.began
         self._conductor = conductor
-        self._observer = observer
         self._due = 0
         """The step after which to save."""
 
@@ -167,10 +185,11 @@ class _Member:
         trainee = self.trainee
         await synchronise(group, view, trainee)
         run = trainee.run
-        if self.checkpoints is not None:
-            self._due = run.step - run.step % self.checkpoints.every + self.checkpoints.every
+        self._began(view, run.step)
+        if self._checkpoints is not None:
+            self._due = run.step - run.step % self._checkpoints.every + self._checkpoints.every
         votes = run.pact = Votes(self.ballot, group, view, self._settled)
-        run.observer = self._observer
+        run.observer = self.observer
         try:
             await trainee.method.train(run)
         except CompressionError as error:
@@ -207,7 +226,7 @@ class _Member:
 
     async def _settled(self) -> None:
         """A step is done: perhaps it is time to save."""
-        run, checkpoints = self.trainee.run, self.checkpoints
+        run, checkpoints = self.trainee.run, self._checkpoints
         run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = run.step - run.step % checkpoints.every + checkpoints.every

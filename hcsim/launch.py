@@ -18,6 +18,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.cluster.node import Self
+from hcsim.cluster.once import Once
 from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.collectives.group import Group, Options
@@ -31,7 +32,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
-from hcsim.runtime.address import address_at
+from hcsim.runtime.address import address_at, with_port
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
@@ -201,7 +202,7 @@ async def train_in_cluster(
     leaving: asyncio.Event | None = None,
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
-    async with real_member(node) as (host, credentials):
+    async with real_member(node, tell) as (host, credentials):
         me = _real_self(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
@@ -210,14 +211,17 @@ async def train_in_cluster(
 
 
 @asynccontextmanager
-async def real_member(node: RealNode) -> AsyncIterator[tuple[RealHost, Credentials]]:
-    """This machine, with the TLS of a cluster that it has joined."""
+async def real_member(
+    node: RealNode, tell: Callable[[str], None] = lambda what: None
+) -> AsyncIterator[tuple[RealHost, Credentials]]:
+    """This machine, with the TLS of a cluster that it has joined; `tell` hears who did not get through it."""
     key, secret = load_node_key(node.home), load_secret(node.home, node.cluster)
     name = node.name or host_name()
     options = RealOptions(
         name, seed=secrets.randbits(64), tls=ClusterTls(key, secret), device=node.device, state=node.state
     )
-    async with RealHost(options) as host:
+    once = Once(tell)
+    async with RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}")) as host:
         yield host, credentials(key, secret, secrets.randbits(47))
 
 
@@ -261,7 +265,7 @@ async def real_group(
     `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus finds our
     figures meanwhile.
     """
-    addresses = tuple(peer if _has_port(peer) else f"{peer}:{DEFAULT_PORT}" for peer in peers)
+    addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
         named = RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)
@@ -271,7 +275,3 @@ async def real_group(
 
             await stack.enter_async_context(serving_metrics(host.metrics, metrics_at))
         yield await stack.enter_async_context(await Group.open(host, us, options))
-
-
-def _has_port(peer: str) -> bool:
-    return peer.rpartition(":")[2].isdecimal() and (peer.count(":") == 1 or "]:" in peer)

@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from hcsim.cluster.node import Node, Self
+from hcsim.cluster.once import Once
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
+from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.train import Extras, follow, prepare
@@ -35,7 +37,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) -> Host:
     """The host, with channels that lead to members only; whoever is refused is told of."""
-    return AdmittedHost(host, credentials, lambda verdict: _report(verdict, tell))
+    once = Once(tell)
+    return AdmittedHost(host, credentials, lambda verdict: _report(verdict, once))
 
 
 @asynccontextmanager
@@ -69,7 +72,11 @@ async def train_as_member(
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, began=began))
     async with running(node):
-        report = await follow(inside, node, part, plan.wire)
+        try:
+            report = await follow(inside, node, part, plan.wire)
+        except HcsimError:
+            await node.leave()
+            raise
         await node.leave()
         return report
 

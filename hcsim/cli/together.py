@@ -17,6 +17,7 @@ from hcsim.errors import ConfigError
 from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
 from hcsim.node import Plan
 from hcsim.real.device import best_torch_device, check_torch_device
+from hcsim.real.keys import load_secret
 from hcsim.training.run import Point, Report
 from hcsim.training.tasks import task
 from hcsim.transport.mesh import Wire
@@ -73,6 +74,7 @@ def train_together(
     check_torch_device(node.device)
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
+    load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     with screen.Progress("step", settings.steps) as progress:
         progress.waiting([f"{cluster.needed - 1} other nodes"] if cluster.needed > 1 else [])
         report = asyncio.run(_train(node, Plan(cluster, settings, seed, wire), progress, save))
@@ -89,6 +91,7 @@ async def _train(node: RealNode, plan: Plan, progress: screen.Progress, save: Pa
     def interrupted() -> None:
         if leaving.is_set():
             us.cancel()
+            return
         leaving.set()
         progress.news("leaving after this step; the others go on (once more to stop at once)")
 

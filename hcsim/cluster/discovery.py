@@ -13,8 +13,8 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.config.cluster import Cluster
-from hcsim.errors import HcsimError
-from hcsim.runtime.address import hosts_of
+from hcsim.errors import AdmissionRefused, HcsimError
+from hcsim.runtime.address import hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 
@@ -44,26 +44,36 @@ class Announcement(msgspec.Struct, frozen=True):
 class Discovery:
     """Keeps dialling whoever should be there and is not."""
 
-    def __init__(self, host: Host, config: Cluster, us: Announcement, dial: Dial, has: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        config: Cluster,
+        us: Announcement,
+        dial: Dial,
+        has: Callable[[str], bool],
+        tell: Callable[[str], None],
+    ) -> None:
         self._host = host
         self._config = config
         self._us = us
         self._dial = dial
         self._has = has
+        self._tell = tell
+        self._announced = False
         self._wanted: dict[str, str] = {}
         """Addresses by node id, or by themselves where the id is not known."""
         self._nodes: dict[str, str] = {}
         """Who answered where."""
         self._calling: dict[str, None] = {}
+        self._peers = tuple(with_port(peer, config.discovery_port) for peer in config.peers)
 
     async def run(self) -> None:
         """Look for others, for ever."""
-        for address in self._config.peers:
+        for address in self._peers:
             if not _overlap(address, self._us.control):  # one list may serve all machines
                 self.want(address, address)
         if self._config.discover:
-            await self._host.lan.advertise(self._us.service())
-            self._host.spawn(self._browse(), name="browse")
+            await self._announce()
         while True:
             await self._host.clock.sleep(self._config.peer_timeout_s)
             for key in list(self._wanted):
@@ -71,7 +81,7 @@ class Discovery:
 
     async def goodbye(self) -> None:
         """Take back what we announced."""
-        if self._config.discover:
+        if self._announced:
             await self._host.lan.withdraw(self._us.service().name)
 
     def want(self, key: str, address: str) -> None:
@@ -81,8 +91,20 @@ class Discovery:
 
     def forget(self, key: str) -> None:
         """Nobody is expected there any more."""
-        if key not in self._config.peers:
+        if key not in self._peers:
             self._wanted.pop(key, None)
+
+    async def _announce(self) -> None:
+        """Where that cannot be done, the addresses that a person gave are left, and those who call us."""
+        try:
+            await self._host.lan.advertise(self._us.service())
+        except HcsimError as error:
+            self._tell(f"not announced: {error}")
+            if not self._peers:
+                raise
+        else:
+            self._announced = True
+            self._host.spawn(self._browse(), name="browse")
 
     async def _browse(self) -> None:
         async for sighting in self._host.lan.browse():
@@ -104,6 +126,7 @@ class Discovery:
         return self._has(self._nodes.get(key, key))
 
     async def _attempts(self, key: str) -> None:
+        failure: HcsimError | None = None
         try:
             for attempt in range(self._config.max_retries):
                 if key not in self._wanted or self._here(key):
@@ -111,10 +134,13 @@ class Discovery:
                 try:
                     self._nodes[key] = await self._dial(self._wanted[key], self._config.connection_timeout_s)
                 except HcsimError as error:
+                    failure = error
                     self._host.trace("not reached", self._wanted.get(key, key), str(error))
                     await self._host.clock.sleep(_PAUSE_S * 2**attempt)
                 else:
                     return
+            if failure is not None and not isinstance(failure, AdmissionRefused):  # of that we have heard already
+                self._tell(f"{self._wanted.get(key, key)} was not reached: {failure}")
         finally:
             del self._calling[key]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hcsim.cluster.messages import Beat, Goodbye, Hello, Message, Status, decode, encode
 from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
-from hcsim.runtime.channel import Channel, Phantom
+from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import Callers
@@ -94,9 +94,8 @@ class Lines:
         for line in self._lines.values():
             line.put(message)
 
-    async def serve(self, address: str) -> None:
-        """Take calls at that address, for ever."""
-        listener = await self._host.listen(address)
+    async def serve(self, listener: Listener) -> None:
+        """Take calls, for ever."""
         try:
             await self._strangers.accept(listener, self._called)
         finally:
@@ -188,7 +187,8 @@ class Lines:
                 line.signs += 1
                 if isinstance(message, Goodbye):
                     gone = True
-                    self._owner.told(f"{line.us.name} has gone: {message.reason}")
+                    what = "refused us" if message.refused else "has gone"
+                    self._owner.told(f"{line.us.name} {what}: {message.reason}")
                     break
                 self._owner.said(node, message)
         except RemoteProtocolError as error:
@@ -208,7 +208,7 @@ class Lines:
 async def _refuse(channel: Channel, reason: str) -> None:
     try:
         if reason:
-            await _say(channel, Goodbye(reason))
+            await _say(channel, Goodbye(reason, refused=True))
     finally:
         await channel.close()
     raise PeerRefused(f"{channel.peer} was refused: {reason or 'it is ourselves'}", channel.peer)

@@ -71,6 +71,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """We close this channel, for that reason."""
 
     reason: str
+    refused: bool = False
+    """We stay, and do not want to hear from you."""
 
 
 Message: TypeAlias = (

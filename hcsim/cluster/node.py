@@ -16,6 +16,7 @@ from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Adopted, Membership, Over, Rules, Send, Waiting
 from hcsim.cluster.messages import Beat, Echo, Message, Status
+from hcsim.cluster.once import Once
 from hcsim.cluster.view import Member, View
 from hcsim.config.cluster import Cluster
 from hcsim.errors import PeerRefused
@@ -49,6 +50,7 @@ class Node:
         self._config = config
         self._beat = config.beat
         self._tell = tell
+        self._tell_once = Once(tell)
         self._pulses: dict[str, Pulse] = {}
         self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}
@@ -58,26 +60,29 @@ class Node:
         self._review = asyncio.Event()
         self._waiting = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
         self._us = Member(me.node, me.boot, me.name, me.address, me.home)
         rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
         self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
         self._known = self._membership.status
         self._lines = Lines(host, self)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
-        self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line)
+        self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
         self._control = me.control
         self._identified = bool(me.namespace)
 
     async def start(self) -> None:
         """Take calls, and look for the others."""
+        listener = await self._host.listen(self._control)
         self._carry_out()
         for name, work in (
-            ("control", self._lines.serve(self._control)),
+            ("control", self._lines.serve(listener)),
             ("discovery", self._discovery.run()),
             ("heartbeats", self._beats()),
             ("reviews", self._reviews()),
         ):
             self._tasks.append(self._host.spawn(work, name=name))
+            self._tasks[-1].add_done_callback(self._ended)
 
     async def stop(self, reason: str = "it was stopped") -> None:
         """Be no node any more."""
@@ -102,6 +107,8 @@ class Node:
     async def view(self, after: int) -> View:
         """The newest view, once it is later than `after`, has us in it and is large enough to work in."""
         while True:
+            if self._failure is not None:
+                raise self._failure
             view = self._membership.view
             if view.epoch > after and view.formed and view.rank(self._us) is not None:
                 return view
@@ -186,7 +193,7 @@ class Node:
     def told(self, what: str) -> None:
         """Something that a person might like to know."""
         self._host.trace("cluster", what)
-        self._tell(what)
+        self._tell_once(what)
 
     # What goes on by itself.
 
@@ -246,7 +253,8 @@ class Node:
                     self._is_over(effect)
                 elif isinstance(effect, Waiting) and effect.reason != self._waiting:
                     self._waiting = effect.reason
-                    self.told(effect.reason)
+                    self._host.trace("cluster", effect.reason)
+                    self._tell(effect.reason)
         if membership.status != self._known:
             self._known = membership.status
             self._lines.send_all(Beat(0, self._known))
@@ -255,12 +263,24 @@ class Node:
     def _adopted(self, view: View) -> None:
         self._waiting = ""
         self._host.trace("view", view.lineage, view.epoch, ",".join(member.name for member in view.members))
-        if len(view.members) > 1 or view.formed:
-            self._tell(f"view {view.epoch}: {', '.join(m.name for m in view.members)} ({view.reason})")
+        names = ", ".join(member.name for member in view.members)
+        if view.formed:
+            self._tell(f"view {view.epoch}: {names} ({view.reason})")
+        elif len(view.members) > 1:
+            self._tell(f"here so far: {names}; work begins with {self._config.needed}")
+        self._news()
+
+    def _news(self) -> None:
         changed, self._changed = self._changed, []
         for waiter in changed:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Without any of its tasks a node is none: whoever asks it for a view hears why."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._news()
 
     def _is_over(self, over: Over) -> None:
         future = self.over(over.epoch)

@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from errno import EADDRINUSE
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +47,7 @@ _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
 _NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried."""
-_EVERYWHERE = ("0.0.0.0",)
+_EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 
 
 class RealOptions(msgspec.Struct, frozen=True):
@@ -129,7 +130,9 @@ class RealHost:
         target, options = carriers.parse(address), self._options
         listener: Listener
         try:
-            hosts = target.hosts if len(target.hosts) == 1 else _EVERYWHERE
+            hosts = target.hosts
+            if len(hosts) > 1:
+                hosts = _EVERYWHERE_V6 if any(":" in host for host in hosts) else _EVERYWHERE
             family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
             if target.scheme == carriers.TCP:
                 sock = listening_socket(family, sockaddr)
@@ -137,7 +140,8 @@ class RealHost:
             else:
                 listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
-            raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
+            busy = ": does hcsim run here already? End it, or take another port" if error.errno == EADDRINUSE else ""
+            raise ConfigError(f"cannot listen at {address}: {error.strerror}{busy}") from None
         self._listeners.append(listener)
         return listener
 

@@ -90,7 +90,8 @@ class TcpListener:
                 self._slots.release()
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
-                self._start(self._welcome(sock, join_address(remote), remote[0]))
+                host = remote[0].removeprefix("::ffff:")  # IPv4, as a socket of both kinds says it
+                self._start(self._welcome(sock, join_address((host, remote[1])), host))
 
     async def _welcome(self, sock: socket.socket, peer: str, address: str) -> None:
         running = self._handshakes[address] = self._handshakes.get(address, 0) + 1
@@ -132,6 +133,8 @@ def listening_socket(family: int, sockaddr: Any) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sockaddr[0] == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # everywhere is IPv4 too
         sock.bind(sockaddr)
         sock.listen(_BACKLOG)
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf import InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from hcsim.errors import ConfigError, UsageError
@@ -39,7 +39,12 @@ class MdnsLan:
         announce = (
             responder.async_update_service if service.name in self._advertised else responder.async_register_service
         )
-        await (await announce(info))
+        try:
+            await (await announce(info))
+        except NonUniqueNameException:
+            raise ConfigError(
+                f"another machine announces itself as {service.name}: give each its own name and its own node key"
+            ) from None
         self._advertised[service.name] = info
 
     async def withdraw(self, name: str) -> None:

@@ -31,6 +31,14 @@ def address_at(hosts: Sequence[str], port: int) -> str:
     return "|".join(f"[{host}]" if ":" in host else host for host in hosts) + f":{port}"
 
 
+def with_port(address: str, port: int) -> str:
+    """The address, with that port if it has none."""
+    has_port = address.rpartition(":")[2].isdecimal() and (address.count(":") == 1 or "]:" in address)
+    if has_port:
+        return address
+    return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
+
+
 def join_address(sockaddr: tuple[Any, ...]) -> str:
     """The text of a socket's address."""
     host, port = sockaddr[:2]

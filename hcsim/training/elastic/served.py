@@ -131,6 +131,11 @@ class Served:
         self._lr = 0.0
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is a run."""
+        return self._run is not None
+
+    @property
     def run(self) -> Run:
         """From the first view on."""
         assert self._run is not None
@@ -267,16 +272,16 @@ class Served:
             return batches.batch(max(version, self._began.version), rank)
         return batches.own(rank, accepted) if len(batches.shard(rank)) else None
 
-    def _counted(self, version: int, loss: float) -> None:
+    async def _counted(self, version: int, loss: float) -> None:
         self._loss = loss
-        self._note(version)
+        await self._note(version)
 
-    def _note(self, version: int) -> None:
+    async def _note(self, version: int) -> None:
         step = self._step_of(version, self._began)
         if step > self._noted:
             self._noted = self.run.step = step
             self._count_bytes()
-            self.run.note(step, self._loss)
+            await self.run.note(step, self._loss)
 
     def _count_bytes(self) -> None:
         """What crosses the network: a worker beside its server speaks over the machine's own loopback."""
@@ -309,7 +314,7 @@ class Served:
         if self._working.done():
             done = self._working.result()
             await group.barrier()  # until all have the final model, somebody may have to serve it again
-            self._note(done.version)
+            await self._note(done.version)
             return True
         if self._wants_to_leave:
             self._working.cancel()

@@ -77,13 +77,14 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch = -1
     try:
-        while True:
-            view = await conductor.view(after=epoch)
+        while (view := await _next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
             if await _follow(host, conductor, view, wire, part):
                 break
     finally:
         await part.close()
+    if not part.has_begun:
+        raise HcsimError("left before training began")
     if part.observer is not None:
         part.observer.finished(part.run)
     return part.run.report()
@@ -99,6 +100,14 @@ class Part(Protocol):
     @property
     def observer(self) -> Observer | None:
         """Who looks on."""
+
+    @property
+    def leaving(self) -> asyncio.Event | None:
+        """Set once this member is to leave."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run."""
 
     @property
     def run(self) -> Run:
@@ -156,6 +165,30 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
     return member
 
 
+async def _next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
+    """The next view; None once this member wants to leave, while there is none."""
+    if leaving is None:
+        return await conductor.view(after=after)
+    looking: asyncio.Task[View] = host.spawn(conductor.view(after=after), name="next view")
+    giving_up = host.spawn(_cancel_once(leaving, looking), name="leave without a view")
+    us = asyncio.current_task()
+    assert us is not None
+    try:
+        return await looking
+    except asyncio.CancelledError:
+        if us.cancelling():  # it is we who are cancelled
+            raise
+        return None
+    finally:
+        looking.cancel()
+        giving_up.cancel()
+
+
+async def _cancel_once(event: asyncio.Event, task: asyncio.Task[View]) -> None:
+    await event.wait()
+    task.cancel()
+
+
 class _Member:
     """Holds a replica, and votes."""
 
@@ -164,12 +197,17 @@ class _Member:
         self.settings = settings
         self.observer = extras.observer
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
-        self.ballot.leaving = extras.leaving
+        self.ballot.leaving = self.leaving = extras.leaving
         self._checkpoints = extras.checkpoints
         self._began = extras.began
         self._conductor = conductor
         self._due = 0
         """The step after which to save."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run."""
+        return self.trainee.has_begun
 
     @property
     def run(self) -> Run:

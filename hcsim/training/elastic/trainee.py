@@ -87,6 +87,11 @@ class Trainee:
         return msgspec.json.encode(Intent(self.settings, self.seed, self.task.fingerprint), enc_hook=float)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there has been a view."""
+        return self._run is not None
+
+    @property
     def run(self) -> Run:
         """From the first view on."""
         assert self._run is not None

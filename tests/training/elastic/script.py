@@ -61,7 +61,10 @@ class Cluster:
     def publish(self, names: Sequence[str]) -> None:
         """The next view. Members keep their order, newcomers come last."""
         old = self.names if self.views else []
-        order = [name for name in old if name in names] + [name for name in names if name not in old]
+        self.follow([name for name in old if name in names] + [name for name in names if name not in old])
+
+    def follow(self, order: Sequence[str]) -> None:
+        """The next view, with its members in this order."""
         self.views.append(View(self.lineage, len(self.views), tuple(map(self.member, order))))
         for conductor in self.conductors.values():
             conductor.news()
@@ -108,7 +111,7 @@ class Cluster:
     def reached(self, step: int) -> None:
         """Members hear of the next view in the step before it, and go after that."""
         while self.plan and step + 1 >= self.plan[0][0]:
-            self.publish(self.plan.pop(0)[1])
+            self.follow(self.plan.pop(0)[1])
 
     def finished(self, name: str) -> None:
         self.done.append(name)

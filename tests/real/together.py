@@ -1,0 +1,102 @@
+"""Clusters that train in namespaces, and what they should have learned.
+
+A reference run in the virtual world has the same members at the same steps, by agreement and without faults. What a real
+run had is in what its nodes say: "view 7: a, c (b was lost)" and "view 7: training goes on after step 112".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hcsim.config import load_scenario
+from hcsim.real.keys import load_node_key, new_secret, save_secret
+from tests.real.namespaces import Lan, Machine, Process, lan
+from tests.switches import on_switch
+from tests.training.elastic.script import SEED, train
+
+SLOW_KBIT = 256
+"""A step of the job then takes about a quarter of a second, nearly all of it in the reduction."""
+JOB = f"""
+name = "in-namespaces"
+seed = {SEED}
+[cluster]
+preset = "low_latency"
+[training]
+task = "convex"
+algorithm = "ring"
+evaluate_every = 5
+"""
+
+
+class Together:
+    """Machines of one cluster, with a job."""
+
+    def __init__(self, machines: Lan, folder: Path) -> None:
+        self.lan = machines
+        self._job = folder / "job.toml"
+
+    def write(self, nodes: int, steps: int, *more: str) -> Path:
+        """The job: with how many it begins, and how long it is."""
+        text = JOB.replace("[training]", "\n".join([f"nodes = {nodes}", *more, "[training]", f"steps = {steps}"]))
+        self._job.write_text(text)
+        return self._job
+
+    def start(self, *names: str) -> list[Process]:
+        """Have these machines take part."""
+        return [
+            self.lan[name].hcsim("run", "--real", str(self._job), "--name", name, "--device", "cpu") for name in names
+        ]
+
+    def reference(self, plan: Sequence[tuple[int, Sequence[str]]]) -> str:
+        """The parameters' digest, had these been there after so many steps."""
+        settings = load_scenario(str(self._job)).training
+        assert settings is not None
+        (step, first), *later = plan
+        assert step == 0
+        return train(on_switch([*self.lan.machines]), settings, first=first, plan=later).sha256()
+
+
+@contextmanager
+def together(folder: Path, names: str) -> Iterator[Together]:
+    """Machines that have joined one cluster."""
+    with lan(folder, names) as machines:
+        join(*machines)
+        yield Together(machines, folder)
+
+
+def join(*machines: Machine) -> None:
+    """Make a new cluster of these."""
+    secret = new_secret()
+    for machine in machines:
+        load_node_key(machine.folder)
+        save_secret(machine.folder, "home", secret)
+
+
+def members(process: Process) -> list[str]:
+    """Of the newest view that a node has told of."""
+    return [*_views(process).values()][-1]
+
+
+def plan(witness: Process) -> list[tuple[int, list[str]]]:
+    """Who was there after so many steps, as a node saw it that was there all the time."""
+    views = _views(witness)
+    steps: dict[int, list[str]] = {}
+    for line in witness.lines:
+        if found := re.match(r"view (\d+): training (?:begins|goes on after step (\d+))", line):
+            steps[int(found[2] or 0)] = views[int(found[1])]
+    return sorted(steps.items())
+
+
+def digest(process: Process) -> str:
+    """Of the parameters that a node ended with."""
+    found = re.search(r"parameters sha256 (\w+)", process.text)
+    assert found is not None, process.text
+    return found[1]
+
+
+def _views(process: Process) -> dict[int, list[str]]:
+    found = [re.match(r"view (\d+): ([\w, ]+) \(", line) for line in process.lines]
+    return {int(each[1]): each[2].split(", ") for each in found if each is not None}

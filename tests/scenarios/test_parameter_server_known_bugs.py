@@ -404,5 +404,5 @@ def test_decode_failure_kept_local(run):
     assert unchanged
 
 
-def _nothing(version: int, loss: float) -> None:
+async def _nothing(version: int, loss: float) -> None:
     """Nobody wants to know."""

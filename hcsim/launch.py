@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from hcsim import rng
+from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.node import Self
 from hcsim.cluster.once import Once
 from hcsim.cluster.probe import Prober
@@ -37,11 +38,13 @@ from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
+from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.mesh import Membership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
 DEFAULT_PORT = 52416
+_ANSWER_S = 2.0
 PROBE_PORT = 52417
 
 T = TypeVar("T")
@@ -208,6 +211,18 @@ async def train_in_cluster(
         return await train_as_member(
             host, me, plan, credentials=credentials, observer=observer, tell=tell, leaving=leaving
         )
+
+
+async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float) -> Survey:
+    """Ask the nodes of a cluster that this machine has joined how they stand.
+
+    The key is one of the moment: our own may be in use, by the node that runs here."""
+    key, secret = NodeKey(secrets.token_bytes(SEED_BYTES)), load_secret(home, cluster)
+    async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(key, secret))) as host:
+        admitted = AdmittedHost(host, credentials(key, secret, secrets.randbits(47)))
+        survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S)
+        await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
+        return survey
 
 
 @asynccontextmanager

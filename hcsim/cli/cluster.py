@@ -62,6 +62,21 @@ def phrase(name: Name = DEFAULT_NAME) -> None:
         _show(load_secret(home(), name).phrase(), name)
 
 
+@app.command()
+def status(
+    name: Name = DEFAULT_NAME,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="host or host:port of a node, where the local network does not show it.")
+    ] = None,
+    look: Annotated[str, typer.Option(help="How long to look around on the local network.")] = "3 s",
+) -> None:
+    """Ask the nodes that run now: who is there, who leads, and how they are connected."""
+    with plainly():
+        from hcsim.cli.standing import show_status
+
+        show_status(home(), name, tuple(peer or ()), look)
+
+
 def _show(phrase: str, name: str) -> None:
     option = "" if name == DEFAULT_NAME else f" --name {name}"
     screen.note("on each of the other machines, run:")

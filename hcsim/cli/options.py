@@ -86,6 +86,11 @@ def wire(stripes: int | None, segment: str | None, wait: str | None) -> Wire:
     )
 
 
+def look_s(text: str) -> float:
+    """How long to look around."""
+    return float(_quantity("--look", text, PositiveSeconds))
+
+
 def peers(text: str | None) -> tuple[str, ...]:
     """The addresses of all ranks."""
     addresses = tuple(part.strip() for part in (text or "").split(","))

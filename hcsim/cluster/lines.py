@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from hcsim.cluster.messages import Beat, Goodbye, Hello, Message, Status, decode, encode
+from hcsim.cluster.messages import Ask, Beat, Goodbye, Hello, Message, Status, Told, decode, encode
 from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
@@ -32,6 +32,9 @@ class Owner(Protocol):
 
     def status(self) -> Status:
         """How we stand, for the first message."""
+
+    def asked(self) -> Told:
+        """How we stand, for somebody who wants to know."""
 
     def up(self, status: Status) -> None:
         """There is a line to a node, which stands like this."""
@@ -65,7 +68,7 @@ class Line:
     async def send_all(self) -> None:
         """Send what is put, until the channel ends."""
         while True:
-            await _say(self.channel, await self._outbox.get())
+            await say(self.channel, await self._outbox.get())
 
 
 class Lines:
@@ -82,6 +85,11 @@ class Lines:
     def nodes(self) -> tuple[str, ...]:
         """Those that we have a line to."""
         return tuple(self._lines)
+
+    def address(self, node: str) -> str:
+        """Where the line to a node goes; empty: there is none."""
+        line = self._lines.get(node)
+        return "" if line is None else line.channel.peer
 
     def send(self, node: str, message: Message) -> None:
         """Send a message, if there is a line."""
@@ -106,8 +114,8 @@ class Lines:
         channel = await self._host.connect(address, timeout_s=timeout_s)
         try:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
-                await _say(channel, Hello(self._owner.status()))
-                theirs = await _hear_hello(channel)
+                await say(channel, Hello(self._owner.status()))
+                theirs = _hello(await hear(channel), channel)
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError) and not isinstance(error, HcsimError):
@@ -122,7 +130,7 @@ class Lines:
         for line in list(self._lines.values()):
             try:
                 async with self._host.clock.timeout(PROBE_S):
-                    await _say(line.channel, Goodbye(reason))
+                    await say(line.channel, Goodbye(reason))
             except (ChannelError, TimeoutError):
                 pass  # it will notice by itself
             await line.channel.close()
@@ -135,8 +143,13 @@ class Lines:
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
-                theirs = await _hear_hello(channel)
-                await _say(channel, Hello(self._owner.status()))
+                first = await hear(channel)
+                if isinstance(first, Ask):
+                    await say(channel, self._owner.asked())
+                    await channel.close()
+                    return
+                theirs = _hello(first, channel)
+                await say(channel, Hello(self._owner.status()))
             self._strangers.known()
             known = True
             await self._introduce(channel, theirs, theirs.us.node)
@@ -183,7 +196,7 @@ class Lines:
         gone = False
         try:
             while True:
-                message = await _hear(line.channel)
+                message = await hear(line.channel)
                 line.signs += 1
                 if isinstance(message, Goodbye):
                     gone = True
@@ -208,26 +221,27 @@ class Lines:
 async def _refuse(channel: Channel, reason: str) -> None:
     try:
         if reason:
-            await _say(channel, Goodbye(reason, refused=True))
+            await say(channel, Goodbye(reason, refused=True))
     finally:
         await channel.close()
     raise PeerRefused(f"{channel.peer} was refused: {reason or 'it is ourselves'}", channel.peer)
 
 
-async def _say(channel: Channel, message: Message) -> None:
+async def say(channel: Channel, message: Message) -> None:
+    """Send one message."""
     data = encode(message)
     await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
 
 
-async def _hear(channel: Channel) -> Message:
+async def hear(channel: Channel) -> Message:
+    """The next message."""
     header, payload = await channel.recv(lambda header: None)
     if isinstance(payload, Phantom) or header.kind is not Kind.CONTROL:
         raise RemoteProtocolError(f"{channel.peer} sent {header.kind.name} where control messages belong", channel.peer)
     return decode(payload, channel.peer)
 
 
-async def _hear_hello(channel: Channel) -> Status:
-    message = await _hear(channel)
+def _hello(message: Message, channel: Channel) -> Status:
     if isinstance(message, Goodbye):
         raise PeerRefused(f"{channel.peer} refused us: {message.reason}", channel.peer)
     if not isinstance(message, Hello):

@@ -13,6 +13,7 @@ import msgspec
 from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.view import Member, View
 from hcsim.errors import RemoteProtocolError
+from hcsim.runtime.host import Interface
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -75,8 +76,37 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """We stay, and do not want to hear from you."""
 
 
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Instead of a hello: how do you stand? Whoever asks is told, and is no node for that."""
+
+
+class Link(msgspec.Struct, frozen=True):
+    """How a node is connected to another."""
+
+    node: str
+    name: str
+    control: str
+    """Where the other takes calls."""
+    address: str
+    """The other's address that the connection really goes to; empty: there is none."""
+    latency_s: float | None
+    """Round trip of heartbeats, as a moving average."""
+    suspected: str
+    """Why it is taken for lost; empty while it is well."""
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """The answer."""
+
+    status: Status
+    view: View
+    links: tuple[Link, ...]
+    interfaces: tuple[Interface, ...]
+    """Of its machine."""
+
+
 Message: TypeAlias = (
-    Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused | Declined
+    Ask | Told | Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused | Declined
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

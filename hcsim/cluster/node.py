@@ -15,7 +15,7 @@ from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Adopted, Membership, Over, Rules, Send, Waiting
-from hcsim.cluster.messages import Beat, Echo, Message, Status
+from hcsim.cluster.messages import Beat, Echo, Link, Message, Status, Told
 from hcsim.cluster.once import Once
 from hcsim.cluster.view import Member, View
 from hcsim.config.cluster import Cluster
@@ -149,6 +149,22 @@ class Node:
     def status(self) -> Status:
         """How we stand."""
         return self._membership.status
+
+    def asked(self) -> Told:
+        """How we stand, and how we are connected."""
+        membership, pulses = self._membership, self._pulses
+        links = tuple(
+            Link(
+                node,
+                peer.status.us.name,
+                peer.status.control,
+                self._lines.address(node),
+                pulses[node].latency_s if node in pulses else None,
+                peer.suspected,
+            )
+            for node, peer in sorted(membership.roster.peers.items())
+        )
+        return Told(membership.status, membership.view, links, self._host.interfaces())
 
     def up(self, status: Status) -> None:
         """There is a line to a node."""

@@ -32,6 +32,7 @@ from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import Tls, TlsFiles
+from hcsim.runtime.address import join_address
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
@@ -172,7 +173,7 @@ class RealHost:
             if isinstance(failure, PeerRefused):
                 raise PeerRefused(f"{failure} (tried for {timeout_s:g} s)", address) from None
             reason = f": {failure}" if failure else ""
-            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s{reason}") from None
+            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{reason}") from None
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         """Run a task until it ends or this host is closed."""
@@ -244,10 +245,11 @@ class RealHost:
                 if sock.getsockname() == sock.getpeername():
                     # Dialling a free port of our own can meet itself in TCP's simultaneous open.
                     raise ConnectionRefusedError
+                peer = address if len(hosts) == 1 else join_address(sockaddr)
                 if self._tls is None:
-                    return TcpChannel(sock, address)
+                    return TcpChannel(sock, peer)
                 secured = await self._tls.handshake(sock, server_side=False)
-                return TcpChannel(secured.sock, address, secured.identity, secured.binding)
+                return TcpChannel(secured.sock, peer, secured.identity, secured.binding)
             except OSError as error:
                 sock.close()
                 failure = error

@@ -1,0 +1,71 @@
+"""`hcsim cluster status`: what running nodes say about themselves and each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hcsim.cli import screen
+from hcsim.cli.options import look_s
+from hcsim.cluster.messages import Link, Told
+from hcsim.errors import HcsimError
+from hcsim.launch import ask_cluster
+from hcsim.runtime.address import hosts_of
+
+
+def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
+    """Ask, and show two tables: the nodes, and what connects them."""
+    survey = asyncio.run(ask_cluster(home, cluster, peers, look_s(look)))
+    if not survey.told:
+        tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
+        raise HcsimError(
+            f"no node of the cluster {cluster!r} answers: looked around on the local network for {look}. Does "
+            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}"
+        )
+    told = {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
+    _print(("machine", "node", "", "view", "members", "addresses"), [_node(each) for each in told.values()])
+    links = [_link(each, link, told) for each in told.values() for link in each.links]
+    if links:
+        _print(("from", "to", "over", "medium", "round trip", ""), links)
+    for address, why in survey.failures.items():
+        screen.note(f"{address} did not answer: {why}")
+
+
+def _seniority(told: Told) -> tuple[str, int, str]:
+    us, view = told.status.us, told.view
+    rank = view.rank(us)
+    return view.lineage, len(view.members) if rank is None else rank, us.name
+
+
+def _node(told: Told) -> tuple[str, ...]:
+    us, view = told.status.us, told.view
+    if view.rank(us) is None:
+        role = "waits to be taken in"
+    elif not view.formed:
+        role = "waits for others"
+    else:
+        role = "leads" if view.leader.node == us.node else "member"
+    members = ", ".join(member.name for member in view.members)
+    return us.name, us.node[:8], role, str(view.epoch), members, ", ".join(hosts_of(told.status.control)[0])
+
+
+def _link(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, ...]:
+    address = hosts_of(link.address)[0][0] if link.address else ""
+    other = everybody.get(link.node)
+    media = [i.medium.value for i in other.interfaces if address in i.addresses] if other is not None else []
+    latency = "–" if link.latency_s is None else screen.duration(link.latency_s)
+    return told.status.us.name, link.name, address or "–", media[0] if media else "–", latency, link.suspected
+
+
+def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("view", "round trip") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,81 @@
+"""Asking a running cluster how it stands, from outside: any machine that has its secret may.
+
+Who asks opens a control channel like a member does, and asks instead of saying hello; so it is in no view and on
+nobody's list. Nodes are found where they announce themselves, at addresses that a person gave, and through each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES, hear, say
+from hcsim.cluster.messages import Ask, Told
+from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
+from hcsim.runtime.host import Host
+
+
+async def ask(host: Host, address: str, timeout_s: float) -> Told:
+    """How the node at that address stands."""
+    channel = await host.connect(address, timeout_s=timeout_s)
+    try:
+        channel.limit(MESSAGE_LIMIT_BYTES)
+        async with host.clock.timeout(HELLO_TIMEOUT_S):
+            await say(channel, Ask())
+            answer = await hear(channel)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{address} did not answer within {HELLO_TIMEOUT_S:g} s") from None
+    finally:
+        await channel.close()
+    if not isinstance(answer, Told):
+        raise RemoteProtocolError(f"{address} was asked how it stands, and said something else", address)
+    return answer
+
+
+class Survey:
+    """Asks everybody once."""
+
+    def __init__(self, host: Host, namespace: str, timeout_s: float) -> None:
+        self._host = host
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self.told: dict[str, Told] = {}
+        """By node, what it said."""
+        self.failures: dict[str, str] = {}
+        """By address, why nobody said anything."""
+
+    async def run(self, peers: Sequence[str], look_s: float) -> None:
+        """Ask these, and whoever announces itself within that time; return when all have answered or failed."""
+        for address in peers:
+            self._ask(address)
+        looking = self._host.spawn(self._look(), name="look around")
+        await self._host.clock.sleep(look_s)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        while waiting := [task for task in self._asking.values() if not task.done()]:
+            await asyncio.gather(*waiting)
+
+    async def _look(self) -> None:
+        try:
+            async for sighting in self._host.lan.browse():
+                properties = sighting.service.properties
+                if properties.get("namespace") == self._namespace and not sighting.gone:
+                    self._ask(properties.get("at", sighting.service.address))
+        except HcsimError as error:
+            self.failures["the local network"] = str(error)
+
+    def _ask(self, address: str) -> None:
+        if address not in self._asking:
+            self._asking[address] = self._host.spawn(self._asked(address), name=f"ask {address}")
+
+    async def _asked(self, address: str) -> None:
+        try:
+            told = await ask(self._host, address, self._timeout_s)
+        except HcsimError as error:
+            self.failures[address] = str(error)
+        else:
+            self.told[told.status.us.node] = told
+            self._asking.setdefault(told.status.control, self._asking[address])
+            for link in told.links:
+                self._ask(link.control)

@@ -245,7 +245,7 @@ class RealHost:
                 if sock.getsockname() == sock.getpeername():
                     # Dialling a free port of our own can meet itself in TCP's simultaneous open.
                     raise ConnectionRefusedError
-                peer = address if len(hosts) == 1 else join_address(sockaddr)
+                peer = address if len(target.hosts) == 1 else join_address(sockaddr)
                 if self._tls is None:
                     return TcpChannel(sock, peer)
                 secured = await self._tls.handshake(sock, server_side=False)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hcsim.collectives.group import Group, Options
     from hcsim.config import Scenario, Training, load_scenario
     from hcsim.errors import HcsimError
-    from hcsim.launch import Outcome, real_group, simulate, simulate_training
+    from hcsim.launch import Outcome, real_group, simulate, simulate_cluster, simulate_training
     from hcsim.real.tls import TlsFiles
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
@@ -37,6 +37,7 @@ __all__ = [
     "load_scenario",
     "real_group",
     "simulate",
+    "simulate_cluster",
     "simulate_training",
     "train",
 ]
@@ -56,6 +57,7 @@ _HOMES = {
     "load_scenario": "config",
     "real_group": "launch",
     "simulate": "launch",
+    "simulate_cluster": "launch",
     "simulate_training": "launch",
     "train": "training.strategies",
 }

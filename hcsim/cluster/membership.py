@@ -198,6 +198,9 @@ class Membership:
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
         self._highest = max(self._highest, asked.ballot[0])
         self._learn(asked.after)
+        proposer = self.roster.peers.get(source)
+        if proposer is not None and self.us.node not in proposer.status.reaches:
+            return  # it does not hear us, and would only keep others from being heard
         if self._concerns_us(source, asked.after.lineage, asked.after.epoch, now):
             self._send(source, self._acceptor.prepare(asked, self.us, self.roster.reaches()), now)
         elif self._stranger_to(asked.after):

@@ -23,6 +23,8 @@ from hcsim.errors import PeerRefused
 from hcsim.runtime.host import Host
 
 RECORD = "membership"
+_TICK_S = 0.001
+"""A clock that drifts may wake us a little early: then we look again, but not at once."""
 _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
 
@@ -235,8 +237,9 @@ class Node:
         while True:
             self._review.clear()
             wake_at_s = self._membership.wake_at_s
+            wait_s = None if wake_at_s is None else max(_TICK_S, wake_at_s - self._now())
             try:
-                async with self._host.clock.timeout(None if wake_at_s is None else max(0.0, wake_at_s - self._now())):
+                async with self._host.clock.timeout(wait_s):
                     await self._review.wait()
             except TimeoutError:
                 self._membership.tick(self._now())
@@ -258,6 +261,9 @@ class Node:
 
     def _carry_out(self) -> None:
         membership = self._membership
+        if membership.status != self._known:  # first, so that what we ask is heard by those who know that we hear them
+            self._known = membership.status
+            self._lines.send_all(Beat(0, self._known))
         while membership.effects:
             effects, membership.effects = membership.effects, []
             for effect in effects:
@@ -271,9 +277,6 @@ class Node:
                     self._waiting = effect.reason
                     self._host.trace("cluster", effect.reason)
                     self._tell(effect.reason)
-        if membership.status != self._known:
-            self._known = membership.status
-            self._lines.send_all(Beat(0, self._known))
         self._review.set()
 
     def _adopted(self, view: View) -> None:

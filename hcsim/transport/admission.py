@@ -288,6 +288,8 @@ class _Doorkeeper:
         assert reason is not None
         if source and reason not in _NO_GUESSES and not handshake.was_told:
             self._throttle.failed(source, self._host.clock.elapsed())
+        if not handshake.was_told:
+            self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason.name.lower()).add()
         text = told(peer, reason, by_them=handshake.was_told)
         self._host.trace("refused", peer, reason.name, "by them" if handshake.was_told else "by us")
         self._report(Verdict(peer, text, reason=reason))

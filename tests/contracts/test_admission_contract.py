@@ -84,6 +84,9 @@ def test_who_is_refused_hears_why_and_so_does_who_refuses(
         assert refused.value.reason == reason.name
         assert [verdict.reason for verdict in seen] == [reason, reason]
         assert any(verdict.text.startswith("we refused") and words in verdict.text for verdict in seen)
+        name = "hcsim_admission_refusals_total"
+        counted = [host.metrics.value(name, reason=reason.name.lower()) for host in (left, right)]
+        assert counted == [0, 1]
 
         honest = await AdmittedHost(left, member("honest")).connect(listener.address)
         assert (await accepting).identity == member("honest").key.node_id  # nobody came before it

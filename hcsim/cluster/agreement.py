@@ -93,6 +93,8 @@ class Acceptor:
 
     def __init__(self, record: Record, save: Callable[[Record], None]) -> None:
         self.record = record
+        self.votes = {"promised": 0, "accepted": 0, "refused": 0}
+        """How often we answered a proposer, our own proposals included."""
         self._save = save
 
     def adopt(self, view: View) -> None:
@@ -103,7 +105,9 @@ class Acceptor:
         """Answer a proposer; it speaks of our present view."""
         record = self.record
         if asked.ballot < record.promised:
+            self.votes["refused"] += 1
             return Refused(asked.ballot, asked.after.epoch, record.promised)
+        self.votes["promised"] += 1
         self._remember(msgspec.structs.replace(record, promised=asked.ballot))
         return Promise(asked.ballot, asked.after.epoch, us, reaches, record.accepted)
 
@@ -111,7 +115,9 @@ class Acceptor:
         """Accept a view, unless we have promised not to."""
         record = self.record
         if asked.ballot < record.promised:
+            self.votes["refused"] += 1
             return Refused(asked.ballot, asked.after, record.promised)
+        self.votes["accepted"] += 1
         self._remember(Record(record.view, asked.ballot, (asked.ballot, asked.view)))
         return Accepted(asked.ballot, asked.after)
 

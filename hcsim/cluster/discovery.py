@@ -67,6 +67,11 @@ class Discovery:
         self._calling: dict[str, None] = {}
         self._peers = tuple(with_port(peer, config.discovery_port) for peer in config.peers)
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Who should be there: the ids of nodes, and addresses where nobody has answered yet."""
+        return tuple(dict.fromkeys(self._nodes.get(key, key) for key in self._wanted))
+
     async def run(self) -> None:
         """Look for others, for ever."""
         for address in self._peers:

@@ -58,6 +58,10 @@ class Pulse:
         """Since the last sign of life."""
         return max(0.0, now - self._last_s)
 
+    def overdue(self, now: float) -> int:
+        """Heartbeats that should have come since."""
+        return max(0, int(self.silence_s(now) / self._policy.interval_s) - 1)
+
     def phi(self, now: float) -> float:
         """How surprising the silence is: its odds are 10^-φ. Zero while there is no rhythm."""
         if len(self._intervals_s) < _RHYTHM:
@@ -74,7 +78,7 @@ class Pulse:
             return "its machine answers that nobody is there"
         if silence_s >= policy.timeout_s:
             return f"silent for {silence_s:.1f} s"
-        if silence_s >= (policy.failures + 1) * policy.interval_s:
+        if self.overdue(now) >= policy.failures:
             return f"{policy.failures} heartbeats overdue"
         if (phi := self.phi(now)) >= policy.phi:
             return f"silent for {silence_s:.1f} s, which is not its rhythm (φ = {phi:.1f})"

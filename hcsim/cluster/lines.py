@@ -24,7 +24,11 @@ PROBE_S = 1.0
 """How long the old life of a node has to answer when a new one calls."""
 OUTBOX = 256
 """Messages that may wait for a peer that does not read; beyond that it is taken for stuck."""
-COPIED = "another machine with the same identity is already here: give each machine its own node key"
+COPIED = (
+    "copied_identity",
+    "another machine with the same identity is already here: give each machine its own node key",
+)
+"""A reason to refuse somebody, for figures and for people."""
 
 
 class Owner(Protocol):
@@ -164,16 +168,17 @@ class Lines:
         """Decide whether this becomes the line to that node; if so, keep it running."""
         us, node = self._owner.status().us, theirs.us.node
         if self._closed:
-            await _refuse(channel, "we have gone")
+            await self._refuse(channel, "gone", "we have gone")
         if channel.identity and channel.identity != node:
-            await _refuse(channel, f"you say that you are {node}, and your key says {channel.identity}")
+            text = f"you say that you are {node}, and your key says {channel.identity}"
+            await self._refuse(channel, "other_identity", text)
         if node == us.node:
-            await _refuse(channel, "" if theirs.us.boot == us.boot else COPIED)
+            await self._refuse(channel, *(("ourselves", "") if theirs.us.boot == us.boot else COPIED))
         old = self._lines.get(node)
         anew = old is not None and old.us.boot != theirs.us.boot
         if old is not None and (anew or dialler > old.dialler) and await self._answers(old):
             if anew:
-                await _refuse(channel, COPIED)
+                await self._refuse(channel, *COPIED)
             await channel.close()
             return
         old = self._lines.get(node)
@@ -183,6 +188,15 @@ class Lines:
         if self._lines.get(node) is line:
             self._host.spawn(self._run(line, node), name=f"line to {theirs.us.name}")
             self._owner.up(theirs)
+
+    async def _refuse(self, channel: Channel, reason: str, text: str) -> None:
+        self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason).add()
+        try:
+            if text:
+                await say(channel, Goodbye(text, refused=True))
+        finally:
+            await channel.close()
+        raise PeerRefused(f"{channel.peer} was refused: {text or 'it is ourselves'}", channel.peer)
 
     async def _answers(self, line: Line) -> bool:
         """Whether the node at the other end of a line lives."""
@@ -216,15 +230,6 @@ class Lines:
                 del self._lines[node]
                 if not self._closed:
                     self._owner.down(node, gone=gone)
-
-
-async def _refuse(channel: Channel, reason: str) -> None:
-    try:
-        if reason:
-            await say(channel, Goodbye(reason, refused=True))
-    finally:
-        await channel.close()
-    raise PeerRefused(f"{channel.peer} was refused: {reason or 'it is ourselves'}", channel.peer)
 
 
 async def say(channel: Channel, message: Message) -> None:

@@ -97,8 +97,11 @@ class Membership:
         self.effects: list[Effect] = []
         self.wake_at_s: float | None = None
         self.roster = Roster(us)
+        self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
+        """How our proposals ended: overtaken is what another view made pointless."""
         self._rules = rules
         self._acceptor = Acceptor(remembered or Record(View("", 0, ())), save)
+        self.votes = self._acceptor.votes
         self._proposal: Proposal | None = None
         self._deadline_s = 0.0
         self._highest = self._acceptor.record.promised[0]
@@ -254,6 +257,7 @@ class Membership:
             self._give_up(now)
         elif proposal.chosen is not None and proposal.accepted(source, self.roster.gone(proposal.present)):
             self._proposal = None
+            self.rounds["decided"] += 1
             for node in dict.fromkeys((*proposal.present.nodes, *proposal.chosen.nodes)):
                 if node != self.us.node:
                     self._send(node, Decided(proposal.chosen), now)
@@ -292,6 +296,7 @@ class Membership:
 
     def _give_up(self, now: float) -> None:
         self._proposal = None
+        self.rounds["given_up"] += 1
         self._not_before_s = now + PATIENCE_S * (1 + self.roster.turn(self.view))
 
     def _successor(self, proposal: Proposal) -> View | None:
@@ -435,6 +440,7 @@ class Membership:
         self._enter(View(lineage, before + 1, (self.us,), before, formed=formed, reason=f"{self.us.name} is alone"))
 
     def _enter(self, view: View) -> None:
+        self.rounds["overtaken"] += self._proposal is not None
         self._proposal = None
         self._needed_since_s = None
         self._not_before_s = 0.0

@@ -12,6 +12,7 @@ import msgspec
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.discovery import Announcement, Discovery
+from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Adopted, Membership, Over, Rules, Send, Waiting
@@ -70,6 +71,7 @@ class Node:
         self._lines = Lines(host, self)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
+        self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses)
         self._control = me.control
         self._identified = bool(me.namespace)
 
@@ -91,6 +93,7 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._figures.end()
         await self._lines.close(reason)
         await self._discovery.goodbye()
 
@@ -221,6 +224,7 @@ class Node:
             self._sent[self._number] = self._now()
             self._sent.pop(self._number - 16, None)
             self._lines.send_all(Beat(self._number, self._membership.status))
+            self._figures.beat_sent()
             for _ in range(_LOOKS):
                 await self._host.clock.sleep(self._beat.interval_s / _LOOKS)
                 self._look()
@@ -229,7 +233,9 @@ class Node:
         """Suspect those who are silent."""
         now = self._now()
         for node, pulse in self._pulses.items():
-            if why := pulse.suspected(now):
+            why = pulse.suspected(now)
+            self._figures.looked(node, pulse, why, now)
+            if why:
                 self._membership.lost(node, why, now)
         self._carry_out()
 
@@ -281,6 +287,7 @@ class Node:
 
     def _adopted(self, view: View) -> None:
         self._waiting = ""
+        self._figures.adopted(view)
         self._host.trace("view", view.lineage, view.epoch, ",".join(member.name for member in view.members))
         names = ", ".join(member.name for member in view.members)
         if view.formed:

@@ -94,10 +94,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Peers": (
-        _gauge("hcsim_peers_known", "Nodes of our cluster that we have heard of."),
-        _gauge("hcsim_peers_connected", "Nodes that we have a control channel to."),
+        _gauge("hcsim_peers_known", "Nodes of our cluster that should be there."),
+        _gauge("hcsim_peers_connected", "Nodes that we have a living control channel to."),
         _gauge("hcsim_peers_suspected", "Members that seem to be lost."),
-        _counter("hcsim_admission_refusals_total", "Nodes that were not let in.", "reason"),
+        _counter("hcsim_admission_refusals_total", "Nodes that we did not let in, by reason.", "reason"),
     ),
     "Health": (
         _counter("hcsim_heartbeats_sent_total", "Heartbeats sent to a node.", "node"),
@@ -110,12 +110,28 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("hcsim_view_epoch", "Epoch of the view that we are in."),
         _gauge("hcsim_view_members", "Members of the view that we are in."),
         _gauge("hcsim_leader", "1 on the node that leads, 0 on the others."),
-        _counter("hcsim_view_changes_total", "Views that took effect here.", "reason"),
-        _counter("hcsim_elections_total", "Rounds of agreement on a next view that we began, by outcome.", "outcome"),
-        _counter("hcsim_ballots_total", "Ballots that we voted on, by answer.", "answer"),
-        _counter("hcsim_evictions_total", "Members that a view left out because they were lost."),
-        _counter("hcsim_joins_total", "Nodes that a view took in."),
-        _histogram("hcsim_recovery_seconds", "From the loss of a member to the first step without it."),
+        _counter(
+            "hcsim_view_changes_total",
+            "Views that took effect here, by reason: alone (we began one), entered (others took us in), lost, failed "
+            "(the same members after a failure), joined, left.",
+            "reason",
+        ),
+        _counter(
+            "hcsim_elections_total",
+            "Rounds of agreement on a next view that we began, by outcome: decided, given_up, overtaken.",
+            "outcome",
+        ),
+        _counter(
+            "hcsim_ballots_total",
+            "Answers that we gave in such rounds, our own included: promised, accepted, refused.",
+            "answer",
+        ),
+        _counter("hcsim_evictions_total", "Members that a view after ours left out because they were lost."),
+        _counter("hcsim_joins_total", "Nodes that a view after ours took in."),
+        _histogram(
+            "hcsim_recovery_seconds",
+            "From the failure of a view (a member lost, a connection broken) to the next step.",
+        ),
     ),
 }
 """By subject, as the documentation shows them."""

@@ -40,6 +40,7 @@ from hcsim.training.data import Batches
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.method import Replicated
 from hcsim.training.elastic.parcel import Parcel, relay
+from hcsim.training.elastic.recovery import Recovery
 from hcsim.training.elastic.standing import Era, Header
 from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.learner import Learner
@@ -51,7 +52,7 @@ from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.parameter_server.saved import Record, recall, records
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
-from hcsim.training.run import Observer, Run
+from hcsim.training.run import Run
 from hcsim.training.strategies import completed, one_level, optimizer, strategy
 from hcsim.training.task import Indices, Task
 from hcsim.training.tasks import task
@@ -103,7 +104,7 @@ class Served:
         self._task = what
         self._conductor = conductor
         self.leaving: asyncio.Event | None = None
-        self.observer: Observer | None = None
+        self.observer = Recovery(host, None)
         self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
         learner = Learner(host, what, optimizer(self.settings), seed)
         self._server = learner

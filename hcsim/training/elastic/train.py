@@ -31,6 +31,7 @@ from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
+from hcsim.training.elastic.recovery import Recovery
 from hcsim.training.elastic.served import Served
 from hcsim.training.elastic.synchronise import synchronise
 from hcsim.training.elastic.trainee import Trainee
@@ -79,14 +80,14 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     try:
         while (view := await _next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
+            conductor.over(epoch).add_done_callback(part.observer.failed)
             if await _follow(host, conductor, view, wire, part):
                 break
     finally:
         await part.close()
     if not part.has_begun:
         raise HcsimError("left before training began")
-    if part.observer is not None:
-        part.observer.finished(part.run)
+    part.observer.finished(part.run)
     return part.run.report()
 
 
@@ -98,7 +99,7 @@ class Part(Protocol):
         """What is trained, and how."""
 
     @property
-    def observer(self) -> Observer | None:
+    def observer(self) -> Recovery:
         """Who looks on."""
 
     @property
@@ -157,7 +158,7 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
         if extras.checkpoints is not None:
             raise ConfigError("a parameter server keeps a standby, and no checkpoints: train without them")
         served = Served(host, settings, seed, extras.what, conductor)
-        served.leaving, served.observer = extras.leaving, extras.observer
+        served.leaving, served.observer = extras.leaving, Recovery(host, extras.observer)
         return served
     member = _Member(Trainee(host, settings, seed, extras.what), conductor, settings, extras)
     if extras.checkpoints is not None and (data := extras.checkpoints.vault.load()) is not None:
@@ -195,7 +196,7 @@ class _Member:
     def __init__(self, trainee: Trainee, conductor: Conductor, settings: Training, extras: Extras) -> None:
         self.trainee = trainee
         self.settings = settings
-        self.observer = extras.observer
+        self.observer = Recovery(trainee.host, extras.observer)
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
         self.ballot.leaving = self.leaving = extras.leaving
         self._checkpoints = extras.checkpoints

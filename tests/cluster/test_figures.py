@@ -1,0 +1,144 @@
+"""What nodes tell of their cluster in metrics, held against what happened to it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim.cluster.node import Node, Self
+from hcsim.config import Cluster, Crash, Partition, Training
+from hcsim.launch import simulate_cluster
+from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
+from hcsim.training.run import Report
+from hcsim.units import PositiveSeconds, Seconds
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import HostCrashed, World
+from tests.cluster.nodes import Party
+from tests.switches import on_switch
+
+ABC = ("a", "b", "c")
+BEAT = Cluster(preset="low_latency").beat
+CRASH_S, END_S = 3.0, 10.0
+
+
+@pytest.fixture(scope="module")
+def crashed() -> Party:
+    """Three nodes, of which one crashes after a while."""
+    return Party(ABC, [Crash(at_s=Seconds(CRASH_S), node="b")]).run(END_S)
+
+
+def of(party: Party, name: str) -> HostMetrics:
+    return party.world.host(name).metrics
+
+
+def by_label(metrics: HostMetrics, name: str) -> dict[str, float]:
+    return {labels[0][1]: getattr(series, "value", 0) for metric, labels, series in metrics.series()
+            if metric.name == name}  # fmt: skip
+
+
+def seconds(metrics: HostMetrics, name: str) -> tuple[int, float]:
+    """How many values a histogram has, and their sum."""
+    [found] = [series for metric, _, series in metrics.series() if metric.name == name]
+    assert isinstance(found, HistogramSeries)
+    return found.count, found.sum
+
+
+def views_told(party: Party, name: str) -> int:
+    """How many views with others a host had to say something about."""
+    return len([what for who, what in party.told if who == name and what.startswith(("view ", "here so far"))])
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_gauges_show_the_view_that_a_crash_left(crashed: Party, name: str) -> None:
+    metrics, view = of(crashed, name), crashed.views[name][-1]
+    gauges = ("peers_known", "peers_connected", "peers_suspected", "view_epoch", "view_members", "leader")
+    assert [metrics.value(f"hcsim_{gauge}") for gauge in gauges] == [2, 1, 0, view.epoch, 2, name == "a"]
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_every_view_is_counted_by_its_reason_and_who_came_and_went(crashed: Party, name: str) -> None:
+    metrics = of(crashed, name)
+    changes = by_label(metrics, "hcsim_view_changes_total")
+    assert (changes.pop("alone"), changes["lost"]) == (1, 1)
+    assert sum(changes.values()) == views_told(crashed, name)
+    assert metrics.value("hcsim_evictions_total") == 1
+    assert metrics.value("hcsim_joins_total") == (2 if name == "a" else 0)  # a took in the others
+
+
+def test_whoever_leads_has_its_rounds_decided_and_the_others_answer_them(crashed: Party) -> None:
+    views = views_told(crashed, "a")
+    assert by_label(of(crashed, "a"), "hcsim_elections_total")["decided"] == views
+    assert by_label(of(crashed, "c"), "hcsim_elections_total")["decided"] == 0
+    answers = by_label(of(crashed, "c"), "hcsim_ballots_total")
+    assert answers["promised"] >= answers["accepted"] >= 1
+    assert by_label(of(crashed, "a"), "hcsim_ballots_total")["accepted"] == views
+
+
+@pytest.mark.parametrize(("name", "other"), [("a", "c"), ("c", "a")])
+def test_heartbeats_are_counted_and_timed_for_each_node(crashed: Party, name: str, other: str) -> None:
+    metrics = of(crashed, name)
+    sent = by_label(metrics, "hcsim_heartbeats_sent_total")
+    assert sent[f"{other}-{other}"] == pytest.approx(END_S / BEAT.interval_s, abs=2)
+    missed = by_label(metrics, "hcsim_heartbeats_missed_total")
+    assert list(missed) == ["b-b"]
+    assert 1 <= missed["b-b"] <= BEAT.failures
+    way_s = crashed.world.topology.path(name, other).latency_s
+    latency = by_label(metrics, "hcsim_heartbeat_latency_seconds")
+    assert latency[f"{other}-{other}"] == pytest.approx(2 * way_s, rel=0.2)
+    phi = by_label(metrics, "hcsim_heartbeat_phi")
+    assert phi[f"{other}-{other}"] < BEAT.phi < phi["b-b"]
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_detection_is_timed_from_the_last_sign_of_life(crashed: Party, name: str) -> None:
+    count, silence_s = seconds(of(crashed, name), "hcsim_detection_seconds")
+    suspected_after_s = crashed.when_s[name, crashed.views[name][-1].epoch] - CRASH_S
+    assert count == 1
+    assert BEAT.interval_s < silence_s <= BEAT.timeout_s
+    assert silence_s == pytest.approx(suspected_after_s, abs=BEAT.interval_s + 0.1)  # the last beat came before
+
+
+def test_members_that_cannot_be_heard_are_suspected_until_a_view_is_without_them() -> None:
+    """Two of four are cut off: neither side may go on, so the view stays, and half of it is suspected."""
+    cut = Partition(sides=(("a", "b"), ("c", "d")), at_s=Seconds(3), duration_s=PositiveSeconds(30))
+    party = Party("abcd", [cut], quorum="majority").run(9)
+    for name in "abcd":
+        assert of(party, name).value("hcsim_peers_suspected") == 2
+        assert of(party, name).value("hcsim_view_members") == 4
+        assert of(party, name).value("hcsim_evictions_total") == 0
+    assert by_label(of(party, "a"), "hcsim_elections_total")["given_up"] > 0
+
+
+def test_a_machine_with_a_copied_key_is_refused_and_counted() -> None:
+    world = World(on_switch(ABC))
+
+    async def live(host: VirtualHost) -> None:
+        identity = "b" if host.name == "c" else host.name
+        await host.clock.sleep(2.0 if host.name == "c" else 0.0)
+        me = Self(identity, host.rng("boot").getrandbits(47), host.name, f"{host.name}:1", f"{host.name}:2")
+        node = Node(host, me, Cluster(nodes=2, preset="low_latency"))
+        await node.start()
+        await host.clock.sleep(8.0 - world.loop.time())
+        await node.stop()
+
+    assert world.run_on_all(live) == [None, None, None]
+    refusals = [by_label(host.metrics, "hcsim_admission_refusals_total") for host in world.hosts]
+    assert refusals[0]["copied_identity"] >= 1
+    assert [host.metrics.value("hcsim_view_members") for host in world.hosts] == [2, 2, 1]
+
+
+def test_recovery_lasts_from_the_failure_to_the_next_step() -> None:
+    scenario = on_switch(ABC, [Crash(at_s=Seconds(20), node="b")])
+    scenario = replace(scenario, cluster=Cluster(preset="low_latency"))
+    outcome = simulate_cluster(scenario, Training(task="gpt2", steps=6))
+    first, lost, third = outcome.results
+    assert isinstance(lost, HostCrashed)
+    for name, report in (("a", first), ("c", third)):
+        assert isinstance(report, Report)
+        count, lasted_s = seconds(outcome.metrics[name], "hcsim_recovery_seconds")
+        longest_s = max(after.time_s - before.time_s for before, after in pairwise(report.points))
+        assert count == 1
+        assert 0 < lasted_s < longest_s
+        assert by_label(outcome.metrics[name], "hcsim_admission_refusals_total") == {}

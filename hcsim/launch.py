@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -194,6 +194,8 @@ class RealNode(msgspec.Struct, frozen=True):
     device: str = "cpu"
     state: Path | None = None
     """A folder for what outlives a crash; None: nothing does."""
+    metrics_at: str | None = None
+    """Where Prometheus finds its figures (host:port); None: nowhere."""
 
 
 async def train_in_cluster(
@@ -236,7 +238,8 @@ async def real_member(
         name, seed=secrets.randbits(64), tls=ClusterTls(key, secret), device=node.device, state=node.state
     )
     once = Once(tell)
-    async with RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}")) as host:
+    here = RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}"))
+    async with here as host, _serving(node.metrics_at, host):
         yield host, credentials(key, secret, secrets.randbits(47))
 
 
@@ -285,8 +288,14 @@ async def real_group(
     async with AsyncExitStack() as stack:
         named = RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)
         host = await stack.enter_async_context(RealHost(named))
-        if metrics_at is not None:
-            from hcsim.real.scraping import serving_metrics
-
-            await stack.enter_async_context(serving_metrics(host.metrics, metrics_at))
+        await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))
+
+
+def _serving(address: str | None, host: RealHost) -> AbstractAsyncContextManager[object]:
+    """A host's metrics are served there meanwhile, if anywhere."""
+    if address is None:
+        return nullcontext()
+    from hcsim.real.scraping import serving_metrics
+
+    return serving_metrics(host.metrics, address)

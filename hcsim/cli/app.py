@@ -109,7 +109,7 @@ def run(
             options.refuse("in a virtual run", {"--trace": trace, "--metrics": metrics})
             manual = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca, "--wait": wait}
             options.refuse("with --peers and --rank", {**manual, "--insecure": insecure or None})
-            here = options.here(cluster, name, at, state, device)
+            here = options.here(cluster, name, at, state, device, metrics_port)
             together = options.cluster(chosen.cluster if chosen else None, nodes)
             begin = seed if seed is not None else chosen.seed if chosen else 1
             done = train_together(here, together, options.to_learn(settings), begin, wire, save)

@@ -155,12 +155,14 @@ def to_learn(settings: Training | None) -> Training:
     return settings
 
 
-def here(cluster: str | None, name: str | None, at: str | None, state: Path | None, device: str | None) -> RealNode:
+def here(
+    cluster: str | None, name: str | None, at: str | None, state: Path | None, device: str | None, metrics: str | None
+) -> RealNode:
     """This machine's place in a real cluster."""
     hosts = tuple(part.strip() for part in at.split(",")) if at is not None else ()
     for host in hosts:
         split_address(f"[{host}]:1" if ":" in host else f"{host}:1")
-    return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state)
+    return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state, metrics_at(metrics))
 
 
 def refuse(where: str, given: Mapping[str, object]) -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from itertools import pairwise
+from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families as read_text
+from typer.testing import CliRunner
 
+from hcsim.cli.app import app
 from hcsim.cluster.node import Node, Self
 from hcsim.config import Cluster, Crash, Partition, Training
-from hcsim.launch import simulate_cluster
+from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
+from hcsim.node import Plan
+from hcsim.real.keys import new_secret, save_secret
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
-from hcsim.training.run import Report
+from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed, World
 from tests.cluster.nodes import Party
+from tests.conftest import free_addresses
 from tests.switches import on_switch
 
 ABC = ("a", "b", "c")
@@ -142,3 +152,53 @@ def test_recovery_lasts_from_the_failure_to_the_next_step() -> None:
         assert count == 1
         assert 0 < lasted_s < longest_s
         assert by_label(outcome.metrics[name], "hcsim_admission_refusals_total") == {}
+
+
+class Scraper:
+    """Reads the figures that are served at an address, once there is a first step, and then leaves."""
+
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/metrics"
+        self.leaving = asyncio.Event()
+        self.reading: asyncio.Future[str] | None = None
+
+    def point(self, rank: int, point: Point) -> None:
+        if self.reading is None:
+            self.reading = asyncio.get_running_loop().run_in_executor(None, self._read)
+            self.reading.add_done_callback(lambda _: self.leaving.set())
+
+    def finished(self, run: Run) -> None:
+        """It has read all that it wanted."""
+
+    def _read(self) -> str:
+        with urlopen(self._url, timeout=10) as answer:
+            return str(answer.read().decode())
+
+
+def test_prometheus_finds_a_node_of_a_real_cluster(tmp_path: Path) -> None:
+    save_secret(tmp_path, "home", new_secret())
+    served, *free = free_addresses(3)
+    control, data = (int(address.rpartition(":")[2]) for address in free)
+    cluster = Cluster(nodes=1, discover=False, discovery_port=control, gradient_port=data)
+    node = RealNode(tmp_path, hosts=("127.0.0.1",), metrics_at=served)
+
+    async def main() -> str:
+        scraper = Scraper(served)
+        plan = Plan(cluster, Training(task="convex", steps=1_000_000), 1)
+        await train_in_cluster(node, plan, observer=scraper, leaving=scraper.leaving)
+        assert scraper.reading is not None
+        return await scraper.reading
+
+    families = {family.name: family for family in read_text(asyncio.run(main()))}
+    assert [sample.value for sample in families["hcsim_view_members"].samples] == [1]
+    assert [sample.value for sample in families["hcsim_leader"].samples] == [1]
+
+
+@pytest.mark.parametrize(("port", "words"), [("x", "give a port, or host:port"), ("{busy}", "cannot be served at")])
+def test_a_node_of_a_cluster_takes_a_place_for_metrics_as_a_rank_does(tmp_path: Path, port: str, words: str) -> None:
+    save_secret(tmp_path, "home", new_secret())
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = port.format(busy=busy.getsockname()[1])
+        arguments = ["run", "--real", "--task", "convex", "--nodes", "1", "--metrics-port", port]
+        result = CliRunner().invoke(app, arguments, env={"HCSIM_HOME": str(tmp_path)})
+    assert (result.exit_code, words in result.output) == (2, True), result.output

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -39,6 +40,9 @@ from hcsim.training.run import Observer, Report, Run
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.transport.mesh import Membership, Wire
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -76,12 +80,12 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     # A newcomer calls while the others are still busy with their step.
     patience_s = max(wire.connect_timeout_s, part.settings.timeout_s)
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
-    epoch = -1
+    epoch, patience = -1, _Patience(host, part)
     try:
         while (view := await _next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
-            if await _follow(host, conductor, view, wire, part):
+            if await _follow(host, conductor, view, wire, part, patience):
                 break
     finally:
         await part.close()
@@ -124,7 +128,7 @@ class Part(Protocol):
         """Nothing goes on after this."""
 
 
-async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part) -> bool:
+async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience) -> bool:
     """Take part in a view; whether that was all."""
     rank = view.rank(conductor.us)
     if rank is None:
@@ -141,6 +145,7 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     except CollectiveError as error:
         group.fail(str(error), error.peer)
         host.trace("view failed", view.epoch, str(error))
+        await patience.hold_back(over)
         if not over.done():
             conductor.broken(view.epoch, error.peer, str(error))
         return False
@@ -150,6 +155,28 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     finally:
         watching.cancel()
         await group.close()
+
+
+class _Patience:
+    """Members that get nowhere would else ask for one view after the other, as fast as they can."""
+
+    def __init__(self, host: Host, part: Part) -> None:
+        self._host = host
+        self._part = part
+        self._step = -1
+        self._in_vain = 0
+        """Views in a row that failed at the same step."""
+
+    async def hold_back(self, over: asyncio.Future[str]) -> None:
+        """Wait before a failure is reported, unless somebody else has done so: longer each time."""
+        step = self._part.run.step if self._part.has_begun else -1
+        self._in_vain = self._in_vain + 1 if step == self._step else 1
+        self._step = step
+        if self._in_vain > 1:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._in_vain - 2), _LONGEST_PAUSE_S)
+            with suppress(TimeoutError):
+                async with self._host.clock.timeout(pause_s):
+                    await asyncio.shield(over)
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:

@@ -47,7 +47,7 @@ from hcsim.config.machines import CATALOGUE, Machine
 from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
-from hcsim.config.write import write_faults
+from hcsim.config.write import write_faults, write_job
 
 __all__ = [
     "CATALOGUE",
@@ -99,4 +99,5 @@ __all__ = [
     "parse_scenario",
     "shipped_scenarios",
     "write_faults",
+    "write_job",
 ]

@@ -1,4 +1,4 @@
-"""Faults as the text that a scenario's file has for them: what is read back is the same list."""
+"""Parts of a scenario as the text that its file has for them: what is read back is the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault
+from hcsim.config.table import Table
+from hcsim.config.training import Training
 
 _UNITS = {"_s": " s", "_bps": " b/s", "_bytes": " B"}
 
@@ -18,16 +21,25 @@ def write_faults(faults: Iterable[AnyFault]) -> str:
     return "\n".join(_table(fault) for fault in faults)
 
 
+def write_job(name: str, seed: int, cluster: Cluster, training: Training) -> str:
+    """A file that says what a real cluster is to do."""
+    head = [f"name = {json.dumps(name)}", f"seed = {seed}"]
+    return "\n".join([*head, "[cluster]", *_given(cluster), "[training]", *_given(training), ""])
+
+
 def _table(fault: AnyFault) -> str:
-    lines = ["[[fault]]", f'kind = "{fault.__struct_config__.tag}"']
-    for field in msgspec.structs.fields(fault):
-        value = getattr(fault, field.name)
-        if value != field.default:
-            lines.append(f"{field.encode_name} = {_value(field.name, value)}")
-    return "\n".join([*lines, ""])
+    return "\n".join(["[[fault]]", f'kind = "{fault.__struct_config__.tag}"', *_given(fault), ""])
+
+
+def _given(table: Table) -> list[str]:
+    """What is not as by default."""
+    values = ((field, getattr(table, field.name)) for field in msgspec.structs.fields(table))
+    return [f"{field.encode_name} = {_value(field.name, value)}" for field, value in values if value != field.default]
 
 
 def _value(name: str, value: object) -> str:
+    if isinstance(value, Table):
+        return f"{{ {', '.join(_given(value))} }}"
     unit = re.search(r"_(bps|s|bytes)$", name)
     if unit is not None:
         number = value if isinstance(value, int) else repr(float(str(value)))

@@ -41,7 +41,9 @@ def scenarios() -> None:
 # typer reads the options from the signature, so this one is as long as the list of options.
 @app.command()
 def run(
-    scenario: Annotated[Text, typer.Argument(help="A scenario file, or the name of a shipped one.")] = None,
+    scenario: Annotated[
+        Text, typer.Argument(help="A scenario file, the name of a shipped one, or - for standard input.")
+    ] = None,
     operation: Annotated[Text, typer.Option(help="all_reduce, broadcast, all_gather, …")] = None,
     algorithm: Annotated[Text, typer.Option(help="ring, tree, … or auto.")] = None,
     size: Annotated[Text, typer.Option(help='Bytes per rank, such as "64 MiB".')] = None,
@@ -83,12 +85,15 @@ def run(
     ] = None,
     at: Annotated[Text, typer.Option(help="Real: addresses that the others reach this machine at.")] = None,
     state: Annotated[Path | None, typer.Option(help="Real: a folder for what outlives a crash.")] = None,
+    hosts: Annotated[Text, typer.Option(help="Real: other machines to start the same on, through ssh: a,b,c.")] = None,
+    remote_hcsim: Annotated[Text, typer.Option(help='With --hosts: what hcsim is called there ("hcsim").')] = None,
     stripes: Annotated[int | None, typer.Option(min=1, help="Connections per peer; the same on all ranks.")] = None,
     segment: Annotated[Text, typer.Option(help='Piece that a message is cut into, such as "1 MiB".')] = None,
 ) -> None:
     """Run a job or train: in a scenario's virtual cluster, or with --real on this and other machines."""
     with plainly():
         from hcsim.cli import options
+        from hcsim.cli.attended import read_job
 
         both = {"algorithm": algorithm, "timeout": timeout}
         job = {"operation": operation, "size": size, "dtype": dtype, "repeat": repeat}
@@ -96,23 +101,28 @@ def run(
             "task": task, "strategy": strategy, "compressor": compressor, "steps": steps, "batch": batch, "lr": lr,
         }  # fmt: skip
         wire = options.wire(stripes, segment, wait)
-        chosen = options.scenario(scenario, seed, {**job, **both}, needed=not real)
+        text, attended = read_job() if scenario == "-" else (None, False)
+        chosen = options.scenario(scenario, seed, {**job, **both}, needed=not real, text=text)
         settings = options.training(chosen.training if chosen else None, learned, both)
         if settings is None:
             options.refuse("where something is learned (--task)", {"--save": save, "--device": device})
         else:
             options.refuse("where nothing is learned", {f"--{name}": value for name, value in job.items()})
-        place_in_cluster = {"--cluster": cluster, "--name": name, "--at": at, "--state": state}
+        place_in_cluster = {"--cluster": cluster, "--name": name, "--at": at, "--state": state, "--hosts": hosts}
+        options.refuse("with --hosts", {"--remote-hcsim": remote_hcsim if hosts is None else None})
         if real and rank is None and peers is None:
             from hcsim.cli.together import train_together
+            from hcsim.node import Plan
 
             options.refuse("in a virtual run", {"--trace": trace, "--metrics": metrics})
             manual = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca, "--wait": wait}
             options.refuse("with --peers and --rank", {**manual, "--insecure": insecure or None})
             here = options.here(cluster, name, at, state, device, metrics_port)
-            together = options.cluster(chosen.cluster if chosen else None, nodes)
+            others = options.others(hosts, remote_hcsim)
+            together = options.cluster(chosen.cluster if chosen else None, nodes, len(others.hosts))
             begin = seed if seed is not None else chosen.seed if chosen else 1
-            done = train_together(here, together, options.to_learn(settings), begin, wire, save)
+            plan = Plan(together, options.to_learn(settings), begin, wire)
+            done = train_together(here, plan, save, others, attended=attended)
         elif real:
             options.refuse("without --peers and --rank", {**place_in_cluster, "--nodes": nodes})
             only_virtual = {"--trace": trace, "--metrics": metrics, "--seed": seed if settings is None else None}

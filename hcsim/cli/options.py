@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from hcsim.cli import screen
 from hcsim.cli.cluster import home
 from hcsim.cluster.coordinator.policy import Policy
-from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, shipped_scenarios
+from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.explain import explain
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode
@@ -37,17 +37,27 @@ class Place(msgspec.Struct, frozen=True):
     metrics_at: str | None = None
 
 
-def scenario(name: str | None, seed: int | None, changes: Mapping[str, object], *, needed: bool) -> Scenario | None:
-    """The scenario of that name or file, with what the options change in it; a real run can do without."""
+class Others(msgspec.Struct, frozen=True):
+    """Machines that are started from here."""
+
+    hosts: tuple[str, ...] = ()
+    program: str = "hcsim"
+    """What hcsim is called there."""
+
+
+def scenario(
+    name: str | None, seed: int | None, changes: Mapping[str, object], *, needed: bool, text: str | None = None
+) -> Scenario | None:
+    """The scenario of that name, file or text, with what the options change in it; a real run can do without."""
     if name is None and not needed:
         return None
     if name is None:
         screen.scenarios(stderr=True)
         raise ConfigError("give a scenario: one of these names, or a TOML file")
     try:
-        loaded = load_scenario(name)
+        loaded = load_scenario(name) if text is None else parse_scenario(text, "standard input")
     except ConfigError:
-        if not Path(name).exists():
+        if text is None and not Path(name).exists():
             screen.scenarios(stderr=True)
             hint = did_you_mean(name, shipped_scenarios())
             raise ConfigError(f"{name}: there is no such file, and none of these is called so{hint}") from None
@@ -76,13 +86,13 @@ def real_job(chosen: Scenario | None, changes: Mapping[str, object]) -> Job:
 def wire(stripes: int | None, segment: str | None, wait: str | None) -> Wire:
     """How messages travel."""
     default = Wire()
-    segment_bytes = default.segment_bytes if segment is None else _quantity("--segment", segment, PositiveBytes)
+    segment_bytes = default.segment_bytes if segment is None else int(_quantity("--segment", segment, PositiveBytes))
     if segment_bytes > MAX_FRAME_BYTES:
         raise ConfigError(f'--segment = "{segment}": a piece has at most {MAX_FRAME_BYTES >> 20} MiB')
     return Wire(
         stripes=default.stripes if stripes is None else stripes,
         segment_bytes=segment_bytes,
-        connect_timeout_s=_WAIT_S if wait is None else _quantity("--wait", wait, PositiveSeconds),
+        connect_timeout_s=_WAIT_S if wait is None else float(_quantity("--wait", wait, PositiveSeconds)),
     )
 
 
@@ -129,10 +139,20 @@ def metrics_at(text: str | None) -> str | None:
     return address
 
 
-def cluster(table: Cluster | None, nodes: int | None) -> Cluster:
-    """Who is waited for, with what the options change in it."""
+def cluster(table: Cluster | None, nodes: int | None, others: int = 0) -> Cluster:
+    """Who is waited for, with what the options change in it; where others are started from here, for all of them."""
     given = table or Cluster()
+    if nodes is None and given.nodes is None and others:
+        nodes = 1 + others
     return given if nodes is None else replace(given, nodes=nodes)
+
+
+def others(hosts: str | None, program: str | None) -> Others:
+    """Who is started from here."""
+    names = tuple(part.strip() for part in hosts.split(",")) if hosts is not None else ()
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"--hosts {hosts}: give each machine once, as ssh knows it, such as mini.local,studio.local")
+    return Others(names, program or "hcsim")
 
 
 def clustered(scenario: Scenario, nodes: int | None) -> Scenario:

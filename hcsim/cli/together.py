@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from hcsim.cli import screen
+from hcsim.cli.attended import END_OF_JOB, when_input_closes
+from hcsim.cli.options import Others
 from hcsim.cli.train import Onlooker, check
 from hcsim.cli.virtual import Files, tell_failures, writable, write_metrics, writer
-from hcsim.config import Cluster, Scenario, Training
+from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
 from hcsim.node import Plan
 from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
+from hcsim.real.ssh import Remotes, remotes
 from hcsim.training.run import Point, Report
 from hcsim.training.tasks import task
 from hcsim.transport.mesh import Wire
+
+_GRACE_S = 30.0
+"""How long those that were started from here may take to end."""
 
 
 class Member(Onlooker):
@@ -64,41 +71,80 @@ def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files:
     return healthy
 
 
-def train_together(
-    node: RealNode, cluster: Cluster, settings: Training, seed: int, wire: Wire, save: Path | None
-) -> bool:
-    """Find the other machines, train with them, and show how it went."""
+def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others, *, attended: bool) -> bool:
+    """Find the other machines, train with them, and show how it went.
+
+    Others may be started from here; if we ourselves were (`attended`), we leave when whoever did so goes."""
+    settings, cluster = plan.training, plan.cluster
+    load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     check(settings, cluster.needed, 1, save)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     check_torch_device(node.device)
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
-    load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     with screen.Progress("step", settings.steps) as progress:
         progress.waiting([f"{cluster.needed - 1} other nodes"] if cluster.needed > 1 else [])
-        report = asyncio.run(_train(node, Plan(cluster, settings, seed, wire), progress, save))
+        report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, over TCP", [report])
     return True
 
 
-async def _train(node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None) -> Report:
-    leaving = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    us = asyncio.current_task()
-    assert us is not None
+class _Session:
+    """This node's training, and what a person does meanwhile."""
 
-    def interrupted() -> None:
-        if leaving.is_set():
-            us.cancel()
-            return
-        leaving.set()
-        progress.news("leaving after this step; the others go on (once more to stop at once)")
+    def __init__(self, node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None) -> None:
+        self._node = node
+        self._plan = plan
+        self._progress = progress
+        self._onlooker = Member(progress, save, only_first=False)
+        self._leaving = asyncio.Event()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
-    onlooker = Member(progress, save, only_first=False)
-    try:
-        return await train_in_cluster(node, plan, observer=onlooker, tell=progress.news, leaving=leaving)
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    async def run(self, others: Others, *, attended: bool) -> Report:
+        """Until the end, or until somebody wants us to leave."""
+        training = asyncio.ensure_future(self._train())
+        stopped = False
+
+        def interrupted(words: str) -> None:
+            nonlocal stopped
+            if self._leaving.is_set():
+                stopped = True
+                training.cancel()
+                return
+            self._leaving.set()
+            started.let_go()
+            self._progress.news(f"leaving after this step; {words} (once more to stop at once)")
+
+        async with remotes(self._progress.news, _GRACE_S) as started:
+            words = "so do those that were started from here" if others.hosts else "the others go on"
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, interrupted, words)
+            if attended:
+                when_input_closes(partial(interrupted, "whoever started us has gone"))
+            started.failed.add_done_callback(lambda failed: training.cancel())
+            try:
+                await self._start(started, others)
+                return await training
+            except asyncio.CancelledError:
+                if started.failed.done() and not started.failed.cancelled():
+                    raise started.failed.result() from None
+                if stopped:
+                    raise KeyboardInterrupt from None
+                raise
+            finally:
+                training.cancel()
+                await asyncio.gather(training, return_exceptions=True)
+
+    async def _start(self, started: Remotes, others: Others) -> None:
+        node, plan = self._node, self._plan
+        job = write_job("job", plan.seed, plan.cluster, plan.training)
+        wire = plan.wire
+        wiring = ["--stripes", str(wire.stripes), "--segment", f"{wire.segment_bytes} B"]
+        for host in others.hosts:
+            command = (others.program, "run", "--real", "-", "--cluster", node.cluster, *wiring)
+            await started.start(host, command, f"{job}{END_OF_JOB}\n")
+
+    async def _train(self) -> Report:
+        return await train_in_cluster(
+            self._node, self._plan, observer=self._onlooker, tell=self._progress.news, leaving=self._leaving
+        )

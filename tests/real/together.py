@@ -1,7 +1,7 @@
 """Clusters that train in namespaces, and what they should have learned.
 
-A reference run in the virtual world has the same members at the same steps, by agreement and without faults. What a real
-run had is in what its nodes say: "view 7: a, c (b was lost)" and "view 7: training goes on after step 112".
+A reference run in the virtual world has the same members at the same steps, by agreement and without faults. What a
+real run had is in what its nodes say: "view 7: a, c (b was lost)" and "view 7: training goes on after step 112".
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def plan(witness: Process) -> list[tuple[int, list[str]]]:
 
 def digest(process: Process) -> str:
     """Of the parameters that a node ended with."""
-    found = re.search(r"parameters sha256 (\w+)", process.text)
+    found = re.search(r"^parameters sha256 (\w+)", process.text, re.MULTILINE)
     assert found is not None, process.text
     return found[1]
 

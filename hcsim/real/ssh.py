@@ -1,0 +1,112 @@
+"""Starting programs on other machines through ssh, and ending them.
+
+What a program is to read goes to its standard input, which then stays open: when it closes, because we close it or
+because we or the connection die, the program knows that nobody attends to it any more. So nothing is left running that
+somebody would have to log in to end. Output comes back line by line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from hcsim.errors import ConfigError, HcsimError
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+"""Never ask for a password: nobody could tell which of the machines asks."""
+_SSH_FAILED = 255
+_NOT_FOUND = 127
+_LINE_LIMIT_BYTES = 1 << 20
+
+
+class Remotes:
+    """The programs on other machines."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._last: dict[str, str] = {}
+        self.failed: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
+        """Done when one of them did not even begin."""
+
+    async def start(self, host: str, command: Sequence[str], text: str) -> None:
+        """Run a command there, and give it the text to read."""
+        if host.startswith("-") or not host:
+            raise ConfigError(f"{host!r} is not the name of a host")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_SSH, host, shlex.join(command), limit=_LINE_LIMIT_BYTES, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"ssh cannot be started: {error.strerror}") from None
+        self._processes[host] = process
+        self._watching[host] = asyncio.create_task(self._watch(host, process, command[0]), name=f"output of {host}")
+        assert process.stdin is not None
+        process.stdin.write(text.encode())
+        with suppress(ConnectionError):  # why it has ended is told by whoever watches it
+            await process.stdin.drain()
+
+    def let_go(self) -> None:
+        """Nobody attends to them any more: they are to end in an orderly way."""
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+
+    async def end(self, grace_s: float) -> None:
+        """Let them go; whoever is not done after that time loses its connection."""
+        self.let_go()
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.gather(*self._watching.values())
+        except TimeoutError:
+            for host, process in self._processes.items():
+                if process.returncode is None:
+                    self._tell(f"{host}: does not end; its connection is cut")
+                    process.terminate()
+            await asyncio.gather(*self._watching.values(), return_exceptions=True)
+
+    def cut(self) -> None:
+        """End the connections at once."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.terminate()
+
+    async def _watch(self, host: str, process: asyncio.subprocess.Process, program: str) -> None:
+        assert process.stdout is not None
+        last = ""
+        async for data in process.stdout:
+            last = data.decode(errors="replace").rstrip()
+            self._tell(f"{host}: {last}")
+        status = await process.wait()
+        why = _failure(host, program, status, last)
+        if why and not self.failed.done():
+            self.failed.set_result(HcsimError(why))
+        elif status:
+            self._tell(f"{host}: ended with status {status}")
+
+
+@asynccontextmanager
+async def remotes(tell: Callable[[str], None], grace_s: float) -> AsyncIterator[Remotes]:
+    """Programs on other machines that end when this block does: when it ends well, with time to finish."""
+    others = Remotes(tell)
+    try:
+        yield others
+    except BaseException:
+        others.let_go()
+        others.cut()
+        raise
+    finally:
+        await others.end(grace_s)
+
+
+def _failure(host: str, program: str, status: int, last: str) -> str:
+    """Why a program did not begin there; empty where it did."""
+    if status == _SSH_FAILED:
+        return f"ssh does not get to {host}: {last or 'it gave no reason'}; try `ssh {host} true` until that works"
+    if status == _NOT_FOUND:
+        return f"{host} has no program {program!r}: say what it is called there (--remote-hcsim /path/to/hcsim)"
+    return f"{host} cannot take part: {last}" if status == 2 else ""

@@ -84,7 +84,8 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
     with screen.Progress("step", settings.steps) as progress:
-        progress.waiting([f"{cluster.needed - 1} other nodes"] if cluster.needed > 1 else [])
+        missing = cluster.needed - 1
+        progress.waiting([f"{missing} other node{'s' if missing > 1 else ''}"] if missing else [])
         report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, over TCP", [report])
     return True

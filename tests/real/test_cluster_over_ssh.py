@@ -1,4 +1,4 @@
-"""`hcsim run --real --hosts`: the others are started from here. Their ssh is a script that enters a namespace instead."""
+"""`hcsim run --real --hosts`: the others are started from here. ssh is a script that enters a namespace instead."""
 
 from __future__ import annotations
 

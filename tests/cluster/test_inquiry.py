@@ -1,0 +1,70 @@
+"""Asking a running cluster from outside how it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hcsim.cluster.inquiry import Survey, ask
+from hcsim.cluster.messages import Told
+from hcsim.cluster.node import Node
+from hcsim.errors import HcsimError
+from tests.cluster.nodes import Party
+
+ABC = ("a", "b", "c")
+
+
+def surveyed(party: Party, peers: Sequence[str], look_s: float) -> Survey:
+    """What host a finds out, some heartbeats after it is in a view."""
+    surveys: list[Survey] = []
+
+    async def look(node: Node) -> None:
+        host = party.world.host("a")
+        await node.view(-1)
+        await host.clock.sleep(3.0)
+        surveys.append(Survey(host, "", 1.0))
+        await surveys[0].run(peers, look_s)
+
+    party.meanwhile["a"] = look
+    party.run(10)
+    return surveys[0]
+
+
+def check(told: dict[str, Told]) -> None:
+    assert sorted(told) == [*ABC]
+    for node, each in told.items():
+        assert each.view.nodes == ABC
+        assert each.status.us.node == node
+        assert [link.node for link in each.links] == [other for other in ABC if other != node]
+        for link in each.links:
+            assert link.address.partition(":")[0] == link.node
+            assert link.latency_s == pytest.approx(2e-4, rel=0.5), "there and back over a switch of 0.1 ms"
+            assert not link.suspected
+
+
+def test_everybody_who_announces_itself_tells_its_view_and_its_links() -> None:
+    party = Party(ABC)
+    check(surveyed(party, (), 1.0).told)
+    assert party.members("b") == [ABC], "whoever asks is no node for that"
+
+
+def test_one_address_is_enough_to_find_them_all() -> None:
+    party = Party(ABC, discover=False, peers=("a:52415", "b:52415", "c:52415"))
+    check(surveyed(party, ("c:52415",), 0.001).told)
+
+
+def test_who_does_not_answer_is_named_with_the_reason() -> None:
+    survey = surveyed(Party(ABC), ("b:1",), 1.0)
+    assert "b:1" in survey.failures["b:1"]
+    check(survey.told)
+
+
+def test_nobody_is_there() -> None:
+    party = Party(ABC)
+
+    async def main() -> None:
+        with pytest.raises(HcsimError, match="b:52415"):
+            await ask(party.world.host("a"), "b:52415", 1.0)
+
+    party.world.run(main())

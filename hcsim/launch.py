@@ -211,7 +211,14 @@ async def train_in_cluster(
         me = _real_self(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
-            host, me, plan, credentials=credentials, observer=observer, tell=tell, leaving=leaving
+            host,
+            me,
+            plan,
+            credentials=credentials,
+            observer=observer,
+            tell=tell,
+            leaving=leaving,
+            durable=node.state is not None,
         )
 
 

@@ -19,9 +19,12 @@ from hcsim.config.training import Training
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
+from hcsim.training.elastic.checkpoint import Checkpoints, InStore
 from hcsim.training.elastic.train import Extras, follow, prepare
 from hcsim.training.run import Observer, Report
+from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
+from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmittedHost, Verdict
 from hcsim.transport.mesh import Wire
 
@@ -61,8 +64,11 @@ async def train_as_member(
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
     what: Task | None = None,
+    durable: bool = True,
 ) -> Report:
-    """Find the others, train with them until the end or until `leaving` is set, and leave in an orderly way."""
+    """Find the others, train with them until the end or until `leaving` is set, and leave in an orderly way.
+
+    Where the host's store is `durable`, checkpoints are kept there, and training goes on from one that is there."""
     inside = host if credentials is None else admitted(host, credentials, tell)
 
     def began(view: View, step: int) -> None:
@@ -70,7 +76,8 @@ async def train_as_member(
 
     node = Node(inside, me, plan.cluster, tell)
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
-    part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, began=began))
+    saving = _checkpoints(inside, plan, what) if durable else None
+    part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, saving, began))
     async with running(node):
         try:
             report = await follow(inside, node, part, plan.wire)
@@ -79,6 +86,14 @@ async def train_as_member(
             raise
         await node.leave()
         return report
+
+
+def _checkpoints(host: Host, plan: Plan, what: Task | None) -> Checkpoints | None:
+    """Shapes alone have nothing to save, and a parameter server has a standby instead."""
+    phantom = (what or task(plan.training.task)).phantom
+    if phantom or isinstance(strategy(plan.training.strategy), ParameterServer):
+        return None
+    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store))
 
 
 def _report(verdict: Verdict, tell: Callable[[str], None]) -> None:

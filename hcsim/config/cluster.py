@@ -76,6 +76,9 @@ class Cluster(Table, frozen=True):
     settle_s: PositiveSeconds = PositiveSeconds(0.5)
     """How long the leader waits for more newcomers before it takes in those that are there."""
 
+    checkpoint_every: Count = 100
+    """Steps after which the first member saves, where it has a place that outlives a crash."""
+
     @property
     def needed(self) -> int:
         """How many members work begins with."""

@@ -1,0 +1,72 @@
+"""Whole clusters in the virtual world: found, admitted, in views, and training through what happens to them."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim.config import AnyFault, Cluster, Crash, Restart, Scenario, Training
+from hcsim.launch import Outcome, simulate_cluster
+from hcsim.training.run import Report
+from hcsim.units import PositiveSeconds, Seconds
+from tests.switches import on_switch
+
+ABC = ("a", "b", "c")
+SLOW = "2 Mb/s"
+"""So that a few hundred steps take a while."""
+
+
+def home(*faults: AnyFault, steps: int = 150, **changes: object) -> Scenario:
+    training = Training(task="convex", steps=steps, timeout_s=PositiveSeconds(20), **changes)  # type: ignore[arg-type]
+    cluster = Cluster(nodes=3, preset="low_latency", checkpoint_every=20)
+    return replace(on_switch(ABC, faults, rate=SLOW), training=training, cluster=cluster)
+
+
+def digests(outcome: Outcome[Report]) -> set[str | None]:
+    return {report.sha256 for report in outcome.results if isinstance(report, Report)}
+
+
+def views(scenario: Scenario) -> tuple[Outcome[Report], list[str]]:
+    told: list[str] = []
+    outcome = simulate_cluster(scenario, tell=lambda host, what: told.append(what), limit_s=600)
+    return outcome, [what for what in dict.fromkeys(told) if what.startswith("view")]
+
+
+def test_all_members_end_with_the_same_model():
+    outcome, said = views(home(steps=20))
+    assert [report.steps for report in outcome.values()] == [20, 20, 20]
+    assert len(digests(outcome)) == 1
+    assert any("training begins" in what for what in said)
+
+
+def test_two_runs_are_the_same_event_for_event():
+    first, second = (simulate_cluster(home(Crash(Seconds(2), "a"), steps=60)) for _ in range(2))
+    assert first.trace_sha256 == second.trace_sha256
+
+
+def test_the_others_go_on_without_a_leader_that_crashed():
+    outcome, said = views(home(Crash(Seconds(3), "a")))
+    assert isinstance(outcome.results[0], BaseException)
+    assert [r.steps for r in outcome.results if isinstance(r, Report)] == [150, 150]
+    assert len(digests(outcome)) == 1
+    assert any("training goes on after step" in what for what in said)
+
+
+@pytest.mark.parametrize("state", ["kept", "lost"])
+def test_one_that_was_started_anew_takes_the_model_from_the_others(state):
+    outcome, _ = views(home(Restart(Seconds(3), "b", state)))
+    assert len(outcome.values()) == 3
+    assert len(digests(outcome)) == 1
+
+
+def test_after_a_power_cut_training_goes_on_from_the_checkpoint():
+    cut = [Restart(Seconds(4), name, "kept", Seconds(1)) for name in ABC]
+    outcome, said = views(home(*cut))
+    assert len(outcome.values()) == 3
+    assert len(digests(outcome)) == 1
+    resumed = [what for what in said if "goes on after step" in what]
+    assert resumed
+    assert int(resumed[0].split()[-1]) % 20 == 0  # where it was last saved
+    without = simulate_cluster(home())
+    assert digests(outcome) == digests(without)
+

@@ -32,8 +32,9 @@ from hcsim.training.run import Run
 class Journey:
     """Where all ranks last agreed, and how far this one has gone from there."""
 
-    def __init__(self, learner: Learner, outer: Optimizer) -> None:
+    def __init__(self, learner: Learner, outer: Optimizer, inner: Optimizer | None = None) -> None:
         self.learner = learner
+        self._inner = inner
         parameters = learner.replica.parameters
         self.anchor = parameters if isinstance(parameters, Phantom) else parameters.copy()
         self.outer = outer.open(self.anchor)
@@ -43,6 +44,12 @@ class Journey:
         self.samples: list[int] = []
         """By rank, since the last exchange."""
         self.loss = float("nan")
+
+    def again(self, step: int) -> None:
+        """What somebody brought was of no use: all take the period again, from the anchor."""
+        self.start(step)
+        if self._inner is not None:  # it may remember what was of no use
+            self.learner.stepper = self._inner.open(self.learner.replica.parameters)
 
     def start(self, step: int) -> None:
         """All are at the anchor now."""
@@ -66,6 +73,8 @@ async def periodic(run: Run, aggregator: Aggregator, every: int, journey: Journe
             if step + 1 < end:
                 await run.note(step + 1, journey.loss)
         await _exchange(run, aggregator, journey, end - 1)
+        if run.step < end:
+            journey.again(start)
 
 
 async def _exchange(run: Run, aggregator: Aggregator, journey: Journey, step: int) -> None:

@@ -142,7 +142,7 @@ class Travelling:
         self._aggregator = aggregator
         self._every = every
         self._inner = inner
-        self._journey = Journey(learner, outer)
+        self._journey = Journey(learner, outer, inner)
 
     @property
     def alike(self) -> Flat:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 END_OF_JOB = "..."
 """After this line standard input stays open; when it closes, whoever started us has gone or wants us to leave."""
@@ -30,4 +31,5 @@ def when_input_closes(act: Callable[[], None]) -> None:
             loop.remove_reader(descriptor)
             act()
 
-    loop.add_reader(descriptor, readable)
+    with suppress(PermissionError):  # a file: nobody holds it open for us
+        loop.add_reader(descriptor, readable)

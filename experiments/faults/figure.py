@@ -10,7 +10,7 @@ import pandas as pd
 from msgspec.structs import replace
 
 from experiments.faults.slopes import Slopes
-from experiments.faults.trial import AIR, SLOW, SWITCH
+from experiments.faults.trial import SLOW, SWITCH
 from experiments.figures.style import LOOKS, figure, save_data
 from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scenario
 from hcsim.launch import simulate_cluster
@@ -20,7 +20,7 @@ from hcsim.units import PositiveSeconds, Seconds
 
 INTERVALS_S = (0.25, 0.5, 1.0, 2.0, 5.0)
 NODES = 4
-REPEATS = 5
+REPEATS = 3
 LOSSES = {
     "its process is killed (connections reset)": ("crash", True),
     "its power goes (silence)": ("crash", False),
@@ -33,7 +33,6 @@ class Loss(msgspec.Struct, frozen=True):
     """One member lost, once."""
 
     kind: str
-    medium: str
     interval_s: float
     repeat: int
 
@@ -41,11 +40,7 @@ class Loss(msgspec.Struct, frozen=True):
 def draw(out: Path, workers: int) -> None:
     """Measure, write the table, draw."""
     cases = [
-        Loss(kind, medium, interval_s, repeat)
-        for kind in LOSSES
-        for medium in ("switch", "air")
-        for interval_s in INTERVALS_S
-        for repeat in range(REPEATS)
+        Loss(kind, interval_s, repeat) for kind in LOSSES for interval_s in INTERVALS_S for repeat in range(REPEATS)
     ]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         rows = pool.map(_measured, cases)
@@ -59,12 +54,12 @@ def _measured(case: Loss) -> dict[str, str | float | int]:
     home = parse_scenario(
         f"""
         name = "loss"
-        node = [{{ name = "mac", count = {NODES}, machine = {SLOW}, links = ["{case.medium}"] }}]
-        {SWITCH if case.medium == "switch" else AIR}
+        node = [{{ name = "mac", count = {NODES}, machine = {SLOW}, links = ["switch"] }}]
+        {SWITCH}
         """,
         "loss",
     )
-    moment = stream(case.repeat, "loss", case.kind, case.medium, int(1000 * case.interval_s))
+    moment = stream(case.repeat, "loss", case.kind, int(1000 * case.interval_s))
     at_s = 10 * case.interval_s + moment.uniform(2.0, 4.0)
     kind, clean = LOSSES[case.kind]
     victim = f"mac-{moment.randint(1, NODES)}"
@@ -74,7 +69,8 @@ def _measured(case: Loss) -> dict[str, str | float | int]:
         else Pause(Seconds(at_s), victim, PositiveSeconds(1e4))
     )
     beat = Heartbeat(interval_s=PositiveSeconds(case.interval_s), timeout_s=PositiveSeconds(3 * case.interval_s))
-    steps = int((at_s + 8 * case.interval_s + 20) / 0.2)
+    end_s = at_s + 5 * case.interval_s + 5
+    steps = int(end_s / 0.2)
     scenario = replace(
         home,
         seed=case.repeat,
@@ -83,7 +79,7 @@ def _measured(case: Loss) -> dict[str, str | float | int]:
         training=Training(task="slopes", steps=steps, timeout_s=PositiveSeconds(600)),
     )
     events: list[Event] = []
-    simulate_cluster(scenario, sink=events.extend, what=Slopes(), limit_s=at_s + 8 * case.interval_s + 20)
+    simulate_cluster(scenario, sink=events.extend, what=Slopes(), limit_s=end_s)
     struck_ns = next(int(event[0]) for event in events if event[1] == "fault")
     later = [event for event in events if int(event[0]) > struck_ns and event[2] != victim]
     noticed_ns = next(int(event[0]) for event in later if event[1] in ("view failed", "view"))
@@ -91,7 +87,6 @@ def _measured(case: Loss) -> dict[str, str | float | int]:
     again_ns = next(int(e[0]) for e in later if e[1] == "applied" and int(e[3]) >= epoch)
     return {
         "loss": case.kind,
-        "medium": "Ethernet" if case.medium == "switch" else "Wi-Fi",
         "interval_s": case.interval_s,
         "repeat": case.repeat,
         "detection_s": (noticed_ns - struck_ns) / 1e9,
@@ -107,9 +102,8 @@ def _plot(table: pd.DataFrame, file: Path) -> None:
             (("detection_s", "until the others' work is over"), ("recovery_s", "until they have done the next step")),
             strict=True,
         ):
-            wired = table[table.medium == "Ethernet"]
             for look, kind in zip(LOOKS, LOSSES, strict=False):
-                by = wired[wired.loss == kind].groupby("interval_s")[what]
+                by = table[table.loss == kind].groupby("interval_s")[what]
                 middle = by.median()
                 panel.plot(middle.index, middle.to_numpy(), label=kind, **look)
                 panel.fill_between(middle.index, by.min(), by.max(), color=look["color"], alpha=0.15, linewidth=0)

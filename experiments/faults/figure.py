@@ -111,4 +111,4 @@ def _plot(table: pd.DataFrame, file: Path) -> None:
             panel.set_xticks(INTERVALS_S, [f"{interval_s:g}" for interval_s in INTERVALS_S])
             panel.minorticks_off()
         panels[0].set_ylabel("seconds after the loss")
-        panels[0].legend(loc="upper left", fontsize=8)
+        panels[1].legend(loc="lower right", fontsize=8)

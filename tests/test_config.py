@@ -139,7 +139,7 @@ def test_the_scenarios_people_ask_for_are_shipped() -> None:
     sizes = {name: len(load_scenario(name).nodes) for name in shipped_scenarios()}
     assert sizes == {
         "two-macs-wifi": 2, "four-macs-1gbe": 4, "four-macs-faulty": 4,
-        "mixed-home": 4, "eight-macs-2.5gbe": 8, "two-homes-wan": 4,
+        "four-macs-churn": 4, "mixed-home": 4, "eight-macs-2.5gbe": 8, "two-homes-wan": 4,
     }  # fmt: skip
 
 

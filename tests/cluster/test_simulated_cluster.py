@@ -69,4 +69,3 @@ def test_after_a_power_cut_training_goes_on_from_the_checkpoint():
     assert int(resumed[0].split()[-1]) % 20 == 0  # where it was last saved
     without = simulate_cluster(home())
     assert digests(outcome) == digests(without)
-

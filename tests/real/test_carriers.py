@@ -186,11 +186,11 @@ def test_tls_files_do_not_make_ws_safe(authority: EcAuthority) -> None:
 
 
 def test_addresses_are_taken_apart_or_refused() -> None:
-    assert parse("ws://a.example/x/y")[1:] == ("ws", "a.example", 80, "/x/y")
-    assert parse("wss://a.example")[1:] == ("wss", "a.example", 443, "")
-    assert parse("wss://[::1]/z")[1:] == ("wss", "::1", 443, "/z")
-    assert parse("grpc://[::1]:5")[1:] == ("grpc", "::1", 5, "")
-    assert parse("b:5")[1:] == ("tcp", "b", 5, "")
+    assert parse("ws://a.example/x/y")[1:] == ("ws", ("a.example",), 80, "/x/y")
+    assert parse("wss://a.example")[1:] == ("wss", ("a.example",), 443, "")
+    assert parse("wss://[::1]/z")[1:] == ("wss", ("::1",), 443, "/z")
+    assert parse("grpc://[::1]:5")[1:] == ("grpc", ("::1",), 5, "")
+    assert parse("b:5")[1:] == ("tcp", ("b",), 5, "")
     for wrong in ("http://a:1", "grpc://a", "grpc://a:1/path", "ws://:1", "://a:1"):
         with pytest.raises(ConfigError, match="'"):
             parse(wrong)
@@ -252,8 +252,12 @@ def test_a_parameter_server_stands_behind_a_reverse_proxy_with_a_prefix() -> Non
         port = listener.address.partition("127.0.0.1:")[2].partition("/")[0]
         proxy, public = await reverse_proxy("/home/cluster", f"ws://127.0.0.1:{port}")
         workers = [worker_on(left, name) for name in NAMES]
+
+        async def counted(version: int, loss: float) -> None:
+            """Nobody looks on."""
+
         tasks = [
-            left.spawn(worker.run(f"{public}/ps", of_the_round(worker.name), lambda *_: None), name=worker.name)
+            left.spawn(worker.run(f"{public}/ps", of_the_round(worker.name), counted), name=worker.name)
             for worker in workers
         ]
         await asyncio.gather(*tasks, bench.serving)

@@ -10,8 +10,8 @@ iterations fit into a turn. An iteration is an all-reduce right after a barrier 
 as its slowest rank. A cell is the median over the iterations of all rounds.
 
 All have one thread for arithmetic and no binding to cores. `ratio_X` is hcsim's time over X's:
-below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied beyond
-`X_idle_bytes`, which is what it occupied before its first large tensor.
+below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied, its tensor
+included, beyond `X_idle_bytes`: the most that an idle rank occupied, which reduced one number.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Study:
 
     def _measure_cell(self, teams: list[Team], ranks: int, size_bytes: int) -> dict[str, Measured]:
         """Takes a team that fails out of `teams`: its ranks are of no more use."""
-        measured = {team.peer.name: Measured(team.idle_bytes) for team in teams}
+        measured = {team.peer.name: Measured(_most(team.idle_bytes)) for team in teams}
         turns: dict[str, Turn] = {}
         for number in range(self._rounds + 1):
             shift = number % max(1, len(teams))
@@ -125,9 +125,16 @@ def _first_turn(team: Team, elements: int) -> Turn:
 def _take_turn(team: Team, turn: Turn, measured: Measured) -> None:
     reports = team.take(turn)
     measured.durations_s += [max(of_ranks) for of_ranks in zip(*(r.durations_s for r in reports), strict=True)]
-    peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
-    if peaks and measured.idle_bytes is not None:
-        measured.peak_bytes = max(measured.peak_bytes or 0, max(peaks) - measured.idle_bytes)
+    beyond_idle = [
+        None if idle is None or report.peak_bytes is None else report.peak_bytes - idle
+        for idle, report in zip(team.idle_bytes, reports, strict=True)
+    ]
+    measured.peak_bytes = _most([measured.peak_bytes, *beyond_idle])
+
+
+def _most(sizes_bytes: list[int | None]) -> int | None:
+    """The largest; None where the system tells none."""
+    return max((size for size in sizes_bytes if size is not None), default=None)
 
 
 def row(ranks: int, size_bytes: int, measured: dict[str, Measured]) -> Row:

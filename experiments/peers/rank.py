@@ -20,12 +20,13 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from experiments.peers.memory import peak_bytes, reset_peak, resident_bytes
+from experiments.peers.memory import peak_bytes, reset_peak
 from experiments.peers.peer import Floats, Job, Rank
 from experiments.peers.roster import PEERS
 
 CONTROL = "control"
 """The name of the team's socket in its folder."""
+_FIRST_ITERATIONS = 10
 _PERIOD = np.arange(251 * 1024, dtype=np.float32) % 251
 """One MiB of small whole numbers: sums over many ranks stay exact in float32."""
 
@@ -34,6 +35,7 @@ class Ready(msgspec.Struct, frozen=True):
     """A rank has joined the others."""
 
     idle_bytes: int | None
+    """The most that it occupied while it reduced a single number."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -57,9 +59,10 @@ async def main(job: Job, rank: int) -> None:
     with socket.socket(socket.AF_UNIX) as control, control.makefile("rwb") as lines:
         control.connect(str(Path(job.folder, CONTROL)))
         async with PEERS[job.peer].join(job, rank) as member:
-            # What a library allocates once, at first use, is not the tensor's.
-            await take(Turn(elements=1, iterations=1), member, rank, job.ranks)
-            message: Ready | Report = Ready(resident_bytes())
+            # The thread that waits for commands, and what a library allocates once, at first use, are not the tensor's.
+            await asyncio.to_thread(int)
+            first = await take(Turn(elements=1, iterations=_FIRST_ITERATIONS), member, rank, job.ranks)
+            message: Ready | Report = Ready(first.peak_bytes)
             while True:
                 lines.write(msgspec.json.encode(message) + b"\n")
                 lines.flush()
@@ -92,19 +95,19 @@ async def take(turn: Turn, member: Rank, rank: int, ranks: int) -> Report:
 
 def pattern(elements: int, scale: int, offset: int) -> Floats:
     """`scale` × a saw-tooth + `offset`, with every page touched."""
-    period = _PERIOD * np.float32(scale) + np.float32(offset)
     values = np.empty(elements, np.float32)
-    for start in range(0, elements, period.size):
-        part = values[start : start + period.size]
-        part[:] = period[: part.size]
+    for start in range(0, elements, _PERIOD.size):
+        part = values[start : start + _PERIOD.size]
+        np.multiply(_PERIOD[: part.size], np.float32(scale), out=part)
+        part += np.float32(offset)
     return values
 
 
 def count_wrong(values: Floats, scale: int, offset: int) -> int:
     """How many elements differ from `pattern(values.size, scale, offset)`; no large temporary."""
-    period = _PERIOD * np.float32(scale) + np.float32(offset)
-    parts = (values[start : start + period.size] for start in range(0, values.size, period.size))
-    return sum(int(np.count_nonzero(part != period[: part.size])) for part in parts)
+    expected = pattern(min(values.size, _PERIOD.size), scale, offset)
+    parts = (values[start : start + expected.size] for start in range(0, values.size, expected.size))
+    return sum(int(np.count_nonzero(part != expected[: part.size])) for part in parts)
 
 
 if __name__ == "__main__":

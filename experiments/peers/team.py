@@ -42,8 +42,8 @@ class Team:
         self._lines = lines
         self._processes = processes
         self._log = log
-        idle = [self._read(stream, Ready).idle_bytes for stream in lines]
-        self.idle_bytes = max((size for size in idle if size is not None), default=None)
+        self.idle_bytes = [self._read(stream, Ready).idle_bytes for stream in lines]
+        """Of each rank, in the order of its reports."""
 
     def take(self, turn: Turn) -> list[Report]:
         """Let every rank take this turn. If one fails, all are ended: none may go on and disturb others."""

@@ -2,6 +2,10 @@
 
 A segment is combined as soon as it is there and its turn has come, and is passed on at once,
 while the next one is still under way.
+
+It comes into a room beside the buffer. Where it is its range's turn to be combined, it always gets one: of these
+there is one for each range at most. The rest of what may lie beside the buffer goes to segments that come
+before their turn.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import asyncio
 from collections import deque
 
 from hcsim.collectives.plan import Finish, Send
-from hcsim.collectives.schedule import Lane, Segment
+from hcsim.collectives.schedule import Lane, Schedule, Segment
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Payload
 
@@ -21,10 +25,13 @@ POSTED = 2
 class Lanes:
     """What the lanes of one operation share: how far each cell of the buffer is."""
 
-    def __init__(self, wiring: Wiring, cells: int) -> None:
+    def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
-        self._writes = [0] * cells
-        self._sends = [0] * cells
+        self._writes = [0] * schedule.cells
+        self._sends = [0] * schedule.cells
+        self._space = schedule.beside - schedule.combined
+        self._before_turn: dict[tuple[int, int], int] = {}
+        """Elements of what was given a room before its turn, by lane and number."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
 
     async def run(self, state: Progress, lane: Lane) -> None:
@@ -53,8 +60,7 @@ class Lanes:
         for number, segment in enumerate(segments):
             if not posted:
                 state.doing = ""
-                await self._ready(segment, sends=True)
-                posted.append(self._post(lane, number))
+                await self._ready(segment, sends=not reduces[number])
             self._post_ahead(lane, number, posted)
             _enter(state, "receiving from", lane, number)
             arrived = posted.popleft()
@@ -64,15 +70,21 @@ class Lanes:
                     state.doing = ""
                     await self._ready(segment, sends=True)
                 await wiring.combine(segment.lo, segment.hi, payload, received_left=received_left)
+                wiring.release((lane.peer, number))
+                self._space += self._before_turn.pop((lane.peer, number), 0)
             self._count(self._writes, segment)
 
     def _post_ahead(self, lane: Lane, number: int, posted: deque[asyncio.Future[Payload]]) -> None:
         """Say where the next segments go, as far as that is known: a reduction is received beside the buffer."""
-        segments = lane.segments
         following = number + len(posted)
-        while len(posted) < POSTED and following < len(segments):
-            if not lane.reduces[following] and not self._is_ready(segments[following], sends=True):
-                return
+        while len(posted) < POSTED and following < len(lane.segments):
+            segment, reduces = lane.segments[following], lane.reduces[following]
+            if not self._is_ready(segment, sends=not reduces):
+                elements = segment.hi - segment.lo
+                if not reduces or elements > self._space:
+                    return
+                self._space -= elements
+                self._before_turn[lane.peer, following] = elements
             posted.append(self._post(lane, following))
             following += 1
 
@@ -85,7 +97,7 @@ class Lanes:
     def _post(self, lane: Lane, number: int) -> asyncio.Future[Payload]:
         segment, wiring = lane.segments[number], self._wiring
         if lane.reduces[number]:
-            into = wiring.scratch((lane.peer, number % POSTED), segment.hi - segment.lo)
+            into = wiring.scratch((lane.peer, number), segment.hi - segment.lo)
         else:
             into = wiring.memory.place(segment.lo, segment.hi)
         return wiring.post(lane.peer, segment, segment.step, into, segment.offset, segment.total)

@@ -5,8 +5,9 @@ The executor names ranges by the plan's addresses, in elements. It never learns 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 KEPT_BYTES = 8 * 2**20
 """How much scratch memory is kept between operations."""
+RESERVE_BYTES = 128 * 2**10
+"""How much there is from the start, so that short messages need not wait for room, however short the buffer is."""
+_size_bytes = attrgetter("nbytes")
 
 
 class ScratchPool:
@@ -26,18 +30,24 @@ class ScratchPool:
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
+        """In rising size."""
+        self._fresh = True
 
     def take(self, size_bytes: int) -> memoryview:
-        """A room of at least that size."""
-        for number, room in enumerate(self._free):
-            if size_bytes <= room.nbytes <= 2 * size_bytes:
-                return self._free.pop(number)
+        """A room of at least that size. Where there is none, the smaller ones go: the new one serves in their place."""
+        if self._fresh:  # not before: phantoms need none
+            self._fresh = False
+            self._free = [np.zeros(RESERVE_BYTES // 2, np.uint8).data for _ in range(2)]
+        fitting = bisect_left(self._free, size_bytes, key=_size_bytes)
+        if fitting < len(self._free):
+            return self._free.pop(fitting)
+        self._free.clear()
         return np.empty(size_bytes, np.uint8).data
 
-    def give_back(self, rooms: Iterable[memoryview]) -> None:
-        """Rooms that nothing writes into any more."""
-        self._free.extend(rooms)
-        while sum(room.nbytes for room in self._free) > KEPT_BYTES:
+    def give_back(self, room: memoryview) -> None:
+        """A room that nothing writes into any more."""
+        insort(self._free, room, key=_size_bytes)
+        while sum(map(_size_bytes, self._free)) > KEPT_BYTES:
             self._free.pop(0)
 
 

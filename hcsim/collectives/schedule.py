@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -54,11 +55,15 @@ class Schedule(msgspec.Struct, frozen=True):
     """What one rank does: rounds in order, or else lanes side by side."""
 
     peers: tuple[int, ...]
+    beside: int
+    """Elements that may lie beside the buffer, waiting to be combined with it."""
     rounds: Plan = ()
     lanes: tuple[Lane, ...] = ()
     cells: int = 0
     sent: int = 0
     """Elements that it sends."""
+    combined: int = 0
+    """Elements of the buffer that lanes combine with something."""
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
@@ -72,12 +77,13 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     peers = tuple(dict.fromkeys(a.peer for actions in plan for a in actions if not isinstance(a, Finish)))
     sent = sum(action.hi - action.lo for actions in plan for action in actions if isinstance(action, Send))
     if all(action.hi - action.lo <= segment for actions in plan for action in actions):
-        return Schedule(peers, plan, sent=sent)
+        return Schedule(peers, _beside(plan), plan, sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
     lanes: dict[tuple[str, int], tuple[list[Segment], list[bool]]] = {}
     kinds: dict[tuple[str, int], type[Send] | type[Recv] | type[Finish]] = {}
+    reduced = [False] * len(cuts)
     for step, actions in enumerate(plan):
         for action in actions:
             kind = Recv if isinstance(action, Reduce) else type(action)
@@ -93,10 +99,24 @@ def schedule(plan: Plan, segment: int) -> Schedule:
                 counts = sends if kind is Send else writes
                 for cell in cells:
                     counts[cell] += 1
+                    reduced[cell] |= isinstance(action, Reduce)
     made = tuple(
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
-    return Schedule(peers, (), made, len(cuts), sent)
+    combined = sum(hi - lo for (lo, hi), yes in zip(pairwise(cuts), reduced, strict=False) if yes)
+    return Schedule(peers, _beside(plan), (), made, len(cuts), sent, combined)
+
+
+def _beside(plan: Plan) -> int:
+    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
+    sizes = [[a.hi - a.lo for a in actions if isinstance(a, Reduce)] for actions in plan]
+    largest = max((size for of_round in sizes for size in of_round), default=0)
+    exchanged = [
+        len(of_round) * largest
+        for of_round, actions in zip(sizes, plan, strict=True)
+        if any(isinstance(action, Send) for action in actions)
+    ]
+    return max([action.hi for actions in plan for action in actions] + exchanged, default=0)
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -104,22 +104,24 @@ class Wiring:
         )
 
     def scratch(self, which: tuple[int, int], elements: int) -> memoryview | None:
-        """Room beside the buffer for that many elements, under a name by which it is used again."""
+        """Room beside the buffer for that many elements, until it is released by that name."""
         if self.memory.is_phantom:
             return None
         size_bytes = elements * self._size
-        room = self._rooms.get(which)
-        if room is None or room.nbytes < size_bytes:
-            room = self._rooms[which] = self._pool.take(size_bytes)
+        room = self._rooms[which] = self._pool.take(size_bytes)
         return room[:size_bytes]
 
-    def done(self) -> None:
-        """All went well here, so nothing writes into the scratch rooms any more."""
+    def release(self, which: tuple[int, int]) -> None:
+        """What came into that room has been used."""
+        if not self.memory.is_phantom:
+            self._pool.give_back(self._rooms.pop(which))
+
+    def check_over(self) -> None:
+        """All went well here, so nothing more may have come for this operation."""
         ticket = self.ticket
         if not ticket.to_one:  # there the peer's numbers are its own
             for link in self.links.values():
                 link.check_over(ticket.group, ticket.operation, ticket.bucket)
-        self._pool.give_back(self._rooms.values())
 
     async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """Combine what was received with the range."""

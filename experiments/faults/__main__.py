@@ -6,8 +6,8 @@
 
 Each seed is a home of two to eight Macs on Ethernet, Wi-Fi or both, a strategy, a compressor, and a schedule of faults
 that heal. The Macs find each other, prove who they are, agree on views and train; `laws` is then held against
-the trace and the results. A seed that breaks a law is printed with the command that replays it, and with the
-shortest list of faults that still does.
+the trace and the results. A seed that breaks a law is printed with the command that replays it, which also looks for a
+shorter list of faults that still breaks one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _replay(seed: int) -> int:
         console.print("every law held")
         return 0
     console.print(_told(trial), markup=False, highlight=False)
-    console.print("the shortest list of faults that still does it:")
+    console.print("fewer faults that still break a law:")
     console.print(write_faults(shortened(scenario).faults), markup=False, highlight=False)
     return 1
 

@@ -41,17 +41,20 @@ def violations(evidence: Evidence) -> list[str]:
 
 
 def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
-    """At most one view, and so one leader, in each epoch of a lineage."""
-    views: dict[tuple[object, object], object] = {}
-    for _, _, host, lineage, epoch, members in evidence.of_kind("view", 3):
+    """At most one view, and so one leader, in each epoch of a lineage; and one successor of each view."""
+    views: dict[tuple[object, ...], object] = {}
+    for _, _, host, lineage, epoch, previous, members in evidence.of_kind("view", 4):
         if views.setdefault((lineage, epoch), members) != members:
             yield f"{host} has {members} in epoch {epoch}, others have {views[lineage, epoch]}"
+        after = (lineage, "after", previous)
+        if "," in str(members) and views.setdefault(after, epoch) != epoch:
+            yield f"{host} has epoch {epoch} after {previous}, others have {views[after]}"
 
 
 def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
     """Not even when a host is started anew."""
     newest: dict[object, int] = {}
-    for _, _, host, _, epoch, _ in evidence.of_kind("view", 3):
+    for _, _, host, _, epoch, _, _ in evidence.of_kind("view", 4):
         if not evidence.kept[str(host)]:
             continue
         if int(epoch) <= newest.get(host, -1):

@@ -130,7 +130,7 @@ def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host
     )
     kinds = {kind.__name__: tag for tag, kind in FAULTS.items()}
     struck = Counter(kinds[str(event[2])] for event in events if event[1] == "fault" and event[2] in kinds)
-    views = {(event[3], event[4]) for event in events if event[1] == "view" and "," in str(event[5])}
+    views = {(event[3], event[4]) for event in events if event[1] == "view" and "," in str(event[6])}
     return Trial(
         scenario.seed, len(names), f"{training.strategy}, {training.compressor}", outcome.seconds, len(views),
         dict(sorted(struck.items())), violations(evidence), outcome.trace_sha256,
@@ -149,7 +149,7 @@ def _forgets(fault: AnyFault, name: str) -> bool:
 
 
 def shortened(scenario: Scenario) -> Scenario:
-    """The same with as few faults as it takes for a law to fail: faults are taken out one by one."""
+    """The same with fewer faults, if a law still fails without some: they are taken out one by one."""
     faults = list(scenario.faults)
     for fault in list(faults):
         fewer = [each for each in faults if each is not fault]

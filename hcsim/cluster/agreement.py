@@ -9,7 +9,8 @@ view has one successor, whoever proposes it and whoever fails meanwhile; a side 
     decided(next view)             →    adopts it
 
 What a proposer must propose where somebody has accepted a view already is that view; otherwise it is free.
-An acceptor's word outlives a crash: `record` is saved before it is given.
+An acceptor's word outlives a crash: `record` is saved before it is given. So the promise of one successor stands on
+disks that are not set back to an earlier day; a backup that is put in the place of a newer record may break it.
 
 Pure: messages in, messages out.
 """
@@ -80,6 +81,16 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
     epoch: int
 
 
+class Absence(msgspec.Struct, frozen=True):
+    """Members that can say nothing for the present view."""
+
+    strangers: tuple[str, ...] = ()
+    """They never took part in it: it is as if they were no members."""
+    gone: tuple[str, ...] = ()
+    """All of them. Those that took part and forgot may have given their word before: they still count, as silent ones.
+    Only when nobody else is missing is it certain enough that nothing was decided without us."""
+
+
 class Record(msgspec.Struct, frozen=True):
     """What an acceptor must not forget."""
 
@@ -140,21 +151,30 @@ class Proposal:
         self._accepted: list[str] = []
         self._rule = rule
 
-    def heard(self, gone: tuple[str, ...]) -> bool:
-        """Whether enough members will hear us. Those that are `gone` for good need not."""
-        return self._enough([*self.promises], gone)
+    def heard(self, absence: Absence) -> bool:
+        """Whether enough members will hear us."""
+        return self._enough([*self.promises], absence, self._rule)
 
-    def bound(self) -> View | None:
-        """The view that must be proposed, since it may have been decided already; None: we are free."""
+    def bound(self, absence: Absence) -> View | None:
+        """The view that must be proposed, since it may have been decided already; None: we are free.
+
+        Where any side may go on, a few are not bound by what others may decide: theirs will be another line."""
+        if self._rule == "any" and not self._enough([*self.promises], absence, "tiebreak"):
+            return None
         before = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
         return max(before, key=lambda each: each[0])[1] if before else None
 
-    def accepted(self, node: str, gone: tuple[str, ...]) -> bool:
+    def accepted(self, node: str, absence: Absence) -> bool:
         """A member accepted; whether the view is decided."""
         if node not in self._accepted:
             self._accepted.append(node)
-        return self._enough(self._accepted, gone)
+        assert self.chosen is not None
+        goes_on = self._rule == "any" and self.chosen.lineage == self.present.lineage
+        return self._enough(self._accepted, absence, "tiebreak" if goes_on else self._rule)
 
-    def _enough(self, nodes: list[str], gone: tuple[str, ...]) -> bool:
-        left = tuple(member for member in self.present.members if member.node not in gone)
-        return bool(left) and enough(msgspec.structs.replace(self.present, members=left), nodes, self._rule)
+    def _enough(self, nodes: list[str], absence: Absence, rule: Quorum) -> bool:
+        left = tuple(member for member in self.present.members if member.node not in absence.strangers)
+        missing = [member for member in left if member.node not in nodes and member.node not in absence.gone]
+        if not missing:
+            return bool(nodes)
+        return enough(msgspec.structs.replace(self.present, members=left), nodes, rule)

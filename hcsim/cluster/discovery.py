@@ -7,8 +7,9 @@ hear it, since a line carries both ways.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -65,6 +66,7 @@ class Discovery:
         self._nodes: dict[str, str] = {}
         """Who answered where."""
         self._calling: dict[str, None] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._peers = tuple(with_port(peer, config.discovery_port) for peer in config.peers)
 
     @property
@@ -85,7 +87,10 @@ class Discovery:
                 self._call(key)
 
     async def goodbye(self) -> None:
-        """Take back what we announced."""
+        """Look for nobody any more, and take back what we announced."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._announced:
             await self._host.lan.withdraw(self._us.service().name)
 
@@ -109,7 +114,7 @@ class Discovery:
                 raise
         else:
             self._announced = True
-            self._host.spawn(self._browse(), name="browse")
+            self._start(self._browse(), "browse")
 
     async def _browse(self) -> None:
         async for sighting in self._host.lan.browse():
@@ -125,7 +130,12 @@ class Discovery:
     def _call(self, key: str) -> None:
         if key not in self._calling and not self._here(key):
             self._calling[key] = None
-            self._host.spawn(self._attempts(key), name=f"dial {self._wanted[key]}")
+            self._start(self._attempts(key), f"dial {self._wanted[key]}")
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._host.spawn(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def _here(self, key: str) -> bool:
         return self._has(self._nodes.get(key, key))
@@ -137,11 +147,14 @@ class Discovery:
                 if key not in self._wanted or self._here(key):
                     return
                 try:
-                    self._nodes[key] = await self._dial(self._wanted[key], self._config.connection_timeout_s)
+                    node = await self._dial(self._wanted[key], self._config.connection_timeout_s)
+                    if node == self._us.node:
+                        self._wanted.pop(key)
+                    self._nodes[key] = node
                 except HcsimError as error:
                     failure = error
                     self._host.trace("not reached", self._wanted.get(key, key), str(error))
-                    await self._host.clock.sleep(_PAUSE_S * 2**attempt)
+                    await self._host.clock.sleep(min(_PAUSE_S * 2**attempt, self._config.peer_timeout_s))
                 else:
                     return
             if failure is not None and not isinstance(failure, AdmissionRefused):  # of that we have heard already

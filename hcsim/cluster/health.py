@@ -29,30 +29,31 @@ class Pulse:
     def __init__(self, now: float, policy: Heartbeat) -> None:
         self._policy = policy
         self._last_s = now
+        self._beat_s = now
         self._intervals_s: deque[float] = deque(maxlen=_MEMORY)
-        self._refused = False
+        self._refused = ""
         self.latency_s: float | None = None
         """Round trip, as an exponential moving average."""
 
     def beat(self, now: float) -> None:
         """A sign of life."""
-        self._intervals_s.append(max(0.0, now - self._last_s))
-        self._last_s = now
-        self._refused = False
+        self._intervals_s.append(max(0.0, now - self._beat_s))
+        self._beat_s = now
+        self.sign(now)
 
     def sign(self, now: float) -> None:
         """A sign of life outside the rhythm: any other message."""
         self._last_s = max(self._last_s, now)
-        self._refused = False
+        self._refused = ""
 
     def echoed(self, round_trip_s: float) -> None:
         """An answer came after that time."""
         before = round_trip_s if self.latency_s is None else self.latency_s
         self.latency_s = before + _SMOOTHING * (round_trip_s - before)
 
-    def refused(self) -> None:
-        """Its machine said that nobody is there."""
-        self._refused = True
+    def refused(self, why: str = "its machine answers that nobody is there") -> None:
+        """It does not take our call."""
+        self._refused = why
 
     def silence_s(self, now: float) -> float:
         """Since the last sign of life."""
@@ -75,7 +76,7 @@ class Pulse:
         """Why this peer is taken for lost; empty while it is not."""
         policy, silence_s = self._policy, self.silence_s(now)
         if self._refused:
-            return "its machine answers that nobody is there"
+            return self._refused
         if silence_s >= policy.timeout_s:
             return f"silent for {silence_s:.1f} s"
         if self.overdue(now) >= policy.failures:

@@ -114,9 +114,10 @@ class Lines:
             await listener.close()
 
     async def dial(self, address: str, timeout_s: float) -> str:
-        """Call a node. Returns its id when there is a line to it; raises what stands against it."""
+        """Call a node. Returns its id when there is a line to it (or it is us); raises what stands against it."""
         channel = await self._host.connect(address, timeout_s=timeout_s)
         try:
+            channel.limit(MESSAGE_LIMIT_BYTES)
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 await say(channel, Hello(self._owner.status()))
                 theirs = _hello(await hear(channel), channel)
@@ -172,13 +173,19 @@ class Lines:
         if channel.identity and channel.identity != node:
             text = f"you say that you are {node}, and your key says {channel.identity}"
             await self._refuse(channel, "other_identity", text)
+        if (node, theirs.us.boot) == (us.node, us.boot):
+            await channel.close()  # one list of addresses serves all machines, so we are in it
+            return
         if node == us.node:
-            await self._refuse(channel, *(("ourselves", "") if theirs.us.boot == us.boot else COPIED))
+            await self._refuse(channel, *COPIED)
         old = self._lines.get(node)
         anew = old is not None and old.us.boot != theirs.us.boot
         if old is not None and (anew or dialler > old.dialler) and await self._answers(old):
             if anew:
                 await self._refuse(channel, *COPIED)
+            await channel.close()
+            return
+        if self._closed:
             await channel.close()
             return
         old = self._lines.get(node)
@@ -192,11 +199,10 @@ class Lines:
     async def _refuse(self, channel: Channel, reason: str, text: str) -> None:
         self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason).add()
         try:
-            if text:
-                await say(channel, Goodbye(text, refused=True))
+            await say(channel, Goodbye(text, refused=True))
         finally:
             await channel.close()
-        raise PeerRefused(f"{channel.peer} was refused: {text or 'it is ourselves'}", channel.peer)
+        raise PeerRefused(f"{channel.peer} was refused: {text}", channel.peer)
 
     async def _answers(self, line: Line) -> bool:
         """Whether the node at the other end of a line lives."""

@@ -24,6 +24,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.cluster.agreement import (
+    Absence,
     Accept,
     Accepted,
     Acceptor,
@@ -207,7 +208,8 @@ class Membership:
         if self._concerns_us(source, asked.after.lineage, asked.after.epoch, now):
             self._send(source, self._acceptor.prepare(asked, self.us, self.roster.reaches()), now)
         elif self._stranger_to(asked.after):
-            self._declined[asked.after.lineage] = asked.after.epoch
+            declined = max(self._declined.get(asked.after.lineage, -1), asked.after.epoch)
+            self._declined[asked.after.lineage] = declined
             self._send(source, Declined(asked.after.lineage, asked.after.epoch), now)
 
     def _stranger_to(self, view: View) -> bool:
@@ -255,7 +257,7 @@ class Membership:
             proposal.promises[source] = answer
         elif isinstance(answer, Refused):
             self._give_up(now)
-        elif proposal.chosen is not None and proposal.accepted(source, self.roster.gone(proposal.present)):
+        elif proposal.chosen is not None and proposal.accepted(source, self._absence(proposal.present)):
             self._proposal = None
             self.rounds["decided"] += 1
             for node in dict.fromkeys((*proposal.present.nodes, *proposal.chosen.nodes)):
@@ -273,7 +275,7 @@ class Membership:
                 self.effects.append(Waiting(obstacle))
                 self._give_up(now)
                 return
-            view = proposal.bound() or self._successor(proposal)
+            view = proposal.bound(self._absence(self.view)) or self._successor(proposal)
             if view is None:
                 self._give_up(now)
                 return
@@ -287,12 +289,15 @@ class Membership:
     def _obstacle(self, proposal: Proposal) -> str:
         """Why those who answered may not decide."""
         view, gone = self.view, self.roster.gone(self.view)
-        if proposal.heard(gone):
+        if proposal.heard(self._absence(view)):
             absent = orphaned(view, proposal.promises, gone)
             return f"waiting for {absent}, which may still have the model" if absent else ""
         here = ", ".join(m.name for m in view.members if m.node in proposal.promises) or "nobody"
         rest = ", ".join(m.name for m in view.members if m.node not in proposal.promises)
         return f"waiting for {rest}: {here} cannot decide alone (quorum = {self._rules.quorum})"
+
+    def _absence(self, view: View) -> Absence:
+        return Absence(self.roster.strangers(view), self.roster.gone(view))
 
     def _give_up(self, now: float) -> None:
         self._proposal = None

@@ -20,10 +20,9 @@ from hcsim.cluster.messages import Beat, Echo, Link, Message, Status, Told
 from hcsim.cluster.once import Once
 from hcsim.cluster.view import Member, View
 from hcsim.config.cluster import Cluster
-from hcsim.errors import PeerRefused
+from hcsim.errors import ConfigError, HcsimError, PeerRefused
 from hcsim.runtime.host import Host
 
-RECORD = "membership"
 _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
 _LOOKS = 4
@@ -64,6 +63,7 @@ class Node:
         self._waiting = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
+        self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
         self._us = Member(me.node, me.boot, me.name, me.address, me.home)
         rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
         self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
@@ -259,10 +259,10 @@ class Node:
             return
         try:
             await self._lines.dial(peer.status.control, self._beat.interval_s)
-        except PeerRefused:
-            self._pulses[node].refused()
+        except PeerRefused as error:
+            self._pulses[node].refused(str(error))
             self._look()
-        except Exception as error:
+        except HcsimError as error:
             self._host.trace("not reached", node, str(error))
 
     def _carry_out(self) -> None:
@@ -288,7 +288,8 @@ class Node:
     def _adopted(self, view: View) -> None:
         self._waiting = ""
         self._figures.adopted(view)
-        self._host.trace("view", view.lineage, view.epoch, ",".join(member.name for member in view.members))
+        members = ",".join(f"{member.name}#{member.boot:x}" for member in view.members)
+        self._host.trace("view", view.lineage, view.epoch, view.previous, members)
         names = ", ".join(member.name for member in view.members)
         if view.formed:
             self._tell(f"view {view.epoch}: {names} ({view.reason})")
@@ -320,8 +321,11 @@ class Node:
         return self._host.clock.elapsed()
 
     def _remembered(self) -> Record | None:
-        data = self._host.store.load(RECORD)
-        return None if data is None else msgspec.msgpack.decode(data, type=Record)
+        data = self._host.store.load(self._record)
+        try:
+            return None if data is None else msgspec.msgpack.decode(data, type=Record)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"the record {self._record} cannot be read ({error}): remove it") from None
 
     def _save(self, record: Record) -> None:
-        self._host.store.save(RECORD, msgspec.msgpack.encode(record))
+        self._host.store.save(self._record, msgspec.msgpack.encode(record))

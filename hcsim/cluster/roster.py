@@ -42,8 +42,9 @@ class Roster:
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
     def gone(self, view: View) -> tuple[str, ...]:
-        """Members whose word is not needed: they lost their memory of the view, or never took part in it."""
-        return tuple(member.node for member in view.members if self._is_gone(member, view))
+        """Members that can say nothing for the view: they lost their memory of it, or never took part in it."""
+        strangers = self.strangers(view)
+        return tuple(m.node for m in view.members if m.node in strangers or self._forgot(m, view))
 
     def turn(self, view: View) -> int:
         """How many members that are well come before us."""
@@ -90,10 +91,10 @@ class Roster:
         best = min(others, key=lambda status: status.standing, default=ours)
         return best if best.standing < ours.standing else None
 
-    def _is_gone(self, member: Member, view: View) -> bool:
+    def strangers(self, view: View) -> tuple[str, ...]:
+        """Members that never took part in the view, and never will: it has no word of theirs."""
+        return tuple(m.node for m in view.members if self._declined.get(m.node) == (view.lineage, view.epoch))
+
+    def _forgot(self, member: Member, view: View) -> bool:
         peer = self.peers.get(member.node)
-        if peer is None:
-            return False
-        if peer.status.us.boot != member.boot:
-            return peer.status.lineage != view.lineage
-        return self._declined.get(member.node) == (view.lineage, view.epoch)
+        return peer is not None and peer.status.us.boot != member.boot and peer.status.lineage != view.lineage

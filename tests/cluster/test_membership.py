@@ -26,6 +26,12 @@ class Machine:
         self.seen: list[View] = []
         self.start()
 
+    def forget(self) -> None:
+        """Start without a memory of anything."""
+        self.disk = None
+        self.seen = []
+        self.start()
+
     def start(self) -> None:
         self.boot += 1
         us = Member(self.name, self.boot, self.name, f"{self.name}:52416")
@@ -114,6 +120,8 @@ class Bench:
             self.pass_time(0.5 * (1 + second % 4))
         elif kind == "restart":
             self.machines[one].start()
+        elif kind == "forget":
+            self.machines[names[-1]].forget()  # one and the same: never a majority
         elif kind == "break":
             machine = self.machines[one]
             machine.core.broken(machine.core.view.epoch, "as a test", self.now)
@@ -128,7 +136,7 @@ class Bench:
         machine.drain()
 
 
-KINDS = ["deliver"] * 6 + ["gossip"] * 4 + ["drop", "time", "time", "restart", "break", "suspect", "trust"]
+KINDS = ["deliver"] * 6 + ["gossip"] * 4 + ["drop", "time", "time", "restart", "forget", "break", "suspect", "trust"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), max_size=120)
 
 

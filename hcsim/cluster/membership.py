@@ -107,6 +107,7 @@ class Membership:
         self._deadline_s = 0.0
         self._highest = self._acceptor.record.promised[0]
         self._needed_since_s: float | None = None
+        self._asking_since_s: float | None = None
         self._not_before_s = 0.0
         self._broken = -1
         self._reason = ""
@@ -357,7 +358,9 @@ class Membership:
         """Why the view should change, and how long that can wait."""
         view = self.view
         if len(view.members) == 1 and self._joins:
+            self._ask(now)
             return "", 0.0
+        self._asking_since_s = None
         if failed := self._failure():
             return failed, 0.0
         for member in view.members:
@@ -371,6 +374,17 @@ class Membership:
             complete = len(view.members) + len(joiners) == self._rules.needed
             return f"{', '.join(m.name for m in joiners)} would like to join", 0.0 if complete else self._rules.settle_s
         return "", 0.0
+
+    def _ask(self, now: float) -> None:
+        """We would like to be in a cluster, and depend on it; a person should know if that takes long."""
+        better = self.roster.better(self.status)
+        if self._asking_since_s is None:
+            self._asking_since_s = now
+        if now < self._asking_since_s + ASTRAY_S:
+            self._wake(self._asking_since_s + ASTRAY_S)
+        elif better is not None:
+            nodes = "1 node" if better.size == 1 else f"{better.size} nodes"
+            self.effects.append(Waiting(f"waiting to be taken in by the cluster of {better.us.name} ({nodes})"))
 
     def _complaint_about(self, member: Member, now: float) -> str:
         """Why a member cannot stay as it is."""

@@ -164,3 +164,12 @@ def test_of_two_the_leader_is_started_anew_and_the_other_still_has_the_model(sta
     party = Party("ab", [back(3, "a", state)]).run(12)
     assert party.members("b")[0] == ("a", "b")
     assert party.members("b")[-1] == party.members("a")[-1] == ("b", "a")
+
+
+def test_one_that_is_not_taken_in_says_for_whom_it_waits():
+    cut = Partition(sides=(("c",), ("b",)), **after(0, 9))  # both reach a: one of them is in its cluster first
+    party = Party(ABC, [cut])
+    party.config = type(party.config)(nodes=2, preset="low_latency", peer_timeout_s=PositiveSeconds(2))
+    party.run(30)
+    assert any("waiting to be taken in by the cluster of a (2 nodes)" in what for _, what in party.told)
+    assert sorted(party.members("a")[-1]) == list(ABC)

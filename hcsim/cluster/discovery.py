@@ -99,6 +99,11 @@ class Discovery:
         self._wanted[key] = address
         self._call(key)
 
+    def learn(self, node: str, address: str) -> None:
+        """Somebody else reaches a node there; what it said of itself counts more."""
+        if node not in self._wanted:
+            self.want(node, address)
+
     def forget(self, key: str) -> None:
         """Nobody is expected there any more."""
         if key not in self._peers:

@@ -132,7 +132,7 @@ class Membership:
         view = self.view
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
-            self._leaving, self._broken, self._reason, self.roster.reaches(),
+            self._leaving, self._broken, self._reason, self.roster.reaches(), self.roster.contacts(),
         )  # fmt: skip
 
     # Events.
@@ -383,8 +383,7 @@ class Membership:
         if now < self._asking_since_s + ASTRAY_S:
             self._wake(self._asking_since_s + ASTRAY_S)
         elif better is not None:
-            nodes = "1 node" if better.size == 1 else f"{better.size} nodes"
-            self.effects.append(Waiting(f"waiting to be taken in by the cluster of {better.us.name} ({nodes})"))
+            self.effects.append(Waiting(f"waiting to be taken in by the cluster of {better.us.name}"))
 
     def _complaint_about(self, member: Member, now: float) -> str:
         """Why a member cannot stay as it is."""

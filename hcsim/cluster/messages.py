@@ -36,6 +36,8 @@ class Status(msgspec.Struct, frozen=True):
     """Why it failed."""
     reaches: tuple[str, ...] = ()
     """The nodes that it has a living connection to."""
+    contacts: tuple[str, ...] = ()
+    """Where those take calls about membership, in the same order: who missed an announcement learns of it here."""
 
     @property
     def standing(self) -> tuple[bool, int, str]:

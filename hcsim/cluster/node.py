@@ -177,10 +177,17 @@ class Node:
         self._up_since_s[node] = now
         self._pulses.setdefault(node, Pulse(now, self._beat)).sign(now)
         self._discovery.want(node, status.control)
+        self._meet(status)
         self._membership.heard(status, now)
         self._membership.found(node, now)
         self._membership.connected(node, now)
         self._carry_out()
+
+    def _meet(self, status: Status) -> None:
+        """Call those whom a node reaches and we have not heard of."""
+        for node, control in zip(status.reaches, status.contacts, strict=False):
+            if node != self._us.node and node not in self._pulses:
+                self._discovery.learn(node, control)
 
     def down(self, node: str, *, gone: bool) -> None:
         """The line to a node has ended: it has gone, or has to be called again."""
@@ -202,6 +209,7 @@ class Node:
                 self._lines.send(node, Echo(message.number))
             if message.status.us.node == node:
                 self._membership.heard(message.status, now)
+                self._meet(message.status)
         elif isinstance(message, Echo):
             if message.number in self._sent:
                 pulse.echoed(now - self._sent[message.number])

@@ -34,6 +34,10 @@ class Roster:
         """The nodes that we have a living connection to."""
         return tuple(sorted(node for node, peer in self.peers.items() if not peer.suspected))
 
+    def contacts(self) -> tuple[str, ...]:
+        """Where those nodes take calls."""
+        return tuple(self.peers[node].status.control for node in self.reaches())
+
     def well(self, node: str, view: View) -> bool:
         """Whether a member of the view can be expected to answer for it."""
         peer = self.peers.get(node)

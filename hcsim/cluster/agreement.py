@@ -28,6 +28,7 @@ Ballot: TypeAlias = tuple[int, str]
 """A number, and the node that uses it: no two are the same."""
 
 NEVER: Ballot = (0, "")
+_PAST = 8
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -97,6 +98,8 @@ class Record(msgspec.Struct, frozen=True):
     view: View
     promised: Ballot = NEVER
     accepted: tuple[Ballot, View] | None = None
+    past: tuple[View, ...] = ()
+    """The last view that we know of each lineage that we have left, the newest first: others may still ask for it."""
 
 
 class Acceptor:
@@ -110,7 +113,10 @@ class Acceptor:
 
     def adopt(self, view: View) -> None:
         """Go on to a view that was decided."""
-        self._remember(Record(view, self.record.promised))
+        record = self.record
+        left = (record.view,) if record.view.lineage and record.view.lineage != view.lineage else ()
+        past = (*left, *(each for each in record.past if each.lineage != view.lineage))
+        self._remember(Record(view, record.promised, past=past[:_PAST]))
 
     def prepare(self, asked: Prepare, us: Member, reaches: tuple[str, ...]) -> Promise | Refused:
         """Answer a proposer; it speaks of our present view."""
@@ -129,7 +135,8 @@ class Acceptor:
             self.votes["refused"] += 1
             return Refused(asked.ballot, asked.after, record.promised)
         self.votes["accepted"] += 1
-        self._remember(Record(record.view, asked.ballot, (asked.ballot, asked.view)))
+        accepted = (asked.ballot, asked.view)
+        self._remember(msgspec.structs.replace(record, promised=asked.ballot, accepted=accepted))
         return Accepted(asked.ballot, asked.after)
 
     def _remember(self, record: Record) -> None:

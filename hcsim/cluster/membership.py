@@ -118,7 +118,7 @@ class Membership:
         """The views that we have been in, in this life."""
         self._declined: dict[str, int] = {}
         """By lineage, the view that we said we shall never be in."""
-        if self.view.member(us.node) is None or len(self.view.members) == 1:
+        if self.view.member(us.node) is None or (len(self.view.members) == 1 and not self.view.formed):
             self._alone()
 
     @property
@@ -133,6 +133,7 @@ class Membership:
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
             self._leaving, self._broken, self._reason, self.roster.reaches(), self.roster.contacts(),
+            tuple(each.lineage for each in self._acceptor.record.past),
         )  # fmt: skip
 
     # Events.
@@ -224,6 +225,9 @@ class Membership:
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
         """Whether it is about the successor of our view; who is behind is told what that is."""
         view = self.view
+        for past in self._acceptor.record.past:
+            if past.lineage == lineage and past.epoch > epoch:
+                self._send(source, Decided(past), now)
         if lineage != view.lineage or view.member(self.us.node) is None:
             return False
         if epoch < view.epoch:
@@ -357,7 +361,7 @@ class Membership:
     def _need(self, now: float) -> tuple[str, float]:
         """Why the view should change, and how long that can wait."""
         view = self.view
-        if len(view.members) == 1 and self._joins:
+        if len(view.members) == 1 and self._joins not in ("", view.lineage):
             self._ask(now)
             return "", 0.0
         self._asking_since_s = None

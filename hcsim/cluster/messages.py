@@ -39,6 +39,9 @@ class Status(msgspec.Struct, frozen=True):
     contacts: tuple[str, ...] = ()
     """Where those take calls about membership, in the same order: who missed an announcement learns of it here."""
 
+    past: tuple[str, ...] = ()
+    """Lineages that it has left and remembers."""
+
     @property
     def standing(self) -> tuple[bool, int, str]:
         """Where clusters meet, the least of these goes on: one that works, the larger one, the one with lower id."""

@@ -101,4 +101,6 @@ class Roster:
 
     def _forgot(self, member: Member, view: View) -> bool:
         peer = self.peers.get(member.node)
-        return peer is not None and peer.status.us.boot != member.boot and peer.status.lineage != view.lineage
+        if peer is None or peer.status.us.boot == member.boot:
+            return False
+        return view.lineage not in (peer.status.lineage, *peer.status.past)

@@ -248,3 +248,14 @@ def test_when_all_were_started_anew_they_go_on_from_what_they_promised():
     view = bench.machines["a"].core.view
     assert sorted(view.nodes) == list("abc")
     assert view.epoch > before
+
+
+def test_one_that_went_on_alone_and_was_started_anew_still_stands_by_what_it_decided():
+    bench = formed(2)
+    split(bench, "a", "b")
+    assert members(bench, "a") == "a"  # it has the tie-breaker
+    bench.machines["a"].start()
+    bench.heal()
+    a, b = (bench.machines[name].core.view for name in "ab")
+    assert a == b
+    assert sorted(a.nodes) == list("ab")

@@ -153,8 +153,9 @@ class Discovery:
                     return
                 try:
                     node = await self._dial(self._wanted[key], self._config.connection_timeout_s)
-                    if node == self._us.node:
-                        self._wanted.pop(key)
+                    if node == self._us.node or (node != key and key not in self._peers):
+                        self._wanted.pop(key, None)  # we ourselves, or somebody else than was announced there
+                        return
                     self._nodes[key] = node
                 except HcsimError as error:
                     failure = error

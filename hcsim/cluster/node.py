@@ -184,9 +184,9 @@ class Node:
         self._carry_out()
 
     def _meet(self, status: Status) -> None:
-        """Call those whom a node reaches and we have not heard of."""
+        """Call those whom a node reaches and we do not."""
         for node, control in zip(status.reaches, status.contacts, strict=False):
-            if node != self._us.node and node not in self._pulses:
+            if node != self._us.node and not self._on_line(node):
                 self._discovery.learn(node, control)
 
     def down(self, node: str, *, gone: bool) -> None:

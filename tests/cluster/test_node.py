@@ -173,3 +173,16 @@ def test_one_that_is_not_taken_in_says_for_whom_it_waits():
     party.run(30)
     assert any("waiting to be taken in by the cluster of a" in what for _, what in party.told)
     assert sorted(party.members("a")[-1]) == list(ABC)
+
+
+def test_an_address_that_now_belongs_to_another_node_does_not_hide_the_one_that_was_announced_there():
+    """a was told that c is where b is; b answers there, and c is found where b reaches it."""
+    cut = Partition(sides=(("c",), ("a",)), **after(0, 3))
+    party = Party(ABC, [cut], peer_timeout_s=PositiveSeconds(2))
+
+    async def misled(node: Node) -> None:
+        node._discovery.want("c", "b:52415")
+
+    party.meanwhile["a"] = misled
+    party.run(20)
+    assert sorted(party.members("a")[-1]) == list(ABC)

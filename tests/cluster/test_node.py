@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 
 from hcsim.cluster.node import Node
@@ -175,14 +177,17 @@ def test_one_that_is_not_taken_in_says_for_whom_it_waits():
     assert sorted(party.members("a")[-1]) == list(ABC)
 
 
-def test_an_address_that_now_belongs_to_another_node_does_not_hide_the_one_that_was_announced_there():
-    """a was told that c is where b is; b answers there, and c is found where b reaches it."""
+def test_an_address_where_another_node_answers_does_not_hide_the_one_that_was_announced_there():
+    """a and c were told that the other is where b is; b answers there, and knows where they are."""
     cut = Partition(sides=(("c",), ("a",)), **after(0, 3))
     party = Party(ABC, [cut], peer_timeout_s=PositiveSeconds(2))
 
-    async def misled(node: Node) -> None:
-        node._discovery.want("c", "b:52415")
+    def misled(about: str) -> Callable[[Node], Awaitable[None]]:
+        async def hear(node: Node) -> None:
+            node._discovery.want(about, "b:52415")
 
-    party.meanwhile["a"] = misled
+        return hear
+
+    party.meanwhile = {"a": misled("c"), "c": misled("a")}
     party.run(20)
-    assert sorted(party.members("a")[-1]) == list(ABC)
+    assert sorted(party.views["b"][-1].nodes) == list(ABC)

@@ -37,14 +37,12 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     ballot: Ballot
     after: View
     """The view whose successor is sought; whoever is behind learns of it here."""
-    reason: str = ""
 
 
 class Promise(msgspec.Struct, frozen=True, tag="promise"):
     """Yes, and no earlier one."""
 
     ballot: Ballot
-    after: int
     us: Member
     reaches: tuple[str, ...] = ()
     """The nodes that we have a living connection to."""
@@ -64,14 +62,12 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """Done."""
 
     ballot: Ballot
-    after: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """No: we have promised a later ballot."""
 
     ballot: Ballot
-    after: int
     promised: Ballot
 
 
@@ -123,21 +119,21 @@ class Acceptor:
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
-            return Refused(asked.ballot, asked.after.epoch, record.promised)
+            return Refused(asked.ballot, record.promised)
         self.votes["promised"] += 1
         self._remember(msgspec.structs.replace(record, promised=asked.ballot))
-        return Promise(asked.ballot, asked.after.epoch, us, reaches, record.accepted)
+        return Promise(asked.ballot, us, reaches, record.accepted)
 
     def accept(self, asked: Accept) -> Accepted | Refused:
         """Accept a view, unless we have promised not to."""
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
-            return Refused(asked.ballot, asked.after, record.promised)
+            return Refused(asked.ballot, record.promised)
         self.votes["accepted"] += 1
         accepted = (asked.ballot, asked.view)
         self._remember(msgspec.structs.replace(record, promised=asked.ballot, accepted=accepted))
-        return Accepted(asked.ballot, asked.after)
+        return Accepted(asked.ballot)
 
     def _remember(self, record: Record) -> None:
         if record != self.record:

@@ -245,7 +245,7 @@ class Membership:
             self._send(node, self._preparation(proposal), now)
 
     def _preparation(self, proposal: Proposal) -> Prepare:
-        return Prepare(proposal.ballot, proposal.present, proposal.reason)
+        return Prepare(proposal.ballot, proposal.present)
 
     def _acceptance(self, proposal: Proposal) -> Accept:
         assert proposal.chosen is not None

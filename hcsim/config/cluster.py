@@ -27,7 +27,7 @@ class Heartbeat(Table, frozen=True):
     timeout_s: PositiveSeconds = PositiveSeconds(15)
     """Silence that is too long for anybody."""
     failures: Count = 3
-    """Heartbeats in a row that may be overdue."""
+    """Heartbeats in a row that may be missing; with one interval more it is suspected."""
     phi: Annotated[float, Meta(gt=0, le=300)] = 8.0
     """Silence whose odds are 10^-phi, given the rhythm so far. Higher: later, and surer."""
 

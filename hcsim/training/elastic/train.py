@@ -63,16 +63,11 @@ async def elastic_train(
     conductor: Conductor,
     settings: Training,
     seed: int,
-    observer: Observer | None = None,
-    *,
-    what: Task | None = None,
+    extras: Extras,
     wire: Wire | None = None,
-    leaving: asyncio.Event | None = None,
-    checkpoints: Checkpoints | None = None,
 ) -> Report:
     """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed."""
-    part = prepare(host, conductor, settings, seed, Extras(observer, what, leaving, checkpoints))
-    return await follow(host, conductor, part, wire or Wire())
+    return await follow(host, conductor, prepare(host, conductor, settings, seed, extras), wire or Wire())
 
 
 async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Report:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
-from hcsim.training.elastic.train import elastic_train
+from hcsim.training.elastic.train import Extras, elastic_train
 from hcsim.training.run import Point, Report, Run
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -247,7 +247,9 @@ def train(
     async def program(host: VirtualHost) -> Report:
         own = {name: given(host) if callable(given) else given for name, given in options.items()}
         theirs = (unlike or {}).get(host.name, settings)
-        report = await elastic_train(host, cluster.conductor(host.name), theirs, SEED, watchers[host.name], **own)
+        wire = own.pop("wire", None)
+        extras = Extras(watchers[host.name], **own)
+        report = await elastic_train(host, cluster.conductor(host.name), theirs, SEED, extras, wire)
         run = watchers[host.name].run
         if run is not None and run.step == theirs.steps:
             cluster.finished(host.name)

@@ -10,7 +10,7 @@ import pytest
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.training.elastic.train import elastic_train
+from hcsim.training.elastic.train import Extras, elastic_train
 from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
@@ -103,7 +103,7 @@ def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
                 conductor = Reader(board, board.members[number])
-                return await elastic_train(host, conductor, chosen, SEED, turning if number == 0 else None)
+                return await elastic_train(host, conductor, chosen, SEED, Extras(turning if number == 0 else None))
 
         async with asyncio.timeout(GUARD_S):
             return await asyncio.gather(*map(member, range(3)))
@@ -129,7 +129,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
         async def member(number: int) -> Report:
             async with RealHost(RealOptions(name=f"m{number}", insecure=True)) as host:
                 conductor = Reader(board, board.members[number])
-                return await elastic_train(host, conductor, CONVEX, SEED, turning if number == 0 else None)
+                return await elastic_train(host, conductor, CONVEX, SEED, Extras(turning if number == 0 else None))
 
         tasks += [asyncio.create_task(member(number)) for number in range(3)]
         async with asyncio.timeout(GUARD_S):

@@ -121,20 +121,25 @@ class AdmittedHost:
         started_s = clock.elapsed()
         draw = self._host.rng("admission", address)
         delay_s = _FIRST_RETRY_S
+        failure: ChannelError | None = None
         while True:
             left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
-            channel = await self._host.connect(address, timeout_s=left_s)
-            left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
             try:
+                channel = await self._host.connect(address, timeout_s=left_s)
+                left_s = max(0.0, timeout_s - (clock.elapsed() - started_s))
                 async with clock.timeout(left_s):
                     return await self._doorkeeper.call(channel)
             except AdmissionRefused as error:
                 if error.reason != Reason.TOO_MANY_FAILURES.name:
                     raise
-                failure: ChannelError = error
+                failure = error
             except ChannelBroken as error:  # it may have been started anew just now
                 failure = error
-            except TimeoutError:
+            except TimeoutError as error:
+                if failure is not None:  # the time ran out on a repeat: what ended the last attempt says more
+                    raise failure from None
+                if isinstance(error, DeadlineExceeded):
+                    raise
                 text = f"{address} did not finish the admission handshake within {timeout_s:g} s"
                 raise DeadlineExceeded(f"{text}: does it run without admission?") from None
             pause_s = delay_s * draw.uniform(0.5, 1.0)

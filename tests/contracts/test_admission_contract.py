@@ -198,6 +198,38 @@ def test_guessing_gets_slower_and_a_known_member_on_the_same_machine_does_not_su
     arena.run(body)
 
 
+def test_time_that_runs_out_on_a_repeat_does_not_hide_what_the_door_said(arena: Arena) -> None:
+    class Gone:
+        """A way to the door that answers for `calls` calls, and then no longer."""
+
+        def __init__(self, host: Any, calls: int) -> None:
+            self._host, self._calls = host, calls
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._host, name)
+
+        async def connect(self, address: str, *, timeout_s: float) -> Any:
+            self._calls -= 1
+            if self._calls < 0:
+                raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s")
+            return await self._host.connect(address, timeout_s=timeout_s)
+
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        reasons = set()
+        for guess in range(12):
+            guesser = member("guesser", ClusterSecret(guess.to_bytes(16, "big")))
+            with pytest.raises(AdmissionRefused) as refused:
+                await AdmittedHost(Gone(left, 1), guesser).connect(listener.address)
+            reasons.add(refused.value.reason)
+        assert Reason.TOO_MANY_FAILURES.name in reasons
+        with pytest.raises(DeadlineExceeded):
+            await AdmittedHost(Gone(left, 0), member("left")).connect(listener.address)
+        await listener.close()
+
+    arena.run(body)
+
+
 def test_whoever_abuses_a_members_name_does_not_lock_it_out(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))

@@ -82,6 +82,9 @@ def test_who_is_refused_hears_why_and_so_does_who_refuses(
         with pytest.raises(AdmissionRefused, match=f"refused us: .*{words}") as refused:
             await AdmittedHost(left, caller, seen.append).connect(listener.address)
         assert refused.value.reason == reason.name
+        async with left.clock.timeout(5):  # who refuses writes it down after saying it
+            while len(seen) < 2:
+                await left.clock.sleep(0.001)
         assert [verdict.reason for verdict in seen] == [reason, reason]
         assert any(verdict.text.startswith("we refused") and words in verdict.text for verdict in seen)
         name = "hcsim_admission_refusals_total"

@@ -1,0 +1,96 @@
+"""What a torch program asks of a group, as data: one call, and the flat arrays that it reads and fills.
+
+A call is carried out by `perform` where the group is: in the program's own process, or, for a program on a
+virtual machine, in the simulator's. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from hcsim.collectives.data import Data, copy_into
+from hcsim.collectives.group import Group
+from hcsim.collectives.memory import Array
+
+ANY_SOURCE = -1
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One operation on one group."""
+
+    operation: str
+    """A key of `ARRAYS`."""
+    op: str = "sum"
+    """The reduction, if it is one."""
+    root: int = 0
+    """Whose data it is about: the root of a collective, or the other end of a message (`ANY_SOURCE`: whoever sends)."""
+    tag: int = 0
+    """Of a message."""
+    counts: tuple[int, ...] = ()
+    """Elements of each rank's part, where they are not all alike; of an all_to_all, what we send to each."""
+    received: tuple[int, ...] = ()
+    """Of an all_to_all: what we receive from each."""
+    timeout_s: float | None = None
+    """None: the group's."""
+
+
+ARRAYS: dict[str, str] = {
+    "all_reduce": "x",
+    "reduce": "x",
+    "broadcast": "x",
+    "all_gather": "io",
+    "gather": "io",
+    "scatter": "oi",
+    "reduce_scatter": "io",
+    "all_to_all": "io",
+    "barrier": "",
+    "send": "i",
+    "recv": "o",
+}
+"""What each operation does with the arrays it is given: reads it (i), fills it (o), both (x). Those that only the root
+has come last and are left out elsewhere."""
+
+
+async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
+    """Do it. Returns who sent, for a message from anybody, and otherwise nothing of interest."""
+    within = group if call.timeout_s is None else group.within(call.timeout_s)
+    match call.operation:
+        case "all_reduce":
+            await within.all_reduce(arrays[0], call.op)
+        case "reduce":
+            await within.reduce(arrays[0], call.root, call.op)
+        case "broadcast":
+            await within.broadcast(arrays[0], call.root)
+        case "all_gather":
+            _fill(arrays[1], await within.all_gather(arrays[0], call.counts or None))
+        case "gather":
+            parts = await within.gather(arrays[0], call.root, call.counts or None)
+            if parts is not None:
+                _fill(arrays[1], parts)
+        case "scatter":
+            at_root = np.split(arrays[1], within.size) if len(arrays) > 1 else None
+            await within.scatter(at_root, arrays[0], call.root)
+        case "reduce_scatter":
+            copy_into(arrays[1], await within.reduce_scatter(arrays[0], call.op, call.counts or None))
+        case "all_to_all":
+            cuts = np.cumsum(call.counts)[:-1]
+            _fill(arrays[1], await within.all_to_all(np.split(arrays[0], cuts), call.received))
+        case "barrier":
+            await within.barrier()
+        case "send":
+            await within.send(arrays[0], call.root, tag=call.tag)
+        case "recv" if call.root == ANY_SOURCE:
+            return await within.recv_any(arrays[0], tag=call.tag)
+        case "recv":
+            await within.recv(arrays[0], call.root, tag=call.tag)
+        case unknown:
+            raise AssertionError(unknown)
+    return call.root
+
+
+def _fill(whole: Array, parts: Sequence[Data]) -> None:
+    arrays = [part.reshape(-1) for part in parts if isinstance(part, np.ndarray)]
+    np.concatenate(arrays, out=whole)

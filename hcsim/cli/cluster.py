@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +18,9 @@ DEFAULT_NAME = "home"
 
 def home() -> Path:
     """Where this machine keeps its key and its clusters."""
-    return Path(os.environ.get("HCSIM_HOME") or Path.home() / ".hcsim").expanduser()
+    from hcsim.real.keys import default_home  # loads cryptography
+
+    return default_home()
 
 
 @app.command()

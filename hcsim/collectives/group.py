@@ -8,6 +8,7 @@ them, with a size and no data.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
 from hcsim.errors import CollectiveError, HcsimError, UsageError
-from hcsim.runtime.channel import Phantom
+from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.transport.mesh import Membership, Mesh
@@ -79,14 +80,16 @@ class Group:
         self._dispatch = Dispatch(fate, members, number)
 
     @classmethod
-    async def open(cls, host: Host, us: Membership, options: Options | None = None) -> Group:
+    async def open(
+        cls, host: Host, us: Membership, options: Options | None = None, listener: Listener | None = None
+    ) -> Group:
         """Listen at our address; links to the others open when they are first needed."""
         mesh = Mesh(host, us)
         fate = Fate(mesh)
         if options is not None and options.conducted:
             mesh.on_newer = None
             mesh.patient = True
-        await mesh.open()
+        await mesh.open(listener)
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 
     async def reopen(self) -> Group:
@@ -95,6 +98,12 @@ class Group:
         mesh = self._fate.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
         return await Group.open(mesh.host, us, self.options)
+
+    def within(self, timeout_s: float) -> Group:
+        """The same group, where operations may take that long."""
+        other = copy.copy(self)
+        other.options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
+        return other
 
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""

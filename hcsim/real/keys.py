@@ -28,6 +28,11 @@ from hcsim.real.certificates import private_pem
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
+def default_home() -> Path:
+    """HOME, where nobody says otherwise for one command."""
+    return Path(os.environ.get("HCSIM_HOME") or Path.home() / ".hcsim").expanduser()
+
+
 def load_node_key(home: Path) -> NodeKey:
     """This machine's key, which is made when it is first asked for."""
     path = home / "node_key"

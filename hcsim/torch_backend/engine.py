@@ -11,7 +11,7 @@ from hcsim.collectives.memory import Array
 from hcsim.torch_backend.calls import Call
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Pending(Protocol):
         """Whether it is over, well or not; never waits."""
 
     def wait(self, timeout_s: float | None) -> int:
-        """Wait for the end: what `perform` returned. Raises what it raised, or `DeadlineExceeded` after our own wait."""
+        """Wait for the end: what `perform` returned. Raises what it raised, or `DeadlineExceeded`."""
 
     def on_done(self, act: Callable[[], None]) -> None:
         """Have something done after the end, in a thread of the engine's choice, or at once if it is over."""
@@ -64,3 +64,21 @@ class Engine(Protocol):
 
     def open(self, place: Place, store: Store) -> Line:
         """Take our place. All ranks of the group call this; the store is where they find each other."""
+
+
+_engine: Engine | None = None
+
+
+def use_engine(engine: Engine) -> None:
+    """Let the groups that are opened from now on live there."""
+    global _engine
+    _engine = engine
+
+
+def current_engine() -> Engine:
+    """What `use_engine` was given; otherwise groups live in this process, over TCP."""
+    if _engine is not None:
+        return _engine
+    from hcsim.torch_backend.local import local_engine
+
+    return local_engine()

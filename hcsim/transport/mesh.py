@@ -113,10 +113,10 @@ class Mesh:
         self._strangers = Callers()
         self._closed = False
 
-    async def open(self) -> None:
+    async def open(self, listener: Listener | None = None) -> None:
         """Listen for the others, if there are any."""
         if self.us.world > 1:
-            self._listener = await self.host.listen(self.us.addresses[self.us.rank])
+            self._listener = listener or await self.host.listen(self.us.addresses[self.us.rank])
             accepting = self._strangers.accept(self._listener, self._called_by)
             self._tasks.append(self.host.spawn(accepting, name="accept"))
 

@@ -1,0 +1,183 @@
+"""Groups in this process, over TCP: an event loop in a thread of its own, which the program's threads hand calls to."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hcsim.collectives.group import Group, Options
+from hcsim.collectives.memory import Array
+from hcsim.errors import ConfigError, DeadlineExceeded
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.keys import credentials
+from hcsim.runtime.address import address_at
+from hcsim.runtime.host import Host
+from hcsim.torch_backend.calls import Call, perform
+from hcsim.torch_backend.engine import Place
+from hcsim.torch_backend.way import Way, way_of
+from hcsim.transport.admission import AdmittedHost
+from hcsim.transport.mesh import Membership
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+_LEAVE_S = 5.0
+
+
+class LocalPending:
+    """A call on its way in the loop's thread."""
+
+    __slots__ = ("_acts", "_error", "_guard", "_over", "_source")
+
+    def __init__(self) -> None:
+        self._over = threading.Lock()
+        self._over.acquire()
+        self._guard = threading.Lock()
+        self._acts: list[Callable[[], None]] | None = []
+        self._error: BaseException | None = None
+        self._source = 0
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._acts is None
+
+    def wait(self, timeout_s: float | None) -> int:
+        """See `Pending.wait`."""
+        if not self._over.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise DeadlineExceeded(f"the call was not over after {timeout_s:g} s; it goes on")
+        self._over.release()
+        if self._error is not None:
+            raise self._error
+        return self._source
+
+    def on_done(self, act: Callable[[], None]) -> None:
+        """See `Pending.on_done`; the thread is the loop's, or the caller's."""
+        with self._guard:
+            if self._acts is not None:
+                self._acts.append(act)
+                return
+        act()
+
+    def finish(self, task: asyncio.Task[int]) -> None:
+        """The call is over."""
+        if task.cancelled():
+            self._error = ConfigError("the process group was shut down")
+        elif (error := task.exception()) is not None:
+            self._error = error
+        else:
+            self._source = task.result()
+        with self._guard:
+            acts, self._acts = self._acts or [], None
+        self._over.release()
+        for act in acts:
+            act()
+
+
+class LocalLine:
+    """Our side of a group."""
+
+    def __init__(self, engine: LocalEngine, group: Group) -> None:
+        self._engine = engine
+        self._group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def start(self, call: Call, arrays: Sequence[Array]) -> LocalPending:
+        """See `Line.start`."""
+        pending = LocalPending()
+        self._engine.hand_over(self._begin, call, arrays, pending)
+        return pending
+
+    def subgroup(self, ranks: Sequence[int]) -> LocalLine:
+        """The line of some of the ranks."""
+
+        async def make() -> Group:
+            return self._group.subgroup(ranks)
+
+        return LocalLine(self._engine, self._engine.run(make()))
+
+    def close(self) -> None:
+        """See `Line.close`."""
+        self._engine.run(self._group.close())
+
+    def abort(self) -> None:
+        """See `Line.abort`."""
+        self._engine.hand_over(self._group.fail, "the program aborted the process group")
+
+    def _begin(self, call: Call, arrays: Sequence[Array], pending: LocalPending) -> None:
+        task = self._group.host.spawn(perform(self._group, call, arrays), name=f"torch {call.operation}")
+        task.add_done_callback(pending.finish)
+
+
+class LocalEngine:
+    """This process as a host."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._groups: list[Group] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hcsim", daemon=True)
+        self._thread.start()
+        self._host = self.run(self._make_host())
+        atexit.register(self._leave)
+
+    def open(self, place: Place, store: Store) -> LocalLine:
+        """See `Engine.open`."""
+        if isinstance(place.parent, LocalLine):
+            return place.parent.subgroup(place.ranks)
+        listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
+        port = listener.address.rpartition(":")[2]
+        store.set(f"hcsim/{place.rank}", address_at(self._way.hosts, int(port)))
+        addresses = tuple(store.get(f"hcsim/{rank}").decode() for rank in range(place.size))
+        us = Membership(place.rank, addresses, name=place.name)
+        group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
+        self._groups.append(group)
+        return LocalLine(self, group)
+
+    def hand_over(self, act: Callable[..., object], *args: object) -> None:
+        """Have the loop's thread call it, after all that was handed over before."""
+        self._loop.call_soon_threadsafe(act, *args)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run it in the loop's thread, and wait for its result."""
+        running: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return running.result(timeout_s)
+
+    async def _make_host(self) -> Host:
+        way = self._way
+        host = RealHost(RealOptions(f"process {os.getpid()}", tls=way.tls, insecure=way.insecure))
+        self._real = host
+        if way.tls is None:
+            return host
+        proved = credentials(way.tls.key, way.tls.secret, secrets.randbits(47))
+        return AdmittedHost(host, proved)
+
+    def _leave(self) -> None:
+        """The program ends: let what was sent arrive."""
+        with suppress(TimeoutError):
+            self.run(self._end(), _LEAVE_S)
+        self.hand_over(self._loop.stop)
+
+    async def _end(self) -> None:
+        for group in self._groups:
+            await group.close()
+        await self._real.close()
+
+
+_engines: dict[int, LocalEngine] = {}
+
+
+def local_engine() -> LocalEngine:
+    """This process's; a forked child has its own."""
+    process = os.getpid()
+    if process not in _engines:
+        _engines[process] = LocalEngine(way_of(os.environ))
+    return _engines[process]

@@ -1,0 +1,305 @@
+"""torch.distributed's process group over a toolkit group.
+
+torch's C++ code and its Python code call the methods by torch's names, with lists of tensors in the ways that torch
+has come to pass them; each becomes one or several `Call`s over flat arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from hcsim.torch_backend import DEVICES, NAME
+from hcsim.torch_backend.calls import ANY_SOURCE, Call
+from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
+from hcsim.torch_backend.tensors import Flat
+from hcsim.torch_backend.work import PendingWork
+
+Tensors: TypeAlias = list[Tensor] | Tensor
+Started: TypeAlias = tuple[Pending, Sequence[Flat]]
+"""A call on its way, and what has to be put back into tensors after it."""
+
+_REDUCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.PREMUL_SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+
+
+def create(options: Any, backend_options: object | None) -> ProcessGroup:
+    """What torch asks of a backend when a group is made."""
+    if backend_options is not None:
+        raise ValueError(f"the backend hcsim has no options of type {type(backend_options).__name__}")
+    ranks = tuple(options.global_ranks_in_group)
+    whole = dist.group.WORLD if ranks and dist.is_initialized() else None
+    parent = whole.line if isinstance(whole, HcsimGroup) else None
+    timeout_s = options.timeout.total_seconds()
+    place = Place(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
+    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s)
+
+
+class HcsimGroup(ProcessGroup):
+    """A process group whose calls a `Line` carries out."""
+
+    def __init__(self, line: Line, store: Store, timeout_s: float) -> None:
+        super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
+        self.line = line
+        self._store = store
+        self._name = ""
+        self._description = ""
+        self._timeout_s = timeout_s
+        self._together: list[PendingWork] | None = None
+
+    # What torch asks of a group; its C++ side by the names in capitals, where a Python group has to answer for itself.
+
+    def name(self) -> str:
+        """The backend's."""
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        """The group's, which torch gives it."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for."""
+        return self._description
+
+    def get_group_store(self) -> Store:
+        """Where its ranks have met."""
+        return self._store
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> HcsimGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in DEVICES]
+
+    getBackendName = name  # noqa: N815
+    setGroupName = _set_group_name  # noqa: N815
+    setGroupDesc = _set_group_desc  # noqa: N815
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The group's name."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What it is for."""
+        return self._description
+
+    # Collectives.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Combine everybody's tensors, in place."""
+        return self.allreduce_coalesced(_listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """The same for several, which travel together."""
+        return self._work([self._reduce(tensor, opts, Call(operation="all_reduce")) for tensor in tensors], tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        """Combine everybody's tensors; the root gets the result."""
+        (tensor,) = _listed(tensors)
+        return self._work([self._reduce(tensor, opts, Call(operation="reduce", root=opts.rootRank))], [tensor])
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        """Everybody gets the root's tensor."""
+        (tensor,) = _listed(tensors)
+        flat = Flat([tensor], read=self.rank() == opts.rootRank)
+        call = Call(operation="broadcast", root=opts.rootRank)
+        return self._work([self._start(call, opts, [flat], [] if self.rank() == opts.rootRank else [flat])], [tensor])
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Work:
+        """Everybody gets everybody's tensors, by rank, in a list."""
+        pairs = zip(output_tensors, input_tensors, strict=True)
+        started = [self._gather(outputs, source, opts) for outputs, source in pairs]
+        return self._work(started, [tensor for outputs in output_tensors for tensor in outputs])
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        """Everybody gets everybody's tensors, by rank, in one tensor."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """The same for several."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work([self._gather([output], source, opts) for output, source in pairs], outputs)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Everybody gets everybody's lists of tensors: `output_lists` has one list for each rank."""
+        return self.allgather([list(of_input) for of_input in zip(*output_lists, strict=True)], inputs, opts)
+
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
+        """The root gets everybody's tensors, by rank."""
+        outputs = output_tensors[0] if self.rank() == opts.rootRank else []
+        flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
+        call = Call(operation="gather", root=opts.rootRank)
+        return self._work([self._start(call, opts, flats, flats[1:])], outputs)
+
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
+        """Everybody gets the tensor that the root has for it."""
+        target = Flat(output_tensors, read=False)
+        flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
+        call = Call(operation="scatter", root=opts.rootRank)
+        return self._work([self._start(call, opts, flats, [target])], output_tensors)
+
+    def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> Work:
+        """Combine everybody's lists of tensors; each rank gets its own place of the list."""
+        pairs = zip(output_tensors, input_tensors, strict=True)
+        return self._work([self._reduce_scatter(output, parts, opts) for output, parts in pairs], output_tensors)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        """Combine everybody's tensors; each rank gets its part."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """The same for several."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._work([self._reduce_scatter(output, [source], opts) for output, source in pairs], outputs)
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Work:
+        """Send the i-th tensor to rank i, and get one from each."""
+        target, source = Flat(output_tensors, read=False), Flat(input_tensors)
+        call = Call(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
+        return self._work([self._start(call, opts, [source, target], [target])], output_tensors)
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Work:
+        """The same with parts of one tensor: by its first dimension, equal ones unless the splits say otherwise."""
+        here, there = Flat([source]), Flat([output], read=False)
+        call = Call(
+            operation="all_to_all",
+            counts=_split(source, input_splits, self.size()),
+            received=_split(output, output_splits, self.size()),
+        )
+        return self._work([self._start(call, opts, [here, there], [there])], [output])
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when everybody has called it."""
+        return self._work([self._start(Call(operation="barrier"), opts, [], [])], [])
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        """A barrier whose failure names who did not come."""
+        self.line.start(Call(operation="barrier", timeout_s=timeout.total_seconds()), []).wait(None)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Messages.
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor to one rank."""
+        return self._work([self._start(Call(operation="send", root=dst, tag=tag), None, [Flat(tensors)], [])], tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Receive a tensor from one rank."""
+        flat = Flat(tensors, read=False)
+        return self._work([self._start(Call(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receive a tensor from whoever sends one."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    # Its life.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._together = self._together or [], None
+        return PendingWork.of_all(works)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From now on, calls may take that long."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave, in an orderly way."""
+        self.line.close()
+
+    def abort(self) -> None:
+        """Leave at once."""
+        self.line.abort()
+
+    # What the calls have in common.
+
+    def _reduce(self, tensor: Tensor, opts: Any, call: Call) -> Started:
+        flat = Flat([tensor], reduced=True)
+        return self._start(_reducing(call, opts, flat), opts, [flat], [flat])
+
+    def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
+        target = Flat(outputs, read=False)
+        return self._start(Call(operation="all_gather"), opts, [Flat([source]), target], [target])
+
+    def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> Started:
+        source, target = Flat(parts, reduced=True), Flat([output], reduced=True, read=False)
+        call = Call(operation="reduce_scatter")
+        if len(parts) > 1:
+            call = msgspec.structs.replace(call, counts=tuple(source.lengths))
+        return self._start(_reducing(call, opts, source), opts, [source, target], [target])
+
+    def _start(self, call: Call, opts: Any, flats: Sequence[Flat], filled: Sequence[Flat]) -> Started:
+        limit_s = opts.timeout.total_seconds() if opts is not None else 0.0
+        if limit_s <= 0:
+            limit_s = self._timeout_s
+        call = msgspec.structs.replace(call, timeout_s=limit_s)
+        return self.line.start(call, [flat.array for flat in flats]), filled
+
+    def _work(self, started: Sequence[Started], results: list[Tensor]) -> Work:
+        def deliver() -> None:
+            for _, filled in started:
+                for flat in filled:
+                    flat.back()
+
+        work = PendingWork([pending for pending, _ in started], results, deliver)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+
+def _listed(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _reducing(call: Call, opts: Any, flat: Flat) -> Call:
+    """The call with the reduction that the options ask for. A factor is applied to the array first."""
+    chosen: Any = opts.reduceOp if opts is not None else ReduceOp.SUM
+    if chosen == ReduceOp.PREMUL_SUM:
+        flat.scale(chosen.factor)
+    return msgspec.structs.replace(call, op=_REDUCTIONS[getattr(chosen, "op", chosen)])
+
+
+def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
+    """How many bytes of a tensor go to each rank."""
+    total = tensor.shape[0] if tensor.dim() else 1
+    if not rows:
+        if total % size:
+            raise ValueError(f"{total} rows cannot be divided equally among {size} ranks: give split sizes")
+        rows = [total // size] * size
+    row_bytes = tensor.numel() // total * tensor.element_size() if total else 0
+    return tuple(count * row_bytes for count in rows)

@@ -1,0 +1,65 @@
+"""How the ranks of a program reach each other over TCP: at which addresses, and how protected."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from hcsim.errors import ConfigError
+from hcsim.identity.key import SEED_BYTES, NodeKey
+from hcsim.real.certificates import ClusterTls
+from hcsim.real.interfaces import list_interfaces, reachable_at
+from hcsim.real.keys import default_home, load_secret
+
+CLUSTER = "HCSIM_CLUSTER"
+ADDRESSES = "HCSIM_ADDRESSES"
+INSECURE = "HCSIM_INSECURE"
+
+
+class Way(msgspec.Struct, frozen=True):
+    """What a process decides before its first group."""
+
+    hosts: tuple[str, ...]
+    """Where the others reach us, the best first."""
+    tls: ClusterTls | None = None
+    insecure: bool = False
+
+
+def way_of(environment: Mapping[str, str]) -> Way:
+    """From the variables that torchrun and the user set."""
+    name = environment.get(CLUSTER, "")
+    insecure = environment.get(INSECURE, "") not in ("", "0")
+    given = tuple(filter(None, environment.get(ADDRESSES, "").split(",")))
+    hosts = given or (("127.0.0.1",) if _all_here(environment) else reachable_at(list_interfaces()))
+    if name:
+        # The key is one of the moment: several ranks may run on this machine, and its own node beside them.
+        key = NodeKey(secrets.token_bytes(SEED_BYTES))
+        return Way(hosts, ClusterTls(key, load_secret(default_home(), name)), insecure)
+    if not insecure and not all(_is_loopback(host) for host in hosts):
+        raise ConfigError(
+            f"the ranks of this program are on several machines ({', '.join(hosts)}), and nothing protects what they"
+            f" send: set {CLUSTER} to a cluster that all of them have joined (hcsim cluster create), or {INSECURE}=1"
+            " where you trust everybody on the network"
+        )
+    return Way(hosts, None, insecure)
+
+
+def _all_here(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this machine, by what torchrun says, or else where they meet."""
+    world = environment.get("WORLD_SIZE")
+    if world is not None and world == environment.get("LOCAL_WORLD_SIZE"):
+        return True
+    if "LOCAL_WORLD_SIZE" in environment:
+        return False
+    return _is_loopback(environment.get("MASTER_ADDR", "localhost"))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,122 @@
+"""A model cut into stages, one on each rank, with microbatches on their way through it.
+
+GPipe runs all forwards, then all backwards, and keeps every microbatch's activations (Huang et al., NeurIPS 2019).
+1F1B begins with as many forwards as there are stages behind, then alternates, so that a rank keeps one microbatch
+more than that at most (Narayanan et al., SOSP 2019). Both give the same gradients; they differ in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+def turns(schedule: Schedule, rank: int, world: int, microbatches: int) -> Iterator[tuple[Literal["F", "B"], int]]:
+    """What a rank does, in its order: a forward or a backward pass of which microbatch."""
+    ahead = microbatches if schedule == "gpipe" else min(world - rank - 1, microbatches)
+    for number in range(ahead):
+        yield "F", number
+    for number in range(ahead, microbatches):
+        yield "F", number
+        yield "B", number - ahead
+    for number in range(microbatches - ahead, microbatches):
+        yield "B", number
+
+
+class Pipeline:
+    """This rank's stage of a model."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        *,
+        entering: Sequence[int] | None = None,
+        schedule: Schedule = "1f1b",
+        microbatches: int = 4,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`entering` is the shape of what one microbatch brings into this stage; the first stage needs none."""
+        if schedule not in ("gpipe", "1f1b"):
+            raise ValueError(f"{schedule!r} is no schedule: there are gpipe and 1f1b")
+        if microbatches < 1:
+            raise ValueError(f"a batch is cut into at least one microbatch, not {microbatches}")
+        self._stage = stage
+        self._group = group
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        if entering is None and self._rank:
+            raise ValueError(f"rank {self._rank} is not the first stage: say the shape of what enters it")
+        self._entering = None if entering is None else tuple(entering)
+        self._schedule: Schedule = schedule
+        self._microbatches = microbatches
+        self._dtype, self._device = dtype, torch.device(device)
+        self.most_kept = 0
+        """How many microbatches were under way here at once, at most."""
+
+    def step(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> float | None:
+        """Run a batch through, and leave the gradients of its mean loss in the parameters.
+
+        The first rank gives the inputs, the last one the targets and the loss, which it returns."""
+        first, last = self._rank == 0, self._rank == self._world - 1
+        if (first and inputs is None) or (last and (targets is None or loss_of is None)):
+            raise ValueError("the first stage needs the inputs, the last one targets and a loss")
+        coming = self._cut(inputs) if first and inputs is not None else None
+        wanted = self._cut(targets) if last and targets is not None else None
+        kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+        sending: deque[tuple[dist.Work, Tensor]] = deque()
+        total = 0.0
+        for kind, number in turns(self._schedule, self._rank, self._world, self._microbatches):
+            if kind == "F":
+                entered = coming[number] if coming is not None else self._receive()
+                left = self._stage(entered)
+                if wanted is not None and loss_of is not None:
+                    left = loss_of(left, wanted[number]) / self._microbatches
+                    total += float(left.detach())
+                else:
+                    self._send(left, self._rank + 1, sending)
+                kept[number] = (None if first else entered), left
+                self.most_kept = max(self.most_kept, len(kept))
+            else:
+                given, left = kept.pop(number)
+                grad = None
+                if not last:
+                    grad = torch.empty_like(left)
+                    dist.recv(grad, group_src=self._rank + 1, group=self._group)
+                torch.autograd.backward(left, grad)
+                if given is not None:
+                    assert given.grad is not None
+                    self._send(given.grad, self._rank - 1, sending)
+        while sending:
+            sending.popleft()[0].wait()
+        return total if last else None
+
+    def _cut(self, batch: Tensor) -> tuple[Tensor, ...]:
+        if len(batch) % self._microbatches:
+            raise ValueError(f"a batch of {len(batch)} cannot be cut into {self._microbatches} equal microbatches")
+        return torch.chunk(batch, self._microbatches)
+
+    def _receive(self) -> Tensor:
+        assert self._entering is not None
+        entered = torch.empty(self._entering, dtype=self._dtype, device=self._device)
+        dist.recv(entered, group_src=self._rank - 1, group=self._group)
+        return entered.requires_grad_()
+
+    def _send(self, tensor: Tensor, to: int, sending: deque[tuple[dist.Work, Tensor]]) -> None:
+        """Without waiting: the neighbour may be sending to us. The tensor is kept until it has left."""
+        moved = tensor.detach().contiguous()
+        work = dist.isend(moved, group_dst=to, group=self._group)
+        if work is not None:
+            sending.append((work, moved))

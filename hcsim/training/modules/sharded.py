@@ -1,0 +1,169 @@
+"""Parameters, gradients and optimizer state divided among the ranks (ZeRO's third stage), on any device.
+
+Each wrapped block keeps one flat shard of its parameters. For its forward pass the whole is gathered, and let go
+again; what autograd would keep of it for the backward pass is kept as "which part of which block", and gathered anew
+when it is asked for. The gradient of the whole is averaged and scattered into the shard's. An optimizer that treats
+elements alike (SGD, Adam and their kin) sees the shards as its parameters.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+
+class _Piece(NamedTuple):
+    name: str
+    shape: torch.Size
+    lo: int
+    hi: int
+
+
+class _Held(NamedTuple):
+    """What autograd keeps in place of a view of the whole."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Sharded(nn.Module):
+    """A block of a model whose parameters are divided among the ranks of a group. All begin with rank 0's."""
+
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        named = dict(_own_parameters(block))
+        kinds = {(parameter.dtype, parameter.device) for parameter in named.values()}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"a sharded block has parameters of one dtype on one device, and some; not {len(kinds)} kinds"
+            )
+        self._group = group
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._pieces = tuple(_laid_out(named))
+        self._length = max(piece.hi for piece in self._pieces)
+        share = -(-self._length // self._world)
+        with torch.no_grad():
+            first = next(iter(named.values()))
+            whole = first.new_zeros(share * self._world)
+            for piece in self._pieces:
+                whole[piece.lo : piece.hi] = named[piece.name].reshape(-1)
+            dist.broadcast(whole, group_src=0, group=group)
+            shard = whole[self._rank * share : (self._rank + 1) * share].clone()
+        for name in named:  # the block keeps its structure and its buffers, and none of the numbers
+            owner, _, last = name.rpartition(".")
+            delattr(block.get_submodule(owner), last)
+        self.block = block
+        self.shard = nn.Parameter(shard)
+        self._whole: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own, with the whole parameters."""
+        whole: Tensor = _Gather.apply(self.shard, self)  # type: ignore[no-untyped-call]
+        place = whole.untyped_storage().data_ptr()
+
+        def pack(tensor: Tensor) -> Tensor | _Held:
+            if tensor.untyped_storage().data_ptr() != place:
+                return tensor
+            return _Held(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(held: Tensor | _Held) -> Tensor:
+            if isinstance(held, Tensor):
+                return held
+            return self._gathered().as_strided(*held)
+
+        parameters = {piece.name: whole[piece.lo : piece.hi].view(piece.shape) for piece in self._pieces}
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            result = functional_call(self.block, parameters, args, kwargs)
+        self._whole = None
+        return result
+
+    @torch.no_grad()
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The whole parameters under the block's own names, on every rank. All ranks call this."""
+        whole = self._gathered()
+        self._whole = None
+        return {piece.name: whole[piece.lo : piece.hi].view(piece.shape).clone() for piece in self._pieces}
+
+    @torch.no_grad()
+    def load_full_parameters(self, parameters: dict[str, Tensor]) -> None:
+        """Take our shard of these."""
+        missing = [piece.name for piece in self._pieces if piece.name not in parameters]
+        if missing or len(parameters) != len(self._pieces):
+            unknown = sorted(parameters.keys() - {piece.name for piece in self._pieces})
+            raise ValueError(f"these are not the block's parameters: missing {missing}, unknown {unknown}")
+        whole = self.shard.new_zeros(self.shard.numel() * self._world)
+        for piece in self._pieces:
+            if parameters[piece.name].shape != piece.shape:
+                raise ValueError(
+                    f"{piece.name} has shape {tuple(parameters[piece.name].shape)}, not {tuple(piece.shape)}"
+                )
+            whole[piece.lo : piece.hi] = parameters[piece.name].reshape(-1)
+        share = self.shard.numel()
+        self.shard.copy_(whole[self._rank * share : (self._rank + 1) * share])
+
+    def _gathered(self) -> Tensor:
+        """The whole parameters, gathered once until they are let go."""
+        if self._whole is None:
+            whole = self.shard.new_empty(self.shard.numel() * self._world)
+            dist.all_gather_single(whole, self.shard.detach(), group=self._group)
+            self._whole = whole
+        return self._whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, owner: Sharded) -> Tensor:
+        ctx.owner = owner
+        return owner._gathered()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        owner = ctx.owner
+        owner._whole = None  # every view of it has been used
+        mine = torch.empty_like(owner.shard)
+        dist.reduce_scatter_single(mine, grad.contiguous(), group=owner._group)
+        return mine.div_(owner._world), None
+
+
+def clip_grad_norm(model: nn.Module, most: float, group: dist.ProcessGroup | None = None) -> float:
+    """Scale the averaged gradients so that their norm, over all shards, is at most that; returns what it was."""
+    shards = [
+        module.shard for module in model.modules() if isinstance(module, Sharded) and module.shard.grad is not None
+    ]
+    squares = torch.stack([shard.grad.float().square().sum() for shard in shards if shard.grad is not None]).sum()
+    dist.all_reduce(squares, group=group)
+    norm = float(squares.sqrt())
+    if norm > most:
+        for shard in shards:
+            assert shard.grad is not None
+            shard.grad.mul_(most / norm)
+    return norm
+
+
+def _own_parameters(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Under every name that they have, but for those of blocks within that are sharded by themselves."""
+    for name, parameter in block.named_parameters(prefix, recurse=False, remove_duplicate=False):
+        yield name, parameter
+    for name, child in block.named_children():
+        if not isinstance(child, Sharded):
+            yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[_Piece]:
+    """One after the other; one that has several names lies in one place."""
+    at = 0
+    places: dict[nn.Parameter, int] = {}
+    for name, parameter in parameters.items():
+        lo = places.setdefault(parameter, at)
+        yield _Piece(name, parameter.shape, lo, lo + parameter.numel())
+        at = max(at, lo + parameter.numel())

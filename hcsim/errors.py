@@ -95,6 +95,10 @@ class Diverged(TrainingError):
     """Replicas that must be alike are not: memory or arithmetic failed on a machine."""
 
 
+class CheckpointError(HcsimError):
+    """A checkpoint cannot be written, or what is there is not a whole one; the text says what is missing or damaged."""
+
+
 class CallRefused(HcsimError):
     """The other side does not do a remote call: no such function, wrong arguments, too large, too many."""
 

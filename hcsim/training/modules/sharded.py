@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """Where one of the block's parameters lies in the flat whole."""
+
     name: str
     shape: torch.Size
     lo: int
@@ -47,17 +49,17 @@ class Sharded(nn.Module):
                 f"a sharded block has parameters of one dtype on one device, and some; not {len(kinds)} kinds"
             )
         self._group = group
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._pieces = tuple(_laid_out(named))
-        self._length = max(piece.hi for piece in self._pieces)
+        self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self.pieces = tuple(_laid_out(named))
+        self._length = max(piece.hi for piece in self.pieces)
         share = -(-self._length // self._world)
         with torch.no_grad():
             first = next(iter(named.values()))
             whole = first.new_zeros(share * self._world)
-            for piece in self._pieces:
+            for piece in self.pieces:
                 whole[piece.lo : piece.hi] = named[piece.name].reshape(-1)
             dist.broadcast(whole, group_src=0, group=group)
-            shard = whole[self._rank * share : (self._rank + 1) * share].clone()
+            shard = whole[self.rank * share : (self.rank + 1) * share].clone()
         for name in named:  # the block keeps its structure and its buffers, and none of the numbers
             owner, _, last = name.rpartition(".")
             delattr(block.get_submodule(owner), last)
@@ -80,7 +82,7 @@ class Sharded(nn.Module):
                 return held
             return self._gathered().as_strided(*held)
 
-        parameters = {piece.name: whole[piece.lo : piece.hi].view(piece.shape) for piece in self._pieces}
+        parameters = {piece.name: whole[piece.lo : piece.hi].view(piece.shape) for piece in self.pieces}
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             result = functional_call(self.block, parameters, args, kwargs)
         self._whole = None
@@ -91,24 +93,24 @@ class Sharded(nn.Module):
         """The whole parameters under the block's own names, on every rank. All ranks call this."""
         whole = self._gathered()
         self._whole = None
-        return {piece.name: whole[piece.lo : piece.hi].view(piece.shape).clone() for piece in self._pieces}
+        return {piece.name: whole[piece.lo : piece.hi].view(piece.shape).clone() for piece in self.pieces}
 
     @torch.no_grad()
     def load_full_parameters(self, parameters: dict[str, Tensor]) -> None:
         """Take our shard of these."""
-        missing = [piece.name for piece in self._pieces if piece.name not in parameters]
-        if missing or len(parameters) != len(self._pieces):
-            unknown = sorted(parameters.keys() - {piece.name for piece in self._pieces})
+        missing = [piece.name for piece in self.pieces if piece.name not in parameters]
+        if missing or len(parameters) != len(self.pieces):
+            unknown = sorted(parameters.keys() - {piece.name for piece in self.pieces})
             raise ValueError(f"these are not the block's parameters: missing {missing}, unknown {unknown}")
         whole = self.shard.new_zeros(self.shard.numel() * self._world)
-        for piece in self._pieces:
+        for piece in self.pieces:
             if parameters[piece.name].shape != piece.shape:
                 raise ValueError(
                     f"{piece.name} has shape {tuple(parameters[piece.name].shape)}, not {tuple(piece.shape)}"
                 )
             whole[piece.lo : piece.hi] = parameters[piece.name].reshape(-1)
         share = self.shard.numel()
-        self.shard.copy_(whole[self._rank * share : (self._rank + 1) * share])
+        self.shard.copy_(whole[self.rank * share : (self.rank + 1) * share])
 
     def _gathered(self) -> Tensor:
         """The whole parameters, gathered once until they are let go."""
@@ -159,11 +161,11 @@ def _own_parameters(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
             yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[_Piece]:
+def _laid_out(parameters: dict[str, nn.Parameter]) -> Iterator[Piece]:
     """One after the other; one that has several names lies in one place."""
     at = 0
     places: dict[nn.Parameter, int] = {}
     for name, parameter in parameters.items():
         lo = places.setdefault(parameter, at)
-        yield _Piece(name, parameter.shape, lo, lo + parameter.numel())
+        yield Piece(name, parameter.shape, lo, lo + parameter.numel())
         at = max(at, lo + parameter.numel())

@@ -92,6 +92,13 @@ class Group:
         await mesh.open(listener)
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 
+    def within(self, timeout_s: float) -> Group:
+        """This same group, with another time limit for the operations that are started through what this returns."""
+        same = object.__new__(Group)
+        same.__dict__.update(self.__dict__)
+        same.options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
+        return same
+
     async def reopen(self) -> Group:
         """After a failure: the same group anew, under the next epoch. Every member has to call it."""
         await self.close()

@@ -22,7 +22,7 @@ from hcsim.collectives.memory import Memory
 from hcsim.collectives.plan import Finish, Plan, renamed
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.shape import Shape
-from hcsim.collectives.wiring import POINT_TO_POINT, Ticket, Wiring
+from hcsim.collectives.wiring import BUCKET_BITS, NUMBER_BITS, POINT_TO_POINT, TAG_BITS, Ticket, Wiring
 from hcsim.errors import UsageError
 
 T = TypeVar("T")
@@ -80,8 +80,11 @@ class Dispatch:
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start to send or receive a message."""
         lanes = self._lanes(self._by_true_rank(message.rounds), memory)
-        number = self._count(message.name, message.peer, message.tag)
-        ticket = self._ticket(message.name, message.tag, number, zlib.crc32(kind_of(memory).encode()))
+        tag = message.tag
+        if not 0 <= tag < 1 << TAG_BITS:
+            raise UsageError(f"a tag is a number from 0 to {(1 << TAG_BITS) - 1}, not {tag}")
+        number = self._count(message.name, message.peer, tag) | tag >> BUCKET_BITS << NUMBER_BITS
+        ticket = self._ticket(message.name, tag % (1 << BUCKET_BITS), number, zlib.crc32(kind_of(memory).encode()))
         ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
         return self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s)
 
@@ -114,8 +117,8 @@ class Dispatch:
 
     def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
         us = self._fate.mesh.us
-        if not 0 <= bucket < 1 << 16:
-            raise UsageError(f"a bucket or tag is a number from 0 to 65535, not {bucket}")
+        if not 0 <= bucket < 1 << BUCKET_BITS:
+            raise UsageError(f"a bucket is a number from 0 to {(1 << BUCKET_BITS) - 1}, not {bucket}")
         return Ticket(name, us.rank, us.epoch, self._number, operation, bucket, signature)
 
     def _count(self, kind: str, peer: int, bucket: int) -> int:

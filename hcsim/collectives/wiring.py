@@ -16,6 +16,10 @@ from hcsim.transport.link import Link
 
 POINT_TO_POINT = 1 << 31
 """Set in the group number of point-to-point messages, which are counted apart."""
+BUCKET_BITS = 16
+NUMBER_BITS = 48
+"""Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
+TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -30,7 +34,7 @@ class Ticket(msgspec.Struct, frozen=True):
     signature: int
 
     def __str__(self) -> str:
-        return f"{self.name} #{self.operation}"
+        return f"{self.name} #{self.operation % (1 << NUMBER_BITS)}"
 
     @property
     def to_one(self) -> bool:

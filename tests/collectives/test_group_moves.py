@@ -186,6 +186,22 @@ def test_messages_between_two_ranks_keep_the_order_of_their_tag(cluster, length)
     assert cluster.run(2, program) == [True, True]
 
 
+def test_messages_of_any_tag_of_32_bits_are_told_apart(cluster):
+    tags = (0, 1, 1 << 16, (1 << 16) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+
+    async def program(group: Group) -> list[int]:
+        if group.rank == 0:
+            for tag in tags:
+                await group.send(np.array([tag]), 1, tag=tag)
+            return []
+        found = {tag: np.zeros(1, np.int64) for tag in reversed(tags)}
+        for pending in [group.recv(into, 0, tag=tag) for tag, into in found.items()]:
+            await pending
+        return [int(found[tag][0]) for tag in tags]
+
+    assert cluster.run(2, program) == [[], list(tags)]
+
+
 def test_sendrecv_around_a_ring(cluster):
     async def program(group: Group) -> bool:
         into = np.zeros(5000, np.int32)

@@ -185,6 +185,7 @@ REFUSED = {
     "a strided target of a scatter": lambda g: g.scatter([np.ones(3)] * 2, np.zeros(6)[::2], g.rank),
     "a bucket out of range": lambda g: g.barrier(bucket=65536),
     "a negative tag": lambda g: g.send(np.ones(3), 1 - g.rank, tag=-1),
+    "a tag of more than 32 bits": lambda g: g.recv(np.ones(3), 1 - g.rank, tag=1 << 32),
     "a message to oneself": lambda g: g.send(np.ones(3), g.rank),
     "a message to nobody": lambda g: g.send(np.ones(3), 2),
     "too few parts": lambda g: g.all_to_all([np.ones(3)]),

@@ -8,7 +8,6 @@ them, with a size and no data.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -83,13 +82,15 @@ class Group:
     async def open(
         cls, host: Host, us: Membership, options: Options | None = None, listener: Listener | None = None
     ) -> Group:
-        """Listen at our address; links to the others open when they are first needed."""
-        mesh = Mesh(host, us)
+        """Listen at our address; links to the others open when they are first needed.
+
+        Who had to listen before the addresses were known gives the listener, which is then closed with the group."""
+        mesh = Mesh(host, us, listener)
         fate = Fate(mesh)
         if options is not None and options.conducted:
             mesh.on_newer = None
             mesh.patient = True
-        await mesh.open(listener)
+        await mesh.open()
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 
     def within(self, timeout_s: float) -> Group:
@@ -105,12 +106,6 @@ class Group:
         mesh = self._fate.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
         return await Group.open(mesh.host, us, self.options)
-
-    def within(self, timeout_s: float) -> Group:
-        """The same group, where operations may take that long."""
-        other = copy.copy(self)
-        other.options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
-        return other
 
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""

@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True):
 class Mesh:
     """Our links to the other members."""
 
-    def __init__(self, host: Host, us: Membership) -> None:
+    def __init__(self, host: Host, us: Membership, listener: Listener | None = None) -> None:
         if not 0 <= us.rank < us.world:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
         if us.identities and len(us.identities) != us.world:
@@ -107,16 +107,17 @@ class Mesh:
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
-        self._listener: Listener | None = None
+        self._listener = listener
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
         self._strangers = Callers()
         self._closed = False
 
-    async def open(self, listener: Listener | None = None) -> None:
+    async def open(self) -> None:
         """Listen for the others, if there are any."""
         if self.us.world > 1:
-            self._listener = listener or await self.host.listen(self.us.addresses[self.us.rank])
+            if self._listener is None:
+                self._listener = await self.host.listen(self.us.addresses[self.us.rank])
             accepting = self._strangers.accept(self._listener, self._called_by)
             self._tasks.append(self.host.spawn(accepting, name="accept"))
 

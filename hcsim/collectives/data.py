@@ -42,7 +42,7 @@ def writable(data: DataT) -> DataT:
 def reducing(data: Data, op: str, world: int) -> Memory:
     """Memory whose ranges are combined with what is received."""
     if isinstance(data, Phantom):
-        check(op, np.dtype(np.float32))
+        check(op)
         return PhantomMemory()
     return ArrayMemory([data], combine=combiner(op, data.dtype), finisher=finisher(op, world))
 

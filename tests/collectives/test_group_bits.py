@@ -20,13 +20,15 @@ from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
-FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "iu"]
+FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "iub"]
 SMALL = Wire(segment_bytes=256)
 PROCESS_GUARD_S = 60
 
 
 def noise(rank: int, length: int, dtype: np.dtype[Any]) -> Array:
-    return np.random.default_rng([rank, length]).normal(size=length).astype(dtype)
+    random = np.random.default_rng([rank, length])
+    real, imag = random.normal(size=length), random.normal(size=length)
+    return (real + 1j * imag if dtype.kind == "c" else real).astype(dtype)
 
 
 async def reductions(group: Group) -> dict[str, bytes]:
@@ -38,6 +40,11 @@ async def reductions(group: Group) -> dict[str, bytes]:
         for each in pending:
             await each
         found[f"{algorithm} {dtype}"] = data.tobytes() + beside.tobytes()
+        if dtype.kind == "c":
+            data = noise(group.rank, 333, dtype)
+            found[f"{algorithm} {dtype} product"] = (
+                await group.all_reduce(data, "product", algorithm=algorithm)
+            ).tobytes()
     return found
 
 

@@ -18,12 +18,15 @@ from hcsim.collectives.algorithms import plan
 from hcsim.collectives.data import kind_of
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
+from hcsim.collectives.inbox import Waiting
+from hcsim.collectives.mail import Mail, Receipt
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Finish, Plan, renamed
+from hcsim.collectives.plan import Finish, Plan, Recv, renamed
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import BUCKET_BITS, NUMBER_BITS, POINT_TO_POINT, TAG_BITS, Ticket, Wiring
 from hcsim.errors import UsageError
+from hcsim.transport.link import Tag
 
 T = TypeVar("T")
 Pending: TypeAlias = asyncio.Task[T]
@@ -65,6 +68,7 @@ class Dispatch:
         self._counts: dict[tuple[str, int, int], int] = {}
         self._plans: dict[object, tuple[Schedule, int]] = {}
         self._lines: dict[int, list[Pending[Any]]] = {}
+        self._mail = Mail(fate, members, self._next_tag, lambda tag, source: self._count("recv", source, tag))
 
     def collective(self, request: Request, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start a collective; its result is what `result` says once it is over."""
@@ -79,14 +83,44 @@ class Dispatch:
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start to send or receive a message."""
+        name, peer, tag = message.name, message.peer, _checked(message.tag)
+        if name == "recv" and self._mail.is_awaited(tag):
+            waiting = self._mail.wait(tag, peer)
+            return self._fate.see_through(self._receipt(message, memory, waiting), result, timeout_s)
+        execution = self._to_one(message, memory, self._count(name, peer, tag))
+        return self._fate.see_through(execution, result, timeout_s)
+
+    def from_anybody(self, length: int, tag: int, memory: Memory, timeout_s: float) -> Pending[int]:
+        """Start to receive a message from anybody; the result is who sent it."""
+        waiting = self._mail.wait(_checked(tag), None)
+        message = Message("recv_any", 0, tag, ((Recv(0, 0, length),),))
+        return self._fate.see_through(
+            self._receipt(message, memory, waiting), lambda: waiting.matched.result()[0], timeout_s
+        )
+
+    def _receipt(self, message: Message, memory: Memory, waiting: Waiting) -> Receipt:
+        """What receives a message whose number, or even sender, is not known yet."""
+        ((recv,),) = message.rounds
+
+        def begin(source: int, number: int) -> Execution:
+            rounds = ((Recv(source, recv.lo, recv.hi),),)
+            return self._to_one(Message("recv", source, message.tag, rounds), memory, number)
+
+        asked = self._count(f"{message.name} asked", message.peer, message.tag)
+        return self._mail.receipt(self._message_ticket(message, memory, asked), waiting, begin)
+
+    def _to_one(self, message: Message, memory: Memory, number: int) -> Execution:
         lanes = self._lanes(self._by_true_rank(message.rounds), memory)
-        tag = message.tag
-        if not 0 <= tag < 1 << TAG_BITS:
-            raise UsageError(f"a tag is a number from 0 to {(1 << TAG_BITS) - 1}, not {tag}")
-        number = self._count(message.name, message.peer, tag) | tag >> BUCKET_BITS << NUMBER_BITS
-        ticket = self._ticket(message.name, tag % (1 << BUCKET_BITS), number, zlib.crc32(kind_of(memory).encode()))
-        ticket = msgspec.structs.replace(ticket, group=ticket.group | POINT_TO_POINT)
-        return self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s)
+        return self._execution(lanes, self._message_ticket(message, memory, number), memory)
+
+    def _message_ticket(self, message: Message, memory: Memory, number: int) -> Ticket:
+        us, (operation, bucket) = self._fate.mesh.us, _numbered(number, message.tag)
+        signature = zlib.crc32(kind_of(memory).encode())
+        return Ticket(message.name, us.rank, us.epoch, self._number | POINT_TO_POINT, operation, bucket, signature)
+
+    def _next_tag(self, tag: int, source: int) -> Tag:
+        operation, bucket = _numbered(self._counts.get(("recv", source, tag), 0), tag)
+        return (self._number | POINT_TO_POINT, operation, bucket, 0, 0)
 
     def _execution(self, lanes: Schedule, ticket: Ticket, memory: Memory) -> Execution:
         fate = self._fate
@@ -125,6 +159,17 @@ class Dispatch:
         number = self._counts.get((kind, peer, bucket), 0)
         self._counts[kind, peer, bucket] = number + 1
         return number
+
+
+def _checked(tag: int) -> int:
+    if not 0 <= tag < 1 << TAG_BITS:
+        raise UsageError(f"a tag is a number from 0 to {(1 << TAG_BITS) - 1}, not {tag}")
+    return tag
+
+
+def _numbered(number: int, tag: int) -> tuple[int, int]:
+    """The operation and bucket of a message's frames."""
+    return number | tag >> BUCKET_BITS << NUMBER_BITS, tag & (1 << BUCKET_BITS) - 1
 
 
 def _unfinished(rounds: Plan) -> Plan:

@@ -13,17 +13,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from hcsim.collectives.execute import Execution
 from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
+from hcsim.collectives.wiring import Ticket
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
 
 T = TypeVar("T")
+
+
+class Work(Protocol):
+    """An operation that can be run: an `Execution`, or what becomes one."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What it sends from begin to end."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """Which operation it is."""
+
+    async def run(self) -> None:
+        """Run it to its end; fails with a `CollectiveError`."""
+
+    def blame(self) -> tuple[int | None, str]:
+        """The rank that we wait for, if it is one, and what for."""
+
+
+class Follower(Protocol):
+    """Somebody who has to know what becomes of the links."""
+
+    def joined(self, link: Link) -> None:
+        """There is a new link."""
+
+    def lost(self, member: int, error: HcsimError) -> None:
+        """Nothing more comes from there."""
+
+    def ended(self, error: HcsimError) -> None:
+        """The group is over."""
 
 
 class Fate:
@@ -34,6 +65,7 @@ class Fate:
         self.scratch = ScratchPool()
         self._meter = Meter(mesh.host)
         self.error: HcsimError | None = None
+        self.followers: list[Follower] = []
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[Any], None] = {}
         self._cutting = False
@@ -42,26 +74,26 @@ class Fate:
 
     def see_through(
         self,
-        execution: Execution,
+        work: Work,
         result: Callable[[], T],
         timeout_s: float,
         before: asyncio.Task[Any] | None = None,
     ) -> asyncio.Task[T]:
         """Run an operation to its end, once `before` is over; if it fails, so does the group."""
-        work = self._run(execution, result, timeout_s, before)
-        task = self.mesh.host.spawn(work, name=str(execution.ticket))
+        running = self._run(work, result, timeout_s, before)
+        task = self.mesh.host.spawn(running, name=str(work.ticket))
         self._busy[task] = None
         task.add_done_callback(self._forget)
         return task
 
     async def _run(
         self,
-        execution: Execution,
+        work: Work,
         result: Callable[[], T],
         timeout_s: float,
         before: asyncio.Task[Any] | None,
     ) -> T:
-        ticket = execution.ticket
+        ticket = work.ticket
         began_s, sent_bytes = self._meter.begin(), None
         try:
             async with self.mesh.host.clock.timeout(timeout_s):
@@ -69,13 +101,13 @@ class Fate:
                     await asyncio.gather(asyncio.shield(before), return_exceptions=True)
                 if self.error is not None:
                     raise CollectiveError(f"{ticket} was not started: {self.error}") from self.error
-                await execution.run()
-            sent_bytes = execution.sent_bytes
+                await work.run()
+            sent_bytes = work.sent_bytes
         except CollectiveError as error:
             await self._broken(error)
             raise
         except TimeoutError:
-            peer, phase = execution.blame()
+            peer, phase = work.blame()
             late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
             await self._broken(late)
             raise late from None
@@ -114,6 +146,8 @@ class Fate:
             await asyncio.shield(self._ending)
 
     def _end(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+        for follower in self.followers:
+            follower.ended(error)
         for link in self.mesh.links.values():
             link.fail(error)
         self._ending = self.mesh.host.spawn(self.mesh.close(parting, error), name="end the group")
@@ -123,6 +157,8 @@ class Fate:
         link.on_failure = self._link_failed
         if self.error is not None:
             link.fail(self.error)
+        for follower in self.followers:
+            follower.joined(link)
 
     def _aborted(self, link: Link, header: Header, text: str) -> None:
         reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
@@ -139,7 +175,10 @@ class Fate:
 
     def _link_failed(self, link: Link, error: HcsimError) -> None:
         # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.
-        if not link.leaving and not self._cutting:
+        if link.leaving:
+            for follower in self.followers:
+                follower.lost(link.peer_rank, error)
+        elif not self._cutting:
             self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
 
     def _forget(self, task: asyncio.Task[Any]) -> None:

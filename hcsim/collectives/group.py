@@ -289,6 +289,15 @@ class Group:
         rounds: Plan = ((Recv(self._peer(source), 0, length_of(writable(data))),),)
         return self._to_one("recv", rounds, data, source, tag)
 
+    def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
+        """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
+
+        Messages go to those who ask, whether from anybody or from one rank, in the order in which they asked."""
+        if self.size == 1:
+            raise UsageError("there is nobody to receive from in a group of one")
+        memory = moving([writable(data)])
+        return self._dispatch.from_anybody(length_of(data), tag, memory, self.options.timeout_s)
+
     async def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> DataT:
         """Send and receive at the same time."""
         sending, receiving = self.send(data, to, tag=tag), self.recv(into, source, tag=tag)

@@ -3,7 +3,8 @@
 Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
 payload straight into its posted place. A frame that nobody has posted for yet stays with the system,
 and the peer feels it as back-pressure, unless somebody waits for one behind it: then it is
-taken in and kept. The tag is (group, operation, bucket, step, offset), so messages of operations that
+taken in and kept. Whoever cannot say yet where a message goes, because it may take another one instead, looks out
+for it, and is told when it shows. The tag is (group, operation, bucket, step, offset), so messages of operations that
 are in flight together cannot take each other's places, in whatever order they come.
 
 A link fails as a whole. Whoever waits on it gets the error, and so does everyone who asks later.
@@ -47,9 +48,9 @@ class Link:
     """A connection to one peer, over one channel or striped over several."""
 
     __slots__ = (
-        "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_spare", "_stripes_open",
-        "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank", "received_bytes",
-        "received_frames", "sent_bytes", "sent_frames",
+        "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought", "_spare",
+        "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank",
+        "received_bytes", "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class Link:
         self._stripes_open = len(self.channels)
         self._loop = asyncio.get_running_loop()
         self._posted: dict[Tag, Receipt] = {}
+        self._sought: dict[Tag, Callable[[], None]] = {}
         self._early: dict[Tag, tuple[Header, Payload]] = {}
         self._early_bytes = 0
         self._spare = spare
@@ -82,6 +84,11 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<link to rank {self.peer_rank} at {self.channels[0].peer}>"
+
+    @property
+    def error(self) -> HcsimError | None:
+        """Why it has failed, if it has."""
+        return self._error
 
     def send(self, header: Header, payload: Payload) -> Coroutine[Any, Any, None]:
         """Send one segment, on the stripe whose turn it is."""
@@ -110,6 +117,23 @@ class Link:
             self._wanted = None
         return arrived
 
+    def look_out(self, tag: Tag, shown: Callable[[], None]) -> bool:
+        """Whether the segment with that tag is here already. If not, `shown` is called once it is about to come.
+
+        It then waits for a place, which whoever looks out for it has to post."""
+        if tag in self._early:
+            return True
+        if self._error is None:
+            self._sought[tag] = shown
+            if self._wanted is not None:
+                self._wanted.set_result(None)
+                self._wanted = None
+        return False
+
+    def look_away(self, tag: Tag) -> None:
+        """Nobody looks out for it any more."""
+        self._sought.pop(tag, None)
+
     def check_over(self, group: int, operation: int, bucket: int) -> None:
         """An operation is over here: whatever else has come for it shows that the peer does another one."""
         for tag, (header, _) in self._early.items():
@@ -125,6 +149,7 @@ class Link:
             if not receipt.arrived.done():
                 _disappoint(receipt.arrived, error)
         self._posted.clear()
+        self._sought.clear()
         if self.on_failure is not None:
             self.on_failure(self, error)
 
@@ -163,13 +188,21 @@ class Link:
         if receipt is not None:
             into = receipt.into
             return into if into is not None and into.nbytes == header.length else None
-        if not self._posted:  # nobody waits for anything behind it either
-            self._wanted = self._wanted or self._loop.create_future()
-            return self._wanted
+        if self._sought:
+            shown = self._sought.pop((header.group, header.operation, header.bucket, header.step, header.offset), None)
+            if shown is not None:
+                shown()
+                return self._until_wanted()
+        if not self._posted and not self._sought:  # nobody waits for anything behind it either
+            return self._until_wanted()
         for number, room in enumerate(self._spare):
             if room.nbytes == header.length:
                 return self._spare.pop(number)
         return None
+
+    def _until_wanted(self) -> asyncio.Future[None]:
+        self._wanted = self._wanted or self._loop.create_future()
+        return self._wanted
 
     def _landed(self, header: Header, payload: Payload) -> None:
         self.received_bytes += header.length
@@ -188,6 +221,9 @@ class Link:
                 raise RemoteProtocolError(
                     f"rank {self.peer_rank} sent {self._early_bytes} bytes that nobody asked for", str(self.peer_rank)
                 )
+            shown = self._sought.pop(tag, None)
+            if shown is not None:  # it was on its way in before anybody looked out for it
+                shown()
         elif not receipt.arrived.done():  # it may have been cancelled meanwhile
             self._settle(header, payload, receipt)
 

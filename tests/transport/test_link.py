@@ -119,6 +119,45 @@ def test_what_is_waited_for_is_found_behind_what_is_not():
     with_link(body, stripes=3)
 
 
+def test_what_is_looked_out_for_is_announced_once_and_stays_with_the_system_until_it_has_a_place():
+    async def body(link: Link, theirs: list[Channel]) -> None:
+        shown: list[int] = []
+        await theirs[0].send(header(3, 1), memoryview(b"abc"))
+        await asyncio.sleep(1.0)
+        assert not link.look_out((0, 0, 0, 1, 0), lambda: shown.append(1))
+        assert not link.look_out((0, 0, 0, 2, 0), lambda: shown.append(2))
+        assert shown == []
+        await asyncio.sleep(1.0)
+        assert shown == [1]
+        assert link.received_frames == 0
+        place = room(3)
+        assert await post(link, place, 1) is place
+        link.look_away((0, 0, 0, 2, 0))
+        await theirs[0].send(header(3, 2), memoryview(b"def"))
+        await asyncio.sleep(1.0)
+        assert shown == [1]
+        assert link.received_frames == 1
+
+    with_link(body)
+
+
+def test_what_is_looked_out_for_is_found_behind_what_is_not_and_known_if_it_was_taken_in():
+    async def body(link: Link, theirs: list[Channel]) -> None:
+        shown: list[int] = []
+        for step in (1, 2, 3):
+            await theirs[0].send(header(3, step), memoryview(b"abc"))
+        assert not link.look_out((0, 0, 0, 3, 0), lambda: shown.append(3))
+        await asyncio.sleep(1.0)
+        assert shown == [3]
+        assert link.look_out((0, 0, 0, 1, 0), lambda: shown.append(1))
+        assert link.look_out((0, 0, 0, 2, 0), lambda: shown.append(2))
+        for step in (2, 3, 1):
+            assert bytes(await post(link, room(3), step)) == b"abc"
+        assert shown == [3]
+
+    with_link(body)
+
+
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("sent", "says"),

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from hcsim.collectives.arithmetic import check, combiner, finisher
-from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory
+from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory, flat
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 
@@ -19,6 +19,13 @@ DataT = TypeVar("DataT", bound=Data)
 def length_of(data: Data) -> int:
     """How many elements there are; a phantom's are bytes."""
     return data.nbytes if isinstance(data, Phantom) else int(data.size)
+
+
+def element_bytes_of(data: Data | Memory) -> int:
+    """How large an element is."""
+    if isinstance(data, Phantom):
+        return 1
+    return data.itemsize if isinstance(data, np.ndarray) else data.element_bytes
 
 
 def array_of(data: Data) -> Array:
@@ -39,22 +46,23 @@ def writable(data: DataT) -> DataT:
     return data
 
 
-def reducing(data: Data, op: str, world: int) -> Memory:
+def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
     """Memory whose ranges are combined with what is received."""
-    if isinstance(data, Phantom):
+    if isinstance(parts[0], Phantom):
         check(op)
         return PhantomMemory()
-    return ArrayMemory([data], combine=combiner(op, data.dtype), finisher=finisher(op, world))
+    arrays = [array_of(part) for part in parts]
+    return ArrayMemory(arrays, combine=combiner(op, arrays[0].dtype), finisher=finisher(op, world))
 
 
-def moving(parts: Sequence[Data]) -> Memory:
+def moving(parts: Sequence[Data], base: int = 0) -> Memory:
     """Memory that is only sent and received into."""
     arrays = [part for part in parts if not isinstance(part, Phantom)]
     if not arrays:
         return PhantomMemory()
     if len(arrays) < len(parts) or any(array.dtype != arrays[0].dtype for array in arrays):
         raise UsageError("the parts must all be arrays of one dtype, or all phantoms")
-    return ArrayMemory(arrays)
+    return ArrayMemory(arrays, base=base)
 
 
 def empty_like(data: Data, length: int) -> Data:
@@ -62,14 +70,45 @@ def empty_like(data: Data, length: int) -> Data:
     return Phantom(length) if isinstance(data, Phantom) else np.empty(length, data.dtype)
 
 
+def room_for(length: int, like: Data, into: Data | None) -> Data:
+    """Room for that many elements of that kind: what is given for it, flat, or else new."""
+    if into is None:
+        return empty_like(like, length)
+    if isinstance(into, Phantom) or isinstance(like, Phantom):
+        if length_of(into) != length or type(into) is not type(like):
+            raise UsageError(f"the result has {length} elements, phantoms as the input is: {into!r} is no place for it")
+        return into
+    if into.dtype != like.dtype or into.size != length:
+        raise UsageError(f"the result is {length} of {like.dtype}, and goes into {into.size} of {into.dtype}")
+    return flat(writable(into))
+
+
+def in_one_piece(data: Data) -> Data:
+    """The data, or a copy of them whose elements lie in one piece."""
+    return data if isinstance(data, Phantom) else np.ascontiguousarray(data)
+
+
 def part_of(data: Data, lo: int, hi: int) -> Data:
     """Some of the elements, sharing their memory."""
     return Phantom(hi - lo) if isinstance(data, Phantom) else data.reshape(-1)[lo:hi]
+
+
+def overlaps(whole: Data, parts: Sequence[Data]) -> bool:
+    """Whether some of the parts' elements are also the whole's."""
+    arrays = [part for part in parts if not isinstance(part, Phantom)]
+    return not isinstance(whole, Phantom) and any(np.may_share_memory(whole, array) for array in arrays)
 
 
 def copy_into(target: Data, source: Data) -> None:
     """Copy all elements; the lengths must be the same."""
     if length_of(target) != length_of(source):
         raise UsageError(f"a part has {length_of(source)} elements where {length_of(target)} are expected")
-    if not isinstance(target, Phantom) and not isinstance(source, Phantom):
+    if not isinstance(target, Phantom) and not isinstance(source, Phantom) and not _is_same(target, source):
         np.copyto(target.reshape(-1), source.reshape(-1))
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    """Whether these, which have the same length, are the same elements."""
+    return np.may_share_memory(one, other) and (
+        one.flags.c_contiguous and other.flags.c_contiguous and one.ctypes.data == other.ctypes.data
+    )

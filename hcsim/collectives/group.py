@@ -21,15 +21,19 @@ from hcsim.collectives.data import (
     Data,
     DataT,
     copy_into,
-    empty_like,
+    element_bytes_of,
+    in_one_piece,
     length_of,
     moving,
+    overlaps,
     part_of,
     reducing,
+    room_for,
     writable,
 )
 from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
 from hcsim.collectives.fate import Fate
+from hcsim.collectives.layout import Span, combining, dealt, parts_of, spanning, touched, written
 from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.order import ring_order
@@ -178,7 +182,7 @@ class Group:
         """Combine everybody's data; everybody gets the result, in place."""
         shape = self._shape(length=length_of(data))
         return self._start(
-            "all_reduce", shape, reducing(writable(data), op, self.size), lambda: data, algorithm, bucket, op
+            "all_reduce", shape, reducing([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
         )
 
     def reduce(
@@ -187,7 +191,7 @@ class Group:
         """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
         shape = self._shape(length=length_of(data), root=self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
-        return self._start("reduce", shape, reducing(work, op, self.size), lambda: data, algorithm, bucket, op)
+        return self._start("reduce", shape, reducing([work], op, self.size), lambda: data, algorithm, bucket, op)
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Everybody gets the root's data, in place."""
@@ -196,10 +200,21 @@ class Group:
         return self._start("broadcast", shape, memory, lambda: data, algorithm, bucket)
 
     def all_gather(
-        self, data: Data, counts: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
+        self,
+        data: Data,
+        counts: Sequence[int] | None = None,
+        *,
+        into: Data | None = None,
+        algorithm: str = "auto",
+        bucket: int = 0,
     ) -> Pending[list[Data]]:
-        """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements."""
-        whole, shape, parts = self._parts_of(data, counts)
+        """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements.
+
+        `into` has room for all of it in one piece; our data may be its part of that already."""
+        shape, cuts = self._parts(data, counts)
+        whole = room_for(cuts[-1], data, into)
+        parts = parts_of(whole, cuts, data, counts)
+        copy_into(parts[self.rank], data)
         return self._start("all_gather", shape, moving([whole]), lambda: parts, algorithm, bucket)
 
     def gather(
@@ -208,34 +223,52 @@ class Group:
         root: int = 0,
         counts: Sequence[int] | None = None,
         *,
+        into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Pending[list[Data] | None]:
-        """The root gets everybody's data, by rank; the others get None."""
-        whole, shape, parts = self._parts_of(data, counts, root=self._rank(root))
-        result = parts if self.rank == root else None
-        return self._start("gather", shape, moving([whole]), lambda: result, algorithm, bucket)
+        """The root gets everybody's data, by rank, `into` one piece if it has one for it; the others get None."""
+        shape, cuts = self._parts(data, counts, root=self._rank(root))
+        if self.rank == root:
+            whole = room_for(cuts[-1], data, into)
+            parts = parts_of(whole, cuts, data, counts)
+            copy_into(parts[root], data)
+            return self._start("gather", shape, moving([whole]), lambda: parts, algorithm, bucket)
+        own = Span(cuts[self.rank], cuts[self.rank + 1])
+        algorithm = self._algorithm("gather", shape, data, algorithm)
+        reach = touched("gather", algorithm, self.rank, shape, own)
+        memory, place = spanning(in_one_piece(data), own, reach)
+        copy_into(place, data)
+        return self._start("gather", shape, memory, lambda: None, algorithm, bucket)
 
     def scatter(
-        self, data: Sequence[Data] | None, into: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0
+        self,
+        data: Sequence[Data] | Data | None,
+        into: DataT,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        bucket: int = 0,
     ) -> Pending[DataT]:
-        """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length."""
-        moving([into])  # refuses a target whose elements are not in one piece: a copy of it would be filled
+        """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length.
+
+        The root has a list of them, or one array with all of them one after the other."""
+        moving([writable(into)])  # refuses a target whose elements are not in one piece: a copy of it would be filled
         counts = (length_of(into),) * self.size
-        shape = self._shape(counts=counts, root=self._rank(root))
-        whole = empty_like(into, sum(counts))
-        cuts = offsets(counts)
+        shape, cuts = self._shape(counts=counts, root=self._rank(root)), offsets(counts)
+        own = Span(cuts[self.rank], cuts[self.rank + 1])
+        algorithm = self._algorithm("scatter", shape, into, algorithm)
         if self.rank == root:
-            if data is None or len(data) != self.size:
-                raise UsageError(f"the root of a scatter has one part for each of the {self.size} ranks")
-            for part, lo, hi in zip(data, cuts, cuts[1:], strict=False):
-                copy_into(part_of(whole, lo, hi), part)
+            whole = dealt(data, into, cuts)
+            memory, place = moving([whole]), part_of(whole, *own)
+        else:
+            memory, place = spanning(into, own, touched("scatter", algorithm, self.rank, shape, own))
 
         def result() -> DataT:
-            copy_into(into, part_of(whole, cuts[self.rank], cuts[self.rank + 1]))
+            copy_into(into, place)
             return into
 
-        return self._start("scatter", shape, moving([whole]), result, algorithm, bucket)
+        return self._start("scatter", shape, memory, result, algorithm, bucket)
 
     def reduce_scatter(
         self,
@@ -243,23 +276,44 @@ class Group:
         op: str = "sum",
         counts: Sequence[int] | None = None,
         *,
+        into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Pending[Data]:
-        """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`)."""
+        """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`).
+
+        The data stay as they are, but for what of them is also `into`, where the result goes."""
         length = length_of(data)
         cuts = offsets(counts) if counts is not None else split(length, self.size)
         shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if len(cuts) != self.size + 1 or cuts[-1] != length:
             raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
-        work = data if isinstance(data, Phantom) else data.reshape(-1).copy()
-        part = part_of(work, cuts[self.rank], cuts[self.rank + 1])
-        return self._start("reduce_scatter", shape, reducing(work, op, self.size), lambda: part, algorithm, bucket, op)
+        own = Span(cuts[self.rank], cuts[self.rank + 1])
+        target = None if into is None else room_for(own.hi - own.lo, data, into)
+        algorithm = self._algorithm("reduce_scatter", shape, data, algorithm)
+        changed = written("reduce_scatter", algorithm, self.rank, shape, own)
+        memory, part = combining(data, target, own, changed, op, self.size)
+
+        def result() -> Data:
+            if target is None:
+                return part
+            copy_into(target, part)
+            return target
+
+        return self._start("reduce_scatter", shape, memory, result, algorithm, bucket, op)
 
     def all_to_all(
-        self, data: Sequence[Data], received: Sequence[int] | None = None, *, algorithm: str = "auto", bucket: int = 0
+        self,
+        data: Sequence[Data],
+        received: Sequence[int] | None = None,
+        *,
+        into: Data | None = None,
+        algorithm: str = "auto",
+        bucket: int = 0,
     ) -> Pending[list[Data]]:
-        """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths."""
+        """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths.
+
+        `into` has room for all that is received in one piece, which is no part of what is sent."""
         if len(data) != self.size:
             raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
         sent = tuple(length_of(part) for part in data)
@@ -268,7 +322,9 @@ class Group:
         cuts = offsets(coming)
         if cuts[-1] and len(coming) == self.size and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
-        whole = empty_like(data[0], cuts[-1])
+        whole = room_for(cuts[-1], data[0], into)
+        if into is not None and overlaps(whole, data):
+            raise UsageError("an all_to_all cannot receive into what it sends")
         parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
         copy_into(parts[self.rank], data[self.rank])
         return self._start("all_to_all", shape, moving([*data, whole]), lambda: parts, algorithm, bucket)
@@ -316,11 +372,15 @@ class Group:
         bucket: int,
         op: str = "",
     ) -> Pending[T]:
-        if algorithm == "auto":
-            segment_bytes = self._fate.mesh.us.wire.segment_bytes
-            algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
+        algorithm = self._algorithm(operation, shape, memory, algorithm)
         request = Request(operation, algorithm, shape, op, bucket)
         return self._dispatch.collective(request, memory, result, self.options.timeout_s)
+
+    def _algorithm(self, operation: str, shape: Shape, data: Data | Memory, algorithm: str) -> str:
+        if algorithm != "auto":
+            return algorithm
+        segment_bytes = self._fate.mesh.us.wire.segment_bytes
+        return choose(operation, shape, element_bytes_of(data), self.options.links, segment_bytes)
 
     def _to_one(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
         message = Message(name, peer, tag, rounds)
@@ -332,21 +392,15 @@ class Group:
             world=self.size, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes
         )
 
-    def _parts_of(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Data, Shape, list[Data]]:
-        """Room for everybody's data, with ours in its place."""
+    def _parts(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Shape, tuple[int, ...]]:
+        """How everybody's data lie one after the other."""
         sizes = tuple(counts) if counts is not None else (length_of(data),) * self.size
         shape = self._shape(counts=sizes, root=root)
         if sizes[self.rank] != length_of(data):
             raise UsageError(
                 f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {length_of(data)}"
             )
-        cuts = offsets(sizes)
-        whole = empty_like(data, cuts[-1])
-        parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
-        copy_into(parts[self.rank], data)
-        if counts is None and not isinstance(data, Phantom):
-            parts = [part.reshape(data.shape) for part in parts if not isinstance(part, Phantom)]
-        return whole, shape, parts
+        return shape, offsets(sizes)
 
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self.size:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from hcsim.collectives.data import Data, copy_into
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
 
@@ -65,19 +64,16 @@ async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
         case "broadcast":
             await within.broadcast(arrays[0], call.root)
         case "all_gather":
-            _fill(arrays[1], await within.all_gather(arrays[0], call.counts or None))
+            await within.all_gather(arrays[0], call.counts or None, into=arrays[1])
         case "gather":
-            parts = await within.gather(arrays[0], call.root, call.counts or None)
-            if parts is not None:
-                _fill(arrays[1], parts)
+            await within.gather(arrays[0], call.root, call.counts or None, into=_at_root(arrays))
         case "scatter":
-            at_root = np.split(arrays[1], within.size) if len(arrays) > 1 else None
-            await within.scatter(at_root, arrays[0], call.root)
+            await within.scatter(_at_root(arrays), arrays[0], call.root)
         case "reduce_scatter":
-            copy_into(arrays[1], await within.reduce_scatter(arrays[0], call.op, call.counts or None))
+            await within.reduce_scatter(arrays[0], call.op, call.counts or None, into=arrays[1])
         case "all_to_all":
             cuts = np.cumsum(call.counts)[:-1]
-            _fill(arrays[1], await within.all_to_all(np.split(arrays[0], cuts), call.received))
+            await within.all_to_all(np.split(arrays[0], cuts), call.received, into=arrays[1])
         case "barrier":
             await within.barrier()
         case "send":
@@ -91,6 +87,6 @@ async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
     return call.root
 
 
-def _fill(whole: Array, parts: Sequence[Data]) -> None:
-    arrays = [part.reshape(-1) for part in parts if isinstance(part, np.ndarray)]
-    np.concatenate(arrays, out=whole)
+def _at_root(arrays: Sequence[Array]) -> Array | None:
+    """What only the root has."""
+    return arrays[1] if len(arrays) > 1 else None

@@ -2,8 +2,8 @@
 
 An operation starts when it is called and is a task: `await` it for its result, or keep it and go
 on; several may be in flight. Ranks call operations in the same order within a `bucket`; buckets
-are independent of each other. Arrays are contiguous numpy arrays; a `Phantom` stands for any of
-them, with a size and no data.
+are independent of each other. Arrays are contiguous numpy arrays, and belong to the operation until it
+is over; a `Phantom` stands for any of them, with a size and no data.
 """
 
 from __future__ import annotations

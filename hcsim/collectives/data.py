@@ -21,11 +21,9 @@ def length_of(data: Data) -> int:
     return data.nbytes if isinstance(data, Phantom) else int(data.size)
 
 
-def element_bytes_of(data: Data | Memory) -> int:
+def element_bytes_of(data: Data) -> int:
     """How large an element is."""
-    if isinstance(data, Phantom):
-        return 1
-    return data.itemsize if isinstance(data, np.ndarray) else data.element_bytes
+    return 1 if isinstance(data, Phantom) else data.itemsize
 
 
 def array_of(data: Data) -> Array:

@@ -33,7 +33,7 @@ from hcsim.collectives.data import (
 )
 from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
 from hcsim.collectives.fate import Fate
-from hcsim.collectives.layout import Span, combining, dealt, parts_of, spanning, touched, written
+from hcsim.collectives.layout import WORTH_SPARING, Span, combining, dealt, parts_of, spanning, touched, written
 from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.order import ring_order
@@ -290,8 +290,10 @@ class Group:
             raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         target = None if into is None else room_for(own.hi - own.lo, data, into)
-        algorithm = self._algorithm("reduce_scatter", shape, data, algorithm)
-        changed = written("reduce_scatter", algorithm, self.rank, shape, own)
+        changed = Span(0, length)
+        if length >= WORTH_SPARING:
+            algorithm = self._algorithm("reduce_scatter", shape, data, algorithm)
+            changed = written("reduce_scatter", algorithm, self.rank, shape, own)
         memory, part = combining(data, target, own, changed, op, self.size)
 
         def result() -> Data:
@@ -372,11 +374,14 @@ class Group:
         bucket: int,
         op: str = "",
     ) -> Pending[T]:
-        algorithm = self._algorithm(operation, shape, memory, algorithm)
+        if algorithm == "auto":
+            segment_bytes = self._fate.mesh.us.wire.segment_bytes
+            algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
         request = Request(operation, algorithm, shape, op, bucket)
         return self._dispatch.collective(request, memory, result, self.options.timeout_s)
 
-    def _algorithm(self, operation: str, shape: Shape, data: Data | Memory, algorithm: str) -> str:
+    def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
+        """The algorithm, where it has to be known before there is memory."""
         if algorithm != "auto":
             return algorithm
         segment_bytes = self._fate.mesh.us.wire.segment_bytes

@@ -21,6 +21,9 @@ from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 
+WORTH_SPARING = 4096
+"""Elements from which on a look at the plan is quicker than a copy of everything."""
+
 
 class Span(NamedTuple):
     """A range of the buffer."""
@@ -103,7 +106,8 @@ def combining(data: Data, into: Data | None, own: Span, changed: Span, op: str, 
     else:
         work = np.empty(changed.hi - changed.lo, flat.dtype)
     copy_into(work, flat[changed.lo : changed.hi])
-    memory = reducing([flat[: changed.lo], work, flat[changed.hi :]], op, world)
+    pieces = [piece for piece in (flat[: changed.lo], work, flat[changed.hi :]) if piece.size]
+    memory = reducing(pieces or [work], op, world)
     return memory, part_of(work, own.lo - changed.lo, own.hi - changed.lo)
 
 

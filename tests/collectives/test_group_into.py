@@ -10,6 +10,7 @@ import pytest
 
 from hcsim import Group, Options, Phantom, Wire
 from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.layout import WORTH_SPARING
 from hcsim.collectives.memory import Array
 from hcsim.collectives.plan import offsets, split
 from hcsim.errors import UsageError
@@ -96,8 +97,11 @@ def test_gather_into_one_piece_and_scatter_out_of_one(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.parametrize("from_elements", [0, WORTH_SPARING])
 @pytest.mark.parametrize("world", WORLDS)
-def test_reduce_scatter_into_a_place_that_may_be_any_part_of_the_input(virtual, world):
+def test_reduce_scatter_into_a_place_that_may_be_any_part_of_the_input(virtual, monkeypatch, world, from_elements):
+    monkeypatch.setattr("hcsim.collectives.group.WORTH_SPARING", from_elements)
+
     async def program(group: Group) -> list[str]:
         wrong, rank = [], group.rank
         for algorithm, counts in product(algorithms("reduce_scatter"), (None, uneven(world), [8] * world)):

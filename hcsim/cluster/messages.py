@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.host import Interface
 
@@ -43,9 +43,9 @@ class Status(msgspec.Struct, frozen=True):
     """Lineages that it has left and remembers."""
 
     @property
-    def standing(self) -> tuple[bool, int, str]:
-        """Where clusters meet, the least of these goes on: one that works, the larger one, the one with lower id."""
-        return not self.formed, -self.size, self.lineage
+    def standing(self) -> Standing:
+        """Where its cluster stands among others."""
+        return standing(self.lineage, self.size, formed=self.formed)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -12,12 +12,14 @@ import msgspec
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.discovery import Announcement, Discovery
+from hcsim.cluster.effects import Adopted, Over, Send, Waiting
 from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
-from hcsim.cluster.membership import Adopted, Membership, Over, Rules, Send, Waiting
+from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Beat, Echo, Link, Message, Status, Told
 from hcsim.cluster.once import Once
+from hcsim.cluster.rules import Rules
 from hcsim.cluster.view import Member, View
 from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused

@@ -85,15 +85,15 @@ class Roster:
                 return peer.status.reason
         return ""
 
-    def better(self, ours: Status) -> Status | None:
-        """The cluster in sight that stands above ours."""
+    def better(self, ours: View) -> Status | None:
+        """The cluster in sight that stands above ours, as a node of it says."""
         others = [
             peer.status
             for peer in self.peers.values()
             if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
         ]
-        best = min(others, key=lambda status: status.standing, default=ours)
-        return best if best.standing < ours.standing else None
+        best = min(others, key=lambda status: status.standing, default=None)
+        return best if best is not None and best.standing < ours.standing else None
 
     def strangers(self, view: View) -> tuple[str, ...]:
         """Members that never took part in the view, and never will: it has no word of theirs."""

@@ -19,6 +19,9 @@ Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 - any: whoever is left. Both sides of a split cluster go on, and their models part.
 """
 
+Standing: TypeAlias = tuple[bool, int, str]
+"""Where clusters meet, the least of these goes on."""
+
 
 class Member(msgspec.Struct, frozen=True):
     """A node in one of its lives: a process that was started anew is another member."""
@@ -54,6 +57,11 @@ class View(msgspec.Struct, frozen=True):
     """For people."""
 
     @property
+    def standing(self) -> Standing:
+        """Where this view's cluster stands among others."""
+        return standing(self.lineage, len(self.members), formed=self.formed)
+
+    @property
     def leader(self) -> Member:
         """The most senior member."""
         return self.members[0]
@@ -70,6 +78,11 @@ class View(msgspec.Struct, frozen=True):
     def rank(self, member: Member) -> int | None:
         """The rank of a node in this very life of its."""
         return next((r for r, m in enumerate(self.members) if (m.node, m.boot) == (member.node, member.boot)), None)
+
+
+def standing(lineage: str, size: int, *, formed: bool) -> Standing:
+    """First comes a cluster that works, then the larger one, then the one with the lower id."""
+    return not formed, -size, lineage
 
 
 def enough(view: View, nodes: list[str], rule: Quorum) -> bool:

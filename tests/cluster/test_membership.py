@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.membership import Adopted, Membership, Rules, Send
+from hcsim.cluster.effects import Adopted, Send
+from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
+from hcsim.cluster.rules import Rules
 from hcsim.cluster.view import Member, View
 
 

@@ -1,0 +1,160 @@
+"""A node as a proposer of the next view: one proposal at a time, from the first question to the decision.
+
+Members of the next view are those that answer the proposal and reach each other: two that do not cannot compute
+together, and the junior one stays out. Where another cluster goes before ours, the next view is empty.
+
+Pure: what it says goes out through `send`, which also brings our own answers back at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hcsim.cluster.agreement import Absence, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
+from hcsim.cluster.messages import Decided, Message
+from hcsim.cluster.roster import Roster
+from hcsim.cluster.rules import PATIENCE_S, Rules
+from hcsim.cluster.stance import Stance
+from hcsim.cluster.succession import Situation, dissolved, orphaned, successor
+from hcsim.cluster.view import Member, View
+
+
+class Post(Protocol):
+    """Where messages go."""
+
+    def __call__(self, to: str, message: Message, now: float) -> None:
+        """Send a message to a node, which may be ourselves."""
+
+
+class Proposer:
+    """Our proposals."""
+
+    def __init__(self, us: Member, rules: Rules, roster: Roster, stance: Stance, send: Post) -> None:
+        self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
+        """How our proposals ended: overtaken is what another view made pointless."""
+        self.deadline_s = 0.0
+        """When the present one has waited long enough."""
+        self.not_before_s = 0.0
+        """When the next one may begin."""
+        self._us = us
+        self._rules = rules
+        self._roster = roster
+        self._stance = stance
+        self._send = send
+        self._proposal: Proposal | None = None
+        self._highest = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a proposal under way."""
+        return self._proposal is not None
+
+    def saw(self, ballot: Ballot) -> None:
+        """Somebody uses that ballot: our next one is to be higher."""
+        self._highest = max(self._highest, ballot[0])
+
+    def propose(self, view: View, reason: str, now: float) -> None:
+        """Seek the successor of the present view."""
+        self._highest += 1
+        proposal = Proposal((self._highest, self._us.node), view, self._rules.quorum, reason)
+        self._proposal = proposal
+        self.deadline_s = now + self._rules.answer_s
+        for node in view.nodes:
+            self._send(node, Prepare(proposal.ballot, view), now)
+
+    def remind(self, node: str, now: float) -> None:
+        """Repeat to a node what it may have missed."""
+        proposal = self._proposal
+        if proposal is not None and proposal.present.member(node) is not None:
+            if proposal.chosen is not None and node in proposal.promises:
+                self._send(node, _acceptance(proposal, proposal.chosen), now)
+            else:
+                self._send(node, Prepare(proposal.ballot, proposal.present), now)
+
+    def answered(self, source: str, answer: Promise | Accepted | Refused, now: float) -> View | None:
+        """A member answered; the view that is decided by that, if one is."""
+        proposal = self._proposal
+        if isinstance(answer, Refused):
+            self.saw(answer.promised)
+        if proposal is None or answer.ballot != proposal.ballot:
+            return None
+        if isinstance(answer, Promise):
+            proposal.promises[source] = answer
+        elif isinstance(answer, Refused):
+            self._give_up(proposal, now)
+        elif proposal.chosen is not None and proposal.accepted(source, self._absence(proposal.present)):
+            self._proposal = None
+            self.rounds["decided"] += 1
+            for node in dict.fromkeys((*proposal.present.nodes, *proposal.chosen.nodes)):
+                if node != self._us.node:
+                    self._send(node, Decided(proposal.chosen), now)
+            return proposal.chosen
+        return None
+
+    def pursue(self, now: float) -> str:
+        """Go on: choose once everybody who is well has answered, and give up in time. Returns what we wait for."""
+        proposal = self._proposal
+        if proposal is None:
+            return ""
+        view, roster = proposal.present, self._roster
+        silent = [node for node in view.nodes if node not in proposal.promises and roster.well(node, view)]
+        late = now >= self.deadline_s
+        if proposal.chosen is None and (late or not silent):
+            obstacle = self._obstacle(proposal)
+            chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal)
+            if chosen is None:
+                self._give_up(proposal, now)
+                return obstacle
+            proposal.chosen = chosen
+            self.deadline_s = now + self._rules.answer_s
+            for node in proposal.promises:
+                self._send(node, _acceptance(proposal, chosen), now)
+        elif late:
+            self._give_up(proposal, now)
+        return ""
+
+    def overtaken(self) -> None:
+        """Another view has taken the place of the one that we spoke of."""
+        self.rounds["overtaken"] += self._proposal is not None
+        self._proposal = None
+        self.not_before_s = 0.0
+
+    def _obstacle(self, proposal: Proposal) -> str:
+        """Why those who answered may not decide."""
+        view = proposal.present
+        if proposal.heard(self._absence(view)):
+            absent = orphaned(view, proposal.promises, self._roster.gone(view))
+            return f"waiting for {absent}, which may still have the model" if absent else ""
+        here = ", ".join(m.name for m in view.members if m.node in proposal.promises) or "nobody"
+        rest = ", ".join(m.name for m in view.members if m.node not in proposal.promises)
+        return f"waiting for {rest}: {here} cannot decide alone (quorum = {self._rules.quorum})"
+
+    def _absence(self, view: View) -> Absence:
+        return Absence(self._roster.strangers(view), self._roster.gone(view))
+
+    def _give_up(self, proposal: Proposal, now: float) -> None:
+        self._proposal = None
+        self.rounds["given_up"] += 1
+        self.not_before_s = now + PATIENCE_S * (1 + self._roster.turn(proposal.present))
+
+    def _successor(self, proposal: Proposal) -> View | None:
+        view, roster = proposal.present, self._roster
+        if roster.better(view) is not None:
+            return dissolved(view, proposal.reason)
+        reaches = {node: peer.status.reaches for node, peer in roster.peers.items()}
+        reaches |= {node: promise.reaches for node, promise in proposal.promises.items()}
+        situation = Situation(
+            {node: promise for node, promise in proposal.promises.items() if roster.well(node, view)},
+            tuple(roster.joiners(view)),
+            (*((self._us.node,) if self._stance.leaving else ()), *roster.leavers(view)),
+            reaches | {self._us.node: roster.reaches()},
+            {node: peer.status.epoch for node, peer in roster.peers.items()},
+            self._stance.failure(view),
+            self._rules.needed,
+            self._rules.quorum,
+        )
+        return successor(view, situation, self._us)
+
+
+def _acceptance(proposal: Proposal, chosen: View) -> Accept:
+    return Accept(proposal.ballot, proposal.present.lineage, proposal.present.epoch, chosen)

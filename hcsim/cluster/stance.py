@@ -1,0 +1,122 @@
+"""Where a node stands: what it wishes, what failed for it, and why the view should change as far as it can see.
+
+A view changes for one of these reasons, the first that there is:
+
+    work failed in it (a broken link, a stuck peer)                   → the same members, a new epoch
+    a member is suspected, was started anew, or follows another view  → it is left out (and may ask again)
+    a member would like to leave                                      → a view without it after the step under way
+    a better cluster is near                                          → an empty view: all members ask there
+    somebody would like to join                                       → a view with it after the step under way
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hcsim.cluster.roster import Roster
+from hcsim.cluster.rules import ASTRAY_S, Rules
+from hcsim.cluster.view import Member, View
+
+
+class Need(msgspec.Struct):
+    """What a look at the view found."""
+
+    reason: str = ""
+    """Why it should change; empty: it need not."""
+    delay_s: float = 0.0
+    """How long that can wait."""
+    look_at_s: float | None = None
+    """When to look again, whatever happens."""
+    waiting: str = ""
+    """What a person should know meanwhile."""
+
+    def look_again(self, at_s: float) -> None:
+        """Look again then, or earlier."""
+        self.look_at_s = at_s if self.look_at_s is None else min(self.look_at_s, at_s)
+
+
+class Stance:
+    """One node's wishes and troubles."""
+
+    def __init__(self, us: Member, rules: Rules, roster: Roster) -> None:
+        self.leaving = False
+        self.broken = -1
+        """The epoch in which our work failed."""
+        self.reason = ""
+        """Why it failed."""
+        self._us = us
+        self._rules = rules
+        self._roster = roster
+        self._asking_since_s: float | None = None
+
+    def joins(self, view: View) -> str:
+        """The lineage that we would like to be in."""
+        if self.leaving:
+            return ""
+        if view.rank(self._us) is None:
+            return view.lineage  # started anew: a member by our word, not by our memory
+        better = self._roster.better(view) if len(view.members) == 1 else None
+        return "" if better is None else better.lineage
+
+    def fail(self, view: View, reason: str) -> bool:
+        """Our work failed in the view; whether that is news."""
+        news = self.broken < view.epoch
+        if news:
+            self.broken, self.reason = view.epoch, reason
+        return news
+
+    def failure(self, view: View) -> str:
+        """Why work failed in the view, if it did for us or for another member."""
+        return self.reason if self.broken == view.epoch else self._roster.complaint(view)
+
+    def need(self, view: View, joins: str, now: float) -> Need:
+        """Whether the view should change."""
+        need = Need()
+        if len(view.members) == 1 and joins not in ("", view.lineage):
+            self._ask(view, need, now)
+            return need
+        self._asking_since_s = None
+        need.reason = self.failure(view)
+        for member in view.members:
+            need.reason = need.reason or self._complaint_about(member, need, now)
+        need.reason = need.reason or self._departure(view)
+        if not need.reason and (joiners := self._roster.joiners(view)):
+            need.reason = f"{', '.join(m.name for m in joiners)} would like to join"
+            complete = len(view.members) + len(joiners) == self._rules.needed
+            need.delay_s = 0.0 if complete else self._rules.settle_s
+        return need
+
+    def _ask(self, view: View, need: Need, now: float) -> None:
+        """We would like to be in a cluster, and depend on it; a person should know if that takes long."""
+        better = self._roster.better(view)
+        if self._asking_since_s is None:
+            self._asking_since_s = now
+        if now < self._asking_since_s + ASTRAY_S:
+            need.look_again(self._asking_since_s + ASTRAY_S)
+        elif better is not None:
+            need.waiting = f"waiting to be taken in by the cluster of {better.us.name}"
+
+    def _complaint_about(self, member: Member, need: Need, now: float) -> str:
+        """Why a member cannot stay as it is."""
+        if member.node == self._us.node:
+            return "" if member == self._us else f"{member.name} was started anew"
+        peer = self._roster.peers.get(member.node)
+        if peer is None or peer.suspected:
+            return f"{member.name} is not there: {peer.suspected if peer else 'no connection'}"
+        if peer.status.us.boot != member.boot:
+            return f"{member.name} was started anew"
+        if peer.status.leaving:
+            return f"{member.name} leaves"
+        if peer.astray_since_s is not None:
+            if now >= peer.astray_since_s + ASTRAY_S:
+                return f"{member.name} follows another view"
+            need.look_again(peer.astray_since_s + ASTRAY_S)
+        return ""
+
+    def _departure(self, view: View) -> str:
+        """Why we, or all of us, should be elsewhere."""
+        if len(view.members) == 1:
+            return ""
+        if self.leaving:
+            return f"{self._us.name} leaves"
+        return "" if self._roster.better(view) is None else "a cluster that goes before ours is near"

@@ -64,7 +64,7 @@ class Membership:
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
             stance.leaving, stance.broken, stance.reason, self.roster.reaches(), self.roster.contacts(),
-            tuple(each.lineage for each in self._acceptor.record.past),
+            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past),
         )  # fmt: skip
 
     # Events.
@@ -222,8 +222,10 @@ class Membership:
     # Which view counts.
 
     def _bring_up_to_date(self, peer: Peer, now: float) -> None:
-        """Tell a member what it has missed, and note since when it follows something else."""
+        """Tell a member, or one that was, what it has missed; and note since when it follows something else."""
         view, theirs = self.view, peer.status
+        if view.member(theirs.us.node) is None and theirs.lineage == view.lineage and theirs.epoch <= view.epoch:
+            self._send(theirs.us.node, Decided(view), now)
         there = (theirs.lineage, theirs.epoch) == (view.lineage, view.epoch)
         ahead = theirs.lineage == view.lineage and theirs.epoch > view.epoch
         if view.rank(theirs.us) is None or there or ahead:
@@ -237,6 +239,8 @@ class Membership:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         successive = view.previous == ours.epoch and view.lineage.startswith(f"{ours.lineage}/")
+        if view.lineage == ours.lineage and view.prevails(ours) and view.member(self.us.node) is None:
+            self._yield_to(view)
         if view.epoch <= ours.epoch:
             return  # no node's epoch ever goes back; who counts on us in this one will have to ask again
         asked = view.rank(self.us) is not None and view.lineage == self._joins and len(ours.members) == 1
@@ -248,6 +252,15 @@ class Membership:
         for peer in self.roster.peers.values():
             peer.astray_since_s = None
         self._enter(view)
+
+    def _yield_to(self, view: View) -> None:
+        """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""
+        reason = (
+            f"{', '.join(m.name for m in view.members)} went on without us from the view before this one, as happens "
+            "when a node's state is set back to an earlier day: what was done here since is given up, and we join them"
+        )
+        self.effects += [Over(self.view.epoch, reason), Waiting(reason)]
+        self._alone()
 
     def _alone(self) -> None:
         """Begin a lineage of our own."""

@@ -39,8 +39,8 @@ class Status(msgspec.Struct, frozen=True):
     contacts: tuple[str, ...] = ()
     """Where those take calls about membership, in the same order: who missed an announcement learns of it here."""
 
-    past: tuple[str, ...] = ()
-    """Lineages that it has left and remembers."""
+    past: tuple[tuple[str, int], ...] = ()
+    """Lineages that it has left and remembers, and the epoch that it left each in."""
 
     @property
     def standing(self) -> Standing:

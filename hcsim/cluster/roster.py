@@ -103,4 +103,5 @@ class Roster:
         peer = self.peers.get(member.node)
         if peer is None or peer.status.us.boot == member.boot:
             return False
-        return view.lineage not in (peer.status.lineage, *peer.status.past)
+        left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
+        return view.lineage != peer.status.lineage and left < view.epoch

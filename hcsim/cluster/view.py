@@ -71,6 +71,11 @@ class View(msgspec.Struct, frozen=True):
         """The members' ids, by rank."""
         return tuple(member.node for member in self.members)
 
+    def prevails(self, other: View) -> bool:
+        """Of two views of one lineage and epoch, which there are only after a disk was set back: whether this goes on."""
+        ours, theirs = ([(m.node, m.boot) for m in view.members] for view in (self, other))
+        return self.epoch == other.epoch and (self.standing, ours) < (other.standing, theirs)
+
     def member(self, node: str) -> Member | None:
         """The member of that id, if there is one."""
         return next((member for member in self.members if member.node == node), None)

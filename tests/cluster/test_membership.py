@@ -6,6 +6,7 @@ goes back, not even across restarts. What must hold once all are well and hear e
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,12 @@ class Machine:
     def save(self, record: Record) -> None:
         self.disk = record
 
+    def set_back(self, backup: Record | None) -> None:
+        """Start from an older disk: what was promised since is forgotten."""
+        self.disk = backup
+        self.seen = []
+        self.start()
+
     def drain(self) -> None:
         while self.core.effects:
             effects, self.core.effects = self.core.effects, []
@@ -60,10 +67,12 @@ class Bench:
         self.now = 0.0
         self.mail: list[tuple[str, str, Message]] = []
         self.successors: dict[tuple[str, int], View] = {}
+        self.disks_last = True
+        """Whether nobody was set back to an earlier day: only then has each view one successor."""
         self.machines = {name: Machine(self, name) for name in "abcdefgh"[:count]}
 
     def adopted(self, machine: Machine, view: View) -> None:
-        if len(view.members) > 1:
+        if len(view.members) > 1 and self.disks_last:
             key = view.lineage, view.epoch
             assert self.successors.setdefault(key, view) == view, "two views in one epoch"
             follows = view.lineage, view.previous, "follows"
@@ -179,7 +188,8 @@ def split(bench: Bench, *sides: str) -> None:
                 for other in side:
                     if one != other:
                         bench.gossip(one, other)
-        for _ in range(len(bench.mail) * 2):
+                        bench.trust(one, other)
+        for _ in range(len(bench.mail) * 4):
             bench.mail = [each for each in bench.mail if any(each[0] in side and each[1] in side for side in sides)]
             bench.deliver(0)
         bench.pass_time(1.0)
@@ -261,3 +271,56 @@ def test_one_that_went_on_alone_and_was_started_anew_still_stands_by_what_it_dec
     a, b = (bench.machines[name].core.view for name in "ab")
     assert a == b
     assert sorted(a.nodes) == list("ab")
+
+
+def forked(ahead: str) -> Bench:
+    """a goes on from a view, and so do b and c, since b's disk was set back and it forgot that it had agreed with a."""
+    bench = formed(3)
+    bench.disks_last = False
+    backup = bench.machines["b"].disk
+    split(bench, "ab", "c")
+    bench.machines["b"].set_back(backup)
+    split(bench, "a", "bc")
+    for name in ahead:
+        bench.machines[name].core.broken(bench.machines[name].core.view.epoch, "as a test", bench.now)
+        bench.machines[name].drain()
+        split(bench, "a", "bc")
+    a, b, c = (bench.machines[name].core.view for name in "abc")
+    assert a.formed
+    assert a.lineage == b.lineage
+    assert (a.nodes, sorted(b.nodes), b) == (("a",), ["b", "c"], c)
+    return bench
+
+
+@pytest.mark.parametrize(("ahead", "by"), [("", 1), ("b", 0), ("bb", -1)])
+def test_two_clusters_that_went_on_from_one_view_since_a_disk_was_set_back_come_together(ahead, by):
+    bench = forked(ahead)
+    assert bench.machines["a"].core.view.epoch - bench.machines["b"].core.view.epoch == by
+    bench.heal()
+    assert len({machine.core.view for machine in bench.machines.values()}) == 1
+    assert sorted(members(bench, "a")) == list("abc")
+
+
+TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(), st.integers(0, 30)), max_size=6)
+"""Who is set back, to which day, whether work fails there, and who is then on which side."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), TROUBLES)
+def test_all_come_together_whoever_was_set_back_in_whatever_company(count, quorum, troubles):
+    bench = formed(count, quorum)
+    bench.disks_last = False
+    names = [*bench.machines]
+    days = [{name: machine.disk for name, machine in bench.machines.items()}]
+    for which, back, breaks, sides in troubles:
+        machine = bench.machines[names[which % count]]
+        machine.set_back(days[-1 - back % len(days)][machine.name])
+        if breaks:
+            machine.core.broken(machine.core.view.epoch, "as a test", bench.now)
+            machine.drain()
+        split(bench, *("".join(n for bit, n in enumerate(names) if (sides >> bit) % 2 == side) for side in (0, 1)))
+        days.append({name: machine.disk for name, machine in bench.machines.items()})
+    bench.heal()
+    views = {machine.core.view for machine in bench.machines.values()}
+    assert len(views) == 1
+    assert sorted(views.pop().nodes) == names

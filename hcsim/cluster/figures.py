@@ -38,7 +38,7 @@ class Figures:
         """Somebody's health was looked at. Who was taken for lost before is not waited for."""
         if self._membership.roster.peers[node].suspected:
             return
-        overdue = pulse.overdue(now)
+        overdue = max(0, pulse.overdue(now) - 1)  # the last of them may be on its way
         missed = overdue - self._overdue.get(node, 0)
         self._overdue[node] = overdue
         if missed > 0:

@@ -61,7 +61,7 @@ class Pulse:
 
     def overdue(self, now: float) -> int:
         """Heartbeats that should have come since."""
-        return max(0, int(self.silence_s(now) / self._policy.interval_s) - 1)
+        return int(self.silence_s(now) / self._policy.interval_s)
 
     def phi(self, now: float) -> float:
         """How surprising the silence is: its odds are 10^-φ. Zero while there is no rhythm."""

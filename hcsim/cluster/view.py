@@ -72,7 +72,7 @@ class View(msgspec.Struct, frozen=True):
         return tuple(member.node for member in self.members)
 
     def prevails(self, other: View) -> bool:
-        """Of two views of one lineage and epoch, which there are only after a disk was set back: whether this goes on."""
+        """Of two views of one lineage and epoch, as there are only after a disk was set back: whether this goes on."""
         ours, theirs = ([(m.node, m.boot) for m in view.members] for view in (self, other))
         return self.epoch == other.epoch and (self.standing, ours) < (other.standing, theirs)
 

@@ -26,8 +26,8 @@ class Heartbeat(Table, frozen=True):
     interval_s: PositiveSeconds = PositiveSeconds(5)
     timeout_s: PositiveSeconds = PositiveSeconds(15)
     """Silence that is too long for anybody."""
-    failures: Count = 3
-    """Heartbeats in a row that may be missing; with one interval more it is suspected."""
+    failures: Annotated[int, Meta(ge=2)] = 3
+    """So many heartbeats in a row are missed. One is not enough: it may be a millisecond late."""
     phi: Annotated[float, Meta(gt=0, le=300)] = 8.0
     """Silence whose odds are 10^-phi, given the rhythm so far. Higher: later, and surer."""
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hcsim.cluster.health import Pulse
-from hcsim.config import Heartbeat
+from hcsim.config import Heartbeat, parse_scenario
 from hcsim.config.cluster import PRESETS
+from hcsim.errors import ConfigError
 from hcsim.units import PositiveSeconds
 
 EVERY_SECOND = Heartbeat(interval_s=PositiveSeconds(1), timeout_s=PositiveSeconds(10), failures=8)
@@ -62,6 +63,24 @@ def test_nobody_is_suspected_while_its_heartbeats_come_as_agreed(preset):
 def test_silence_beyond_the_timeout_is_suspected_without_any_rhythm(preset):
     policy = PRESETS[preset]
     assert "silent" in Pulse(0.0, policy).suspected(float(policy.timeout_s))
+
+
+@pytest.mark.parametrize("failures", [2, 3, 5])
+def test_so_many_missed_heartbeats_are_enough_and_one_fewer_is_not(failures):
+    pulse = Pulse(7.0, Heartbeat(interval_s=PositiveSeconds(0.5), timeout_s=PositiveSeconds(60), failures=failures))
+    due_s = 7.0 + failures * 0.5
+    assert not pulse.suspected(due_s - 1e-6)
+    assert pulse.suspected(due_s) == f"{failures} heartbeats overdue"
+
+
+def test_at_home_three_missed_heartbeats_are_the_timeout():
+    home = PRESETS["home"]
+    assert home.failures * home.interval_s == home.timeout_s == 15
+
+
+def test_one_heartbeat_that_is_late_cannot_be_made_a_failure():
+    with pytest.raises(ConfigError, match="failures"):
+        parse_scenario('name = "x"\ncluster = { heartbeat = { failures = 1 } }\n', "x")
 
 
 def test_a_refused_connection_is_believed_at_once_until_there_is_a_sign_of_life():

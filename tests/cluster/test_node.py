@@ -8,7 +8,7 @@ import pytest
 
 from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
-from hcsim.config import Crash, Partition, Pause, Reset, Restart
+from hcsim.config import Crash, Heartbeat, Partition, Pause, Reset, Restart
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.world import HostCrashed
 from tests.cluster.nodes import Party
@@ -82,6 +82,14 @@ def test_two_that_do_not_reach_each_other_are_not_both_in_a_view():
     cut = Partition(sides=(("b",), ("c",)), **after(3, 5))  # both reach a
     party = Party(ABC, [cut]).run(16)
     assert party.members("a") == [ABC, ("a", "b"), ABC]
+
+
+def test_a_silent_member_is_left_out_when_its_third_heartbeat_in_a_row_is_missed():
+    beat = Heartbeat(interval_s=PositiveSeconds(1), timeout_s=PositiveSeconds(60), failures=3, phi=300)
+    party = Party(ABC, [Partition(sides=(("c",), ("a", "b")), **after(10.5, 30))], heartbeat=beat).run(20)
+    assert party.members("a") == [ABC, ("a", "b")]
+    # c was last heard a moment after 10 s; health is looked at every quarter of a second.
+    assert party.when_s["a", party.views["a"][-1].epoch] == pytest.approx(13.25, abs=0.01)
 
 
 def test_the_side_without_a_quorum_waits_and_says_so():

@@ -44,7 +44,7 @@ class TcpListener:
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
         self._welcomed: asyncio.Queue[TcpChannel | None] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._start(self._serve())
+        self._serving = self._start(self._serve())
 
     @property
     def address(self) -> str:
@@ -64,34 +64,46 @@ class TcpListener:
         """Accept no more; what nobody accepted is closed."""
         if self._sock.fileno() < 0:
             return
+        await _end(self._serving)
         await asyncio.sleep(0)  # a welcome that was cancelled before its first step would leave its socket open
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(*self._tasks)
         self._sock.close()
         while not self._welcomed.empty():
             if channel := self._welcomed.get_nowait():
                 await channel.close()
         self._welcomed.put_nowait(None)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"listener {self._address}")
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        return task
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._slots.acquire()
+            await self._called()
+            # `loop.sock_accept` would drop a caller without closing it if we are cancelled in the moment it comes.
             try:
-                sock, remote = await loop.sock_accept(self._sock)
-            except OSError:  # out of descriptors, or the caller has gone again
+                sock, remote = self._sock.accept()
+            except BlockingIOError:  # the caller has gone again
+                self._slots.release()
+            except OSError:  # out of descriptors
                 self._slots.release()
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
+                sock.setblocking(False)
                 host = remote[0].removeprefix("::ffff:")  # IPv4, as a socket of both kinds says it
                 self._start(self._welcome(sock, join_address((host, remote[1])), host))
+
+    async def _called(self) -> None:
+        """Returns when somebody is at the door."""
+        loop, called = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._sock, called.set)
+        try:
+            await called.wait()
+        finally:
+            loop.remove_reader(self._sock)
 
     async def _welcome(self, sock: socket.socket, peer: str, address: str) -> None:
         running = self._handshakes[address] = self._handshakes.get(address, 0) + 1
@@ -125,6 +137,12 @@ class TcpListener:
         sock.close()
         self._slots.release()
         self._refused(error)
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def listening_socket(family: int, sockaddr: Any) -> socket.socket:

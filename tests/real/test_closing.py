@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 
 import numpy as np
 import pytest
@@ -45,6 +47,33 @@ def test_close_with_unread_bytes_still_delivers_what_was_sent():
             return numbers
 
     assert asyncio.run(main()) == list(range(FRAMES))
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_listener_that_closes_while_somebody_calls_leaves_no_socket_open(turns):
+    def complain(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        complaints.append(context)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(complain)
+        async with RealHost(RealOptions("one")) as host:
+            listener = await host.listen("127.0.0.1:0")
+            await asyncio.sleep(0.01)  # it waits for callers now
+            name, port = listener.address.rsplit(":", 1)
+            with socket.create_connection((name, int(port))) as caller:
+                for _ in range(turns):  # the loop notices the call after some of them
+                    await asyncio.sleep(0)
+                await listener.close()
+                caller.settimeout(10)
+                try:
+                    assert caller.recv(1) == b""
+                except ConnectionResetError:
+                    pass  # it was still in the queue
+
+    complaints: list[dict[str, object]] = []
+    asyncio.run(main())
+    gc.collect()
+    assert complaints == []
 
 
 def test_when_a_deadline_cuts_links_all_ranks_are_told_of_the_deadline(addresses):

@@ -87,8 +87,6 @@ class Turning:
         pass
 
 
-# A listener that closes in the moment in which somebody calls may drop that caller's socket without closing it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("strategy", ["ddp", "diloco:2"])
 def test_real_members_that_come_and_go_learn_what_virtual_ones_do(
     strategy: str, addresses: Callable[[int], list[str]]

@@ -86,6 +86,13 @@ class World:
         A host that is started again runs it again, and what counts is its last life's result."""
         return self.run(self._all(program))
 
+    def begin(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> dict[str, asyncio.Future[T]]:
+        """Have every host begin a program, while the world runs; what comes of it, by the host's name."""
+        self._program = program
+        for host in self.hosts:
+            self._begin(host)
+        return dict(self._outcomes)
+
     def restart(self, name: str, records: Mapping[str, bytes] | None = None) -> VirtualHost:
         """Start a crashed host again, with these records in its store (None: those that were there)."""
         old = self.host(name)
@@ -115,9 +122,7 @@ class World:
         faults.schedule(self, fault)
 
     async def _all(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-        self._program = program
-        for host in self.hosts:
-            self._begin(host)
+        self.begin(program)
         while True:
             outcomes = tuple(self._outcomes.values())
             results: list[T | BaseException] = await asyncio.gather(*outcomes, return_exceptions=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import pytest
 
+from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
 from hcsim.config import Crash, Heartbeat, Partition, Pause, Reset, Restart
@@ -190,12 +189,11 @@ def test_an_address_where_another_node_answers_does_not_hide_the_one_that_was_an
     cut = Partition(sides=(("c",), ("a",)), **after(0, 3))
     party = Party(ABC, [cut], peer_timeout_s=PositiveSeconds(2))
 
-    def misled(about: str) -> Callable[[Node], Awaitable[None]]:
-        async def hear(node: Node) -> None:
-            node._discovery.want(about, "b:52415")
+    async def mislead(node: Node) -> None:
+        for about in "ac":
+            record = Announcement(about, f"old {about}", "", 1, "b:52415")
+            await party.world.host("b").lan.advertise(record.service())
 
-        return hear
-
-    party.meanwhile = {"a": misled("c"), "c": misled("a")}
+    party.meanwhile = {"b": mislead}
     party.run(20)
     assert sorted(party.views["b"][-1].nodes) == list(ABC)

@@ -20,4 +20,7 @@ def test_a_thousand_strangers_do_not_fill_the_memory() -> None:
     for number in range(1000):
         once(f"stranger {number}")
     assert len(said) == 1000
-    assert len(once._said) <= 256
+    once("stranger 999")
+    assert len(said) == 1000
+    once("stranger 0")
+    assert said[1000:] == ["stranger 0"]  # that one is forgotten

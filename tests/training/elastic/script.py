@@ -256,13 +256,7 @@ def train(
         return report
 
     async def watched() -> dict[str, Report | BaseException]:
-        tasks = {}
-        for host in world.hosts:
-            outcome = world._outcomes[host.name] = world.loop.create_future()
-            if host.alive:
-                task = host.spawn(program(host), name="main")
-                task.add_done_callback(lambda task, outcome=outcome: _settle(outcome, task))
-            tasks[host.name] = outcome
+        tasks = world.begin(program)
         while True:
             # Nobody waits for those who are in no view any more.
             if all(task.done() or name not in cluster.names for name, task in tasks.items()):
@@ -275,6 +269,7 @@ def train(
         results: dict[str, Report | BaseException] = {}
         for name, task in tasks.items():
             results[name] = (task.exception() or task.result()) if task.done() else HcsimError("out of every view")
+            task.cancel()  # what comes of it at the world's end is of no interest
         return results
 
     async def limited() -> dict[str, Report | BaseException]:
@@ -291,15 +286,6 @@ def without_faults(faulty: Outcome, scenario: Scenario, settings: Training, **op
     (step, first), *plan = faulty.plan()
     assert step == 0
     return train(scenario, settings, first=first, plan=plan, **options)
-
-
-def _settle(outcome: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
-    if outcome.done() or task.cancelled():
-        return
-    if task.exception() is not None:
-        outcome.set_exception(task.exception())
-    else:
-        outcome.set_result(task.result())
 
 
 def _homes(scenario: Scenario) -> Sequence[Sequence[str]]:

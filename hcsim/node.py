@@ -48,10 +48,12 @@ def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) 
 async def running(node: Node) -> AsyncIterator[None]:
     """While this lasts, the node takes calls and looks for others."""
     await node.start()
+    reason = "it ended with an error"
     try:
         yield
+        reason = "it has finished"
     finally:
-        await node.stop("it has finished")
+        await node.stop(reason)
 
 
 async def train_as_member(
@@ -74,7 +76,7 @@ async def train_as_member(
     def began(view: View, step: int) -> None:
         tell(f"view {view.epoch}: {'training begins' if step == 0 else f'training goes on after step {step}'}")
 
-    node = Node(inside, me, plan.cluster, tell)
+    node = Node(inside, me, plan.cluster, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what) if durable else None
     part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, saving, began))
@@ -86,6 +88,17 @@ async def train_as_member(
             raise
         await node.leave()
         return report
+
+
+def _terms(plan: Plan) -> dict[str, str]:
+    """What no member can have otherwise than the rest; settings of the training are compared when it begins."""
+    wire, usual = plan.wire, Plan(Cluster(), plan.training, plan.seed)
+    given = {
+        "--segment": (f"{wire.segment_bytes} B", f"{usual.wire.segment_bytes} B"),
+        "--stripes": (str(wire.stripes), str(usual.wire.stripes)),
+        "quorum": (plan.cluster.quorum, usual.cluster.quorum),
+    }
+    return {name: ours for name, (ours, default) in given.items() if ours != default}
 
 
 def _checkpoints(host: Host, plan: Plan, what: Task | None) -> Checkpoints | None:

@@ -35,13 +35,16 @@ class Owner(Protocol):
     """Who is told what happens on the lines."""
 
     def status(self) -> Status:
-        """How we stand, for the first message."""
+        """How we stand."""
+
+    def hello(self) -> Hello:
+        """Our first message."""
 
     def asked(self) -> Told:
         """How we stand, for somebody who wants to know."""
 
-    def up(self, status: Status) -> None:
-        """There is a line to a node, which stands like this."""
+    def up(self, hello: Hello) -> None:
+        """There is a line to a node, which began with this."""
 
     def down(self, node: str, *, gone: bool) -> None:
         """The line to a node has ended; `gone`: it said goodbye."""
@@ -119,7 +122,7 @@ class Lines:
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
-                await say(channel, Hello(self._owner.status()))
+                await say(channel, self._owner.hello())
                 theirs = _hello(await hear(channel), channel)
         except BaseException as error:
             await channel.close()
@@ -127,7 +130,7 @@ class Lines:
                 raise DeadlineExceeded(f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s") from None
             raise
         await self._introduce(channel, theirs, self._owner.status().us.node)
-        return theirs.us.node
+        return theirs.status.us.node
 
     async def close(self, reason: str) -> None:
         """Say goodbye to everybody, and take no more calls."""
@@ -154,10 +157,10 @@ class Lines:
                     await channel.close()
                     return
                 theirs = _hello(first, channel)
-                await say(channel, Hello(self._owner.status()))
+                await say(channel, self._owner.hello())
             self._strangers.known()
             known = True
-            await self._introduce(channel, theirs, theirs.us.node)
+            await self._introduce(channel, theirs, theirs.status.us.node)
         except (HcsimError, TimeoutError) as error:
             self._owner.told(f"a call from {channel.peer} was not taken: {error or 'it said nothing'}")
             await channel.close()
@@ -165,9 +168,10 @@ class Lines:
             if not known:
                 self._strangers.known()
 
-    async def _introduce(self, channel: Channel, theirs: Status, dialler: str) -> None:
+    async def _introduce(self, channel: Channel, hello: Hello, dialler: str) -> None:
         """Decide whether this becomes the line to that node; if so, keep it running."""
-        us, node = self._owner.status().us, theirs.us.node
+        us, theirs = self._owner.status().us, hello.status
+        node = theirs.us.node
         if self._closed:
             await self._refuse(channel, "gone", "we have gone")
         if channel.identity and channel.identity != node:
@@ -194,7 +198,7 @@ class Lines:
             await old.channel.close()
         if self._lines.get(node) is line:
             self._host.spawn(self._run(line, node), name=f"line to {theirs.us.name}")
-            self._owner.up(theirs)
+            self._owner.up(hello)
 
     async def _refuse(self, channel: Channel, reason: str, text: str) -> None:
         self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason).add()
@@ -252,9 +256,9 @@ async def hear(channel: Channel) -> Message:
     return decode(payload, channel.peer)
 
 
-def _hello(message: Message, channel: Channel) -> Status:
+def _hello(message: Message, channel: Channel) -> Hello:
     if isinstance(message, Goodbye):
         raise PeerRefused(f"{channel.peer} refused us: {message.reason}", channel.peer)
     if not isinstance(message, Hello):
         raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
-    return message.status
+    return message

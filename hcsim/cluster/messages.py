@@ -48,10 +48,12 @@ class Status(msgspec.Struct, frozen=True):
         return standing(self.lineage, self.size, formed=self.formed)
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     """The first message in each direction."""
 
     status: Status
+    terms: dict[str, str] = {}
+    """What it was started with that all must have alike, where that is not as usual."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -17,9 +17,10 @@ from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.messages import Beat, Echo, Link, Message, Status, Told
+from hcsim.cluster.messages import Beat, Echo, Hello, Link, Message, Status, Told
 from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
+from hcsim.cluster.terms import Terms, refusal, unlike
 from hcsim.cluster.view import Member, View
 from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
@@ -49,8 +50,17 @@ class Self(msgspec.Struct, frozen=True):
 class Node:
     """This machine's part of a cluster."""
 
-    def __init__(self, host: Host, me: Self, config: Cluster, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        me: Self,
+        config: Cluster,
+        tell: Callable[[str], None] = lambda text: None,
+        terms: Terms | None = None,
+    ) -> None:
         self._host = host
+        self._terms = dict(terms or {})
+        self._terms_of: dict[str, Terms] = {}
         self._config = config
         self._beat = config.beat
         self._tell = tell
@@ -157,6 +167,10 @@ class Node:
         """How we stand."""
         return self._membership.status
 
+    def hello(self) -> Hello:
+        """How we stand, and what we were started with."""
+        return Hello(self._membership.status, self._terms)
+
     def asked(self) -> Told:
         """How we stand, and how we are connected."""
         membership, pulses = self._membership, self._pulses
@@ -173,9 +187,11 @@ class Node:
         )
         return Told(membership.status, membership.view, links, self._host.interfaces())
 
-    def up(self, status: Status) -> None:
+    def up(self, hello: Hello) -> None:
         """There is a line to a node."""
-        node, now = status.us.node, self._now()
+        status, now = hello.status, self._now()
+        node = status.us.node
+        self._terms_of[node] = hello.terms
         self._up_since_s[node] = now
         self._pulses.setdefault(node, Pulse(now, self._beat)).sign(now)
         self._discovery.want(node, status.control)
@@ -305,7 +321,19 @@ class Node:
             self._tell(f"view {view.epoch}: {names} ({view.reason})")
         elif len(view.members) > 1:
             self._tell(f"here so far: {names}; work begins with {self._config.needed}")
+        self._compare_terms(view)
         self._news()
+
+    def _compare_terms(self, view: View) -> None:
+        """Whoever was started otherwise than the leader ends, and the leader says why."""
+        if view.rank(self._us) is None:
+            return
+        for member in view.members if view.leader == self._us else (view.leader,):
+            differences = unlike(self._terms_of.get(member.node, self._terms), self._terms, member.name)
+            if differences and view.leader == self._us:
+                self._tell_once(f"{member.name} was started otherwise and cannot take part: {differences}")
+            elif differences:
+                self._failure = refusal(member.name, differences)
 
     def _news(self) -> None:
         changed, self._changed = self._changed, []

@@ -1,0 +1,80 @@
+"""Nodes that were started with options that all must have alike, and do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from hcsim.cluster.node import Self
+from hcsim.cluster.terms import unlike
+from hcsim.config import Cluster, Training
+from hcsim.errors import ConfigError
+from hcsim.node import Plan, train_as_member
+from hcsim.training.run import Report
+from hcsim.transport.mesh import Wire
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+from tests.switches import on_switch
+
+USUAL, SMALL = Wire(), Wire(segment_bytes=1 << 20)
+STEPS = 150
+LIMIT_S = 60.0
+"""Of virtual time: whoever waits then would wait for ever."""
+
+
+def trained(
+    plans: Mapping[str, Plan], late_s: Mapping[str, float]
+) -> tuple[dict[str, Report | BaseException], dict[str, list[str]]]:
+    """What came of each host, and what it said."""
+    world = World(on_switch([*plans], rate="2 Mb/s"))
+    told: dict[str, list[str]] = {name: [] for name in plans}
+
+    async def on_host(host: VirtualHost) -> Report:
+        await host.clock.sleep(late_s.get(host.name, 0.0))
+        me = Self(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        async with asyncio.timeout_at(LIMIT_S):
+            return await train_as_member(host, me, plans[host.name], tell=told[host.name].append, durable=False)
+
+    return dict(zip(plans, world.run_on_all(on_host), strict=True)), told
+
+
+def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
+    cluster = Cluster(nodes=nodes, preset="low_latency", **changes)  # type: ignore[arg-type]
+    return Plan(cluster, Training(task="convex", steps=STEPS), 7, wire)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (plan(2, SMALL), r"--segment is left out on . and 1048576 B here"),
+        (plan(2, Wire(stripes=3)), r"--stripes is left out on . and 3 here"),
+        (plan(2, quorum="majority"), r"quorum is left out on . and majority here"),
+    ],
+    ids=["segment", "stripes", "quorum"],
+)
+def test_a_late_one_with_other_options_ends_at_once_and_the_others_train_to_the_end(other: Plan, words: str) -> None:
+    results, told = trained({"a": plan(2), "b": other, "c": plan(2)}, {"b": 2.0})
+    with pytest.raises(ConfigError, match=f"leads, and was started otherwise: {words}. Start all nodes alike"):
+        raise results["b"]  # type: ignore[misc]
+    first, second = results["a"], results["c"]
+    assert isinstance(first, Report)
+    assert isinstance(second, Report)
+    assert first.steps == second.steps == STEPS
+    assert first.sha256 == second.sha256
+    assert not [line for lines in told.values() for line in lines if "refused us" in line]
+
+
+def test_where_none_has_begun_those_end_that_differ_from_the_leader_who_says_why() -> None:
+    results, told = trained({"a": plan(3), "b": plan(3, SMALL)}, {})  # a third would be needed
+    ((loser, error),) = [(name, each) for name, each in results.items() if isinstance(each, ConfigError)]
+    assert "--segment" in str(error)
+    assert [line for lines in told.values() for line in lines if line.startswith(f"{loser} was started otherwise")]
+
+
+def test_differences_are_named_with_both_values() -> None:
+    assert unlike({"--stripes": "2"}, {"--stripes": "2"}, "mini") == ""
+    assert unlike({"--stripes": "2"}, {"quorum": "any"}, "mini") == (
+        "--stripes is 2 on mini and left out here, quorum is left out on mini and any here"
+    )

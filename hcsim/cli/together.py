@@ -85,7 +85,10 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
         node = msgspec.structs.replace(node, device=best_torch_device())
     with screen.Progress("step", settings.steps) as progress:
         missing = cluster.needed - 1
-        progress.waiting([f"{missing} other node{'s' if missing > 1 else ''}"] if missing else [])
+        if missing:
+            progress.waiting([f"{missing} other node{'s' if missing > 1 else ''}"])
+        else:
+            progress.news("work begins with this member alone (--nodes); others may join it")
         report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, over TCP", [report])
     return True

@@ -179,6 +179,8 @@ def here(
     cluster: str | None, name: str | None, at: str | None, state: Path | None, device: str | None, metrics: str | None
 ) -> RealNode:
     """This machine's place in a real cluster."""
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise ConfigError(f"--name {name!r}: give a name that the others can read")
     hosts = tuple(part.strip() for part in at.split(",")) if at is not None else ()
     for host in hosts:
         split_address(f"[{host}]:1" if ":" in host else f"{host}:1")

@@ -8,13 +8,14 @@ hear it, since a line carries both ways.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 import msgspec
 
 from hcsim.config.cluster import Cluster
-from hcsim.errors import AdmissionRefused, HcsimError
+from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
 from hcsim.runtime.address import hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
@@ -23,6 +24,10 @@ Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
 """Calls an address, for at most so long; the id of the node that answered."""
 
 _PAUSE_S = 0.25
+_LABEL_BYTES = 63
+"""A service's name is one label of DNS."""
+_NOT_IN_LABELS = re.compile(r"[.\x00-\x1f\x7f]")
+_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -39,7 +44,22 @@ class Announcement(msgspec.Struct, frozen=True):
         """As a service record."""
         # The record has no order of its own for a machine's addresses, so the best first is said here.
         properties = {"node": self.node, "namespace": self.namespace, "boot": f"{self.boot:x}", "at": self.control}
-        return Service(f"{self.name}-{self.node[:8]}", self.control, properties)
+        end = f"-{self.node[:8]}"
+        label = _NOT_IN_LABELS.sub("-", self.name).encode()[: _LABEL_BYTES - len(end)].decode(errors="ignore")
+        return Service(label + end, self.control, properties)
+
+
+def place_of(service: Service) -> str:
+    """Where an announced node is: where it says, the best first, or else where its record leads.
+
+    Anybody on the local network may have written the record: what is no address is not called, nor shown to a person.
+    """
+    said = service.properties.get("at", "")
+    try:
+        hosts, _ = hosts_of(said)
+    except ConfigError:
+        return service.address
+    return said if all(map(_HOST.fullmatch, hosts)) else service.address
 
 
 class Discovery:
@@ -130,7 +150,7 @@ class Discovery:
             if sighting.gone:
                 self.forget(node)
             else:
-                self.want(node, properties.get("at", sighting.service.address))
+                self.want(node, place_of(sighting.service))
 
     def _call(self, key: str) -> None:
         if key not in self._calling and not self._here(key):

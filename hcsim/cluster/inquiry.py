@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from hcsim.cluster.discovery import place_of
 from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES, hear, say
 from hcsim.cluster.messages import Ask, Told
 from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
@@ -61,7 +62,7 @@ class Survey:
             async for sighting in self._host.lan.browse():
                 properties = sighting.service.properties
                 if properties.get("namespace") == self._namespace and not sighting.gone:
-                    self._ask(properties.get("at", sighting.service.address))
+                    self._ask(place_of(sighting.service))
         except HcsimError as error:
             self.failures["the local network"] = str(error)
 

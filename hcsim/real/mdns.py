@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 from zeroconf import InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
@@ -25,13 +26,14 @@ class MdnsLan:
         self._advertised: dict[str, AsyncServiceInfo] = {}
 
     async def advertise(self, service: Service) -> None:
-        """Announce a service under its IP address and port."""
+        """Announce a service under its IP addresses and port; a host that was given by name is looked up."""
         hosts, port = hosts_of(service.address)
+        addresses = [address for host in hosts for address in await _numeric(host)]
         info = AsyncServiceInfo(
             SERVICE_TYPE,
             f"{service.name}.{SERVICE_TYPE}",
             port=port,
-            parsed_addresses=list(hosts),
+            parsed_addresses=list(dict.fromkeys(addresses)),
             properties=dict(service.properties),
             server=f"{service.name}.local.",
         )
@@ -108,3 +110,11 @@ class MdnsLan:
             return None
         properties = {key: value or "" for key, value in info.decoded_properties.items()}
         return Service(name.removesuffix(f".{SERVICE_TYPE}"), address_at(addresses, info.port), properties)
+
+
+async def _numeric(host: str) -> list[str]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{host} cannot be announced: {error.strerror}; give its IP address") from None
+    return [str(sockaddr[0]) for *_, sockaddr in found]

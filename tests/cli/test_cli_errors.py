@@ -30,6 +30,8 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         (("run", "two-macs-wifi", "--rank", "1", "--insecure"), ["--rank, --insecure", "--real"]),
         (("run", "four-macs-1gbe", "--algorithm", "hierarchical"), ["several homes"]),
         (("run", "--real"), ["--peers"]),
+        (("run", "--real", "--task", "convex", "--name", "two\nlines"), ["--name", "can read"]),
+        (("run", "--real", "--task", "convex", "--name", " "), ["--name", "can read"]),
         (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
         ((*REAL,), ["--rank", "0 to 1"]),
         ((*REAL, "--rank", "2"), ["--rank", "0 to 1"]),

@@ -34,8 +34,8 @@ class Process:
         self.machine = machine
         self._popen = subprocess.Popen(
             [*machine.prefix, *command], stdin=subprocess.PIPE if typed is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=machine.environment,
-            start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=machine.environment, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []
         self._news = Condition()

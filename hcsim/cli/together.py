@@ -119,7 +119,7 @@ class _Session:
             started.let_go()
             self._progress.news(f"leaving after this step; {words} (once more to stop at once)")
 
-        async with remotes(self._progress.news, _GRACE_S) as started:
+        async with remotes(self._progress.news, END_OF_JOB, _GRACE_S) as started:
             words = "so do those that were started from here" if others.hosts else "the others go on"
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, interrupted, words)

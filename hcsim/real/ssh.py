@@ -1,8 +1,9 @@
 """Starting programs on other machines through ssh, and ending them.
 
 What a program is to read goes to its standard input, which then stays open: when it closes, because we close it or
-because we or the connection die, the program knows that nobody attends to it any more. So nothing is left running that
-somebody would have to log in to end. Output comes back line by line.
+because we or the connection die, the program knows that nobody attends to it any more. A connection that dies without
+a word closes nothing at the other end: so an empty line goes there now and then, and the program may take silence for
+our end. So nothing is left running that somebody would have to log in to end. Output comes back line by line.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAl
 _SSH_FAILED = 255
 _NOT_FOUND = 127
 _LINE_LIMIT_BYTES = 1 << 20
+_ATTENTION_S = 5.0
 
 
 class Remotes:
     """The programs on other machines."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None], sign: str) -> None:
         self._tell = tell
+        self._sign = sign
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._last: dict[str, str] = {}
+        self._attention: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
         """Done when one of them did not even begin."""
 
@@ -47,11 +50,14 @@ class Remotes:
         self._watching[host] = asyncio.create_task(self._watch(host, process, command[0]), name=f"output of {host}")
         assert process.stdin is not None
         process.stdin.write(text.encode())
+        self._attention.append(asyncio.create_task(_attend(process.stdin), name=f"attention to {host}"))
         with suppress(ConnectionError):  # why it has ended is told by whoever watches it
             await process.stdin.drain()
 
     def let_go(self) -> None:
         """Nobody attends to them any more: they are to end in an orderly way."""
+        for attention in self._attention:
+            attention.cancel()
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
@@ -77,12 +83,19 @@ class Remotes:
 
     async def _watch(self, host: str, process: asyncio.subprocess.Process, program: str) -> None:
         assert process.stdout is not None
-        last = ""
+        last, begun = "", False
         async for data in process.stdout:
-            last = data.decode(errors="replace").rstrip()
-            self._tell(f"{host}: {last}")
+            line = data.decode(errors="replace").rstrip()
+            if line == self._sign:
+                begun = True
+            else:
+                last = line
+                self._tell(f"{host}: {last}")
         status = await process.wait()
-        why = _failure(host, program, status, last)
+        if status == _SSH_FAILED and begun:
+            self._tell(f"{host}: the connection to it is lost; what was started there ends by itself")
+            return
+        why = _failure(host, program, status, last.rstrip("."))
         if why and not self.failed.done():
             self.failed.set_result(HcsimError(why))
         elif status:
@@ -90,9 +103,11 @@ class Remotes:
 
 
 @asynccontextmanager
-async def remotes(tell: Callable[[str], None], grace_s: float) -> AsyncIterator[Remotes]:
-    """Programs on other machines that end when this block does: when it ends well, with time to finish."""
-    others = Remotes(tell)
+async def remotes(tell: Callable[[str], None], sign: str, grace_s: float) -> AsyncIterator[Remotes]:
+    """Programs on other machines that end when this block does: when it ends well, with time to finish.
+
+    By a line that is the `sign` they show that they have begun."""
+    others = Remotes(tell, sign)
     try:
         yield others
     except BaseException:
@@ -101,6 +116,12 @@ async def remotes(tell: Callable[[str], None], grace_s: float) -> AsyncIterator[
         raise
     finally:
         await others.end(grace_s)
+
+
+async def _attend(stdin: asyncio.StreamWriter) -> None:
+    while not stdin.is_closing():
+        await asyncio.sleep(_ATTENTION_S)
+        stdin.write(b"\n")
 
 
 def _failure(host: str, program: str, status: int, last: str) -> str:

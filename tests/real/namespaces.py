@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -227,10 +227,20 @@ def lan(folder: Path, names: Sequence[str]) -> Iterator[Lan]:
             machines[-1].connect()
         yield Lan(machines)
     finally:
+        for namespace in made:
+            _end_all(namespace)
         for machine in machines:
             machine.end()
         for namespace in made:
             subprocess.run(["ip", "netns", "delete", namespace], check=False)
+
+
+def _end_all(namespace: str) -> None:
+    """Also what was started there in a session of its own, as a server does for whoever logs in."""
+    inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    for pid in inside.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def obstacle() -> str:

@@ -221,12 +221,14 @@ def test_openssl_does_not_accept_another_clusters_certificate_nor_a_members_as_a
         ((), False, "showed no certificate"),
         (("-cert", "{cert}", "-key", "{key}"), True, ""),
         (("-cert", "{cert}", "-key", "{key}", "-tls1_2"), False, "does not speak TLS 1.3"),
+        (("-cert", "{foreign.cert}", "-key", "{foreign.key}"), False, "our authority did not sign its certificate"),
+        (("-cert", "{cert}", "-key", "{key}", "-CAfile", "{foreign.ca}"), False, "authority did not sign our cert"),
     ],
-    ids=["no certificate", "a member", "TLS 1.2"],
+    ids=["no certificate", "a member", "TLS 1.2", "a member of another cluster", "one that trusts another cluster"],
 )
 def test_openssl_as_a_client(tmp_path: Path, arguments: tuple[str, ...], works: bool, report: str) -> None:
-    paths = files(tmp_path, LEFT)
-    given = [argument.format(cert=paths.cert, key=paths.key) for argument in arguments]
+    paths, foreign = files(tmp_path, LEFT), files(tmp_path, MIDDLE, THEIRS)
+    given = [argument.format(cert=paths.cert, key=paths.key, foreign=foreign) for argument in arguments]
 
     async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
         listener = await right.listen("127.0.0.1:0")

@@ -334,6 +334,8 @@ class Node:
                 self._tell_once(f"{member.name} was started otherwise and cannot take part: {differences}")
             elif differences:
                 self._failure = refusal(member.name, differences)
+                # The others must not wait for our part in this view.
+                self._membership.broken(view.epoch, f"{self._us.name} was started otherwise", self._now())
 
     def _news(self) -> None:
         changed, self._changed = self._changed, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from hcsim.cluster.node import Self
@@ -42,7 +43,8 @@ def trained(
 
 def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
     cluster = Cluster(nodes=nodes, preset="low_latency", **changes)  # type: ignore[arg-type]
-    return Plan(cluster, Training(task="convex", steps=STEPS), 7, wire)
+    patient = msgspec.structs.replace(wire, connect_timeout_s=10 * LIMIT_S)  # nobody waits so long
+    return Plan(cluster, Training(task="convex", steps=STEPS), 7, patient)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,9 @@ def test_differences_are_named_with_both_values() -> None:
     assert unlike({"--stripes": "2"}, {"quorum": "any"}, "mini") == (
         "--stripes is 2 on mini and left out here, quorum is left out on mini and any here"
     )
+
+
+def test_the_leader_does_not_wait_for_one_that_cannot_take_part() -> None:
+    results, told = trained({"a": plan(2), "b": plan(2, SMALL)}, {})
+    assert sorted(type(each).__name__ for each in results.values()) == ["ConfigError", "Report"]
+    assert [line for lines in told.values() for line in lines if "was started otherwise; " in line]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import select
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.real.namespaces import Machine, Process
+from tests.real.namespaces import PATIENCE_S, Machine, Process
 from tests.real.secure_shell import SecureShell
 from tests.real.together import Together, digest, plan, together
 
@@ -43,11 +42,14 @@ def inside(machine: Machine, words: str) -> list[int]:
 
 def ends_on(machine: Machine) -> None:
     """Wait until no hcsim runs there."""
-    for _ in itertools.repeat(None, 600):
-        if not inside(machine, "hcsim.cli.main() run"):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"hcsim still runs on {machine.name}")
+    for pid in inside(machine, "hcsim.cli.main() run"):
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([process], [], [], PATIENCE_S)
+        os.close(process)
+        assert ended, f"hcsim still runs on {machine.name}"
 
 
 def test_another_machine_trains_and_an_interrupt_here_ends_it(abc: tuple[Together, SecureShell]) -> None:

@@ -1,0 +1,142 @@
+"""What a parameter server knows, and who holds it: the first two members of a view, alike to the last bit.
+
+When a view begins, whoever has the newest state hands it to those of the first two who lack it. Where nobody has any
+(server and standby were lost at once), the newest model that a worker has pulled is what is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from hcsim.cluster.view import View
+from hcsim.collectives.data import array_of
+from hcsim.collectives.group import Group
+from hcsim.errors import Diverged
+from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.elastic.method import Replicated
+from hcsim.training.elastic.parcel import Parcel, relay
+from hcsim.training.elastic.standing import Era, Header
+from hcsim.training.elastic.synchronise import same_intent
+from hcsim.training.learner import Learner
+from hcsim.training.optimizer import Optimizer
+from hcsim.training.parameter_server.saved import Record
+from hcsim.training.strategies import one_level
+from hcsim.training.task import Flat
+
+PULLED = -1
+"""The generation of what a worker has pulled: anything that a server or standby holds is better."""
+
+
+class Start(NamedTuple):
+    """Where a view begins."""
+
+    version: int = 0
+    position: int = 0
+    """How many samples were dealt out before this version; of no meaning in modes where each has its own."""
+    step: int = 0
+    """This version's."""
+
+
+class State(msgspec.Struct):
+    """What a server knows beside the model."""
+
+    era: Era = Era()
+    version: int = 0
+    workers: dict[str, Record] = {}
+    since: tuple[int, int] = (0, 0)
+    """The version that this view began with, and how many samples were dealt out before it."""
+    step: int = 0
+    """That version's."""
+
+    def begin(self, start: Start) -> None:
+        """A view begins there."""
+        self.since, self.step = (start.version, start.position), start.step
+
+
+class Pulled(NamedTuple):
+    """What a worker has of the server's."""
+
+    version: int
+    parameters: Flat
+    start: Start
+    """Of the view that it was pulled in."""
+
+
+class Keeper:
+    """One member's copy of the server's model and state."""
+
+    def __init__(self, learner: Learner, optimizer: Optimizer) -> None:
+        self.learner = learner
+        self.state: State | None = None
+        """None where we are neither the server nor its standby."""
+        self._optimizer = optimizer
+
+    async def synchronise(self, group: Group, view: View, intent: bytes, pulled: Pulled, done: bool) -> list[str]:
+        """Return when the first two hold the newest state. Who has said that it is done, is returned by node."""
+        ours = self._header(intent, pulled.version)
+        mark = fingerprint(self.learner.replica.parameters)
+        gathered = [array_of(each) for each in await group.all_gather(np.array([*ours, mark, done], np.int64))]
+        headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
+        right = max(range(group.size), key=lambda rank: (headers[rank].standing, -rank))
+        await same_intent(group, intent, [header.intent for header in headers], right)
+        if headers[right].generation == PULLED:
+            if group.rank == right:
+                self._inherit(pulled)
+            headers[right] = headers[right]._replace(generation=0)
+        keepers = range(min(2, group.size))
+        _check_alike(
+            view, [rank for rank in keepers if headers[rank].standing == headers[right].standing], right, marks
+        )
+        routes = [(right, r) for r in keepers if r != right and headers[r].standing != headers[right].standing]
+        giving = {taker: self._parcel() for giver, taker in routes if giver == group.rank}
+        for parcel in await relay(group, routes, giving) if routes else ():
+            self._adopt(parcel)
+        await group.barrier()
+        if group.rank in keepers:
+            assert self.state is not None
+            self.state.era = self.state.era.next(view)
+        else:
+            self.state = None
+        return [view.nodes[rank] for rank, each in enumerate(gathered) if each[-1]]
+
+    def _header(self, intent: bytes, pulled: int) -> Header:
+        held = self.state
+        era = held.era if held is not None else Era(PULLED)
+        digest = int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
+        version = held.version if held is not None else pulled
+        return Header(era.generation, era.epoch, era.view, era.lineage, version, -1, digest)
+
+    def _inherit(self, pulled: Pulled) -> None:
+        """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""
+        self.state = State()
+        if pulled.version >= 0:
+            self.state.version = pulled.version
+            self.state.begin(pulled.start)
+            place = self.learner.replica.parameters
+            if not isinstance(pulled.parameters, Phantom) and not isinstance(place, Phantom):
+                np.copyto(place, pulled.parameters)
+            self.learner.stepper = self._optimizer.open(place)
+            self.learner.host.trace("parameter server", "went back to", pulled.version)
+
+    def _parcel(self) -> Parcel:
+        return Parcel(msgspec.msgpack.encode(self.state), self._model.shared())
+
+    def _adopt(self, parcel: Parcel) -> None:
+        self.state = msgspec.msgpack.decode(parcel.about, type=State)
+        self._model.adopt(parcel.arrays, self.state.step)
+
+    @property
+    def _model(self) -> Replicated:
+        return Replicated(self.learner, one_level)
+
+
+def _check_alike(view: View, alike: list[int], right: int, marks: list[int]) -> None:
+    for rank in alike:
+        if marks[rank] != marks[right]:
+            names = view.members[right].name, view.members[rank].name
+            raise Diverged(f"the server's state is not the same on {names[0]} and {names[1]}: memory failed there")

@@ -1,0 +1,117 @@
+"""A member's worker, which stays what it is from view to view, and only calls another server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hcsim.collectives.group import Group
+from hcsim.runtime.host import Host
+from hcsim.training.data import Batches
+from hcsim.training.elastic.keeper import Pulled, Start, State
+from hcsim.training.parameter_server.messages import Done
+from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.server import Server
+from hcsim.training.parameter_server.worker import Worker
+from hcsim.training.run import Run
+from hcsim.training.task import Indices
+
+
+class Working:
+    """The worker, what it works on, and what is noted of that."""
+
+    def __init__(self, host: Host, worker: Worker, policy: Policy) -> None:
+        self.worker = worker
+        self.task: asyncio.Task[Done] | None = None
+        self.run: Run | None = None
+        """From the first view on."""
+        self.start = Start()
+        """Of this view."""
+        self.per_step = 1
+        """Updates in a step."""
+        self._host = host
+        self._policy = policy
+        self._noted = 0
+        self._loss = float("nan")
+        self._server: Server | None = None
+        """Of ours, in this view."""
+        self._served_bytes = 0
+        """Sent by servers that we were, less what our worker sent to them."""
+        self._before_serving = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to the end, and has the final model."""
+        return self.task is not None and self.task.done()
+
+    @property
+    def pulled(self) -> Pulled:
+        """What it has of the server's."""
+        return Pulled(self.worker.version, self.worker.learner.replica.parameters, self.start)
+
+    def begin(self, group: Group, run: Run, batches: Batches, start: Start) -> None:
+        """Go on with the ranks of another view; its server is told of later."""
+        self.start = start
+        self.per_step = 1 if self._policy.mode == "sync" else group.size
+        self.run = run
+        run.regroup(group, batches, self.worker.gradients.compressor)
+
+    async def call(self, address: str) -> None:
+        """Go on with the server that is there; empty: there is none for now."""
+        await self.worker.redirect(address)
+        if self.task is None and address:
+            self.task = self._host.spawn(self.worker.run(address, self._batch, self._counted), name="worker")
+
+    async def close(self) -> None:
+        """End it."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    def step_of(self, version: int) -> int:
+        """How many steps lead to this version."""
+        return self.start.step + (version - self.start.version) // self.per_step
+
+    def after(self, state: State) -> Start:
+        """Where the next view begins, if it goes on from this state of the last one."""
+        version, position = state.since
+        if state.version != version and self.run is not None and self._policy.mode == "sync":
+            position = self.run.batches.position(state.version)
+        return Start(state.version, position, state.step + (state.version - version) // self.per_step)
+
+    def _batch(self, version: int, accepted: int) -> Indices | None:
+        assert self.run is not None
+        batches, rank = self.run.batches, self.run.group.rank
+        if self._policy.mode == "sync":
+            return batches.batch(max(version, self.start.version), rank)
+        return batches.own(rank, accepted) if len(batches.shard(rank)) else None
+
+    # What is noted.
+
+    async def _counted(self, version: int, loss: float) -> None:
+        self._loss = loss
+        await self.note(version)
+
+    async def note(self, version: int) -> None:
+        """Note the step that this version completes, if it is not noted yet."""
+        assert self.run is not None
+        step = self.step_of(version)
+        if step > self._noted:
+            self._noted = self.run.step = step
+            self.count_bytes()
+            await self.run.note(step, self._loss)
+
+    def serves(self, server: Server | None) -> None:
+        """Our machine has this server now; None: it has none any more."""
+        if self._server is not None:
+            self._served_bytes += self._sent_by(self._server)
+        self._server, self._before_serving = server, self.worker.sent_bytes
+
+    def count_bytes(self) -> None:
+        """What crosses the network: a worker beside its server speaks over the machine's own loopback."""
+        assert self.run is not None
+        serving = self._sent_by(self._server) if self._server is not None else 0
+        self.run.other_sent_bytes = self._served_bytes + serving + self.worker.sent_bytes
+
+    def _sent_by(self, server: Server) -> int:
+        near = self.worker.sent_bytes - self._before_serving
+        return server.reception.sent_bytes(without=self.worker.name) - near

@@ -24,6 +24,7 @@ from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Cluster, Scenario, Training, load_scenario
+from hcsim.errors import ConfigError
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
@@ -111,6 +112,7 @@ def simulate_training(
 
     loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     chosen = settings or loaded.training or Training()
+    _refuse_tunnels(chosen)
     options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
 
     async def program(group: Group) -> Report:
@@ -139,6 +141,7 @@ def simulate_cluster(
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
+    _refuse_tunnels(plan.training)
     world = World(loaded, sink=sink, sealed=True)
     homes = {node.name: node.home for node in loaded.nodes}
 
@@ -158,6 +161,14 @@ def simulate_cluster(
             return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))
+
+
+def _refuse_tunnels(settings: Training) -> None:
+    for name, address in (("server", settings.server), ("listen", settings.listen)):
+        if address is not None and "://" in address:
+            raise ConfigError(
+                f'{name} = "{address}": there are no tunnels and proxies in a simulation; leave out server and listen'
+            )
 
 
 def measure_topology(scenario: Scenario | str | Path) -> Topology:
@@ -293,7 +304,7 @@ async def real_group(
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
-        named = RealOptions(name=f"rank {rank}", tls=tls, insecure=insecure, device=device)
+        named = RealOptions(name=f"rank {rank}", seed=secrets.randbits(64), tls=tls, insecure=insecure, device=device)
         host = await stack.enter_async_context(RealHost(named))
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))

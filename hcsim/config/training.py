@@ -38,3 +38,7 @@ class Training(Table, frozen=True):
     """Gradients are exchanged in buckets of about this size, while the backward pass goes on."""
     evaluate_every: Count = 20
     timeout_s: PositiveSeconds = PositiveSeconds(60)
+    server: str | None = None
+    """Where workers reach a parameter server, if not straight at its machine: "wss://ps.example.org/home"."""
+    listen: str | None = None
+    """Where it then listens, for the tunnel or proxy that stands before it: "ws://127.0.0.1:8080"."""

@@ -1,54 +1,26 @@
-"""Other carriers than plain TCP, chosen by the scheme of an address.
+"""Other carriers than plain TCP, chosen by the scheme of an address (see `runtime.target`).
 
-host:port             TCP
-ws://host:port/path   WebSocket; wss:// with TLS, as behind an HTTPS tunnel or reverse proxy
-grpc://host:port      gRPC
+Whom a caller of wss:// trusts depends on what it has:
+
+nothing, or a cluster's key   a public server, whose certificate must be of that name, from an authority that this
+                              machine trusts. That is the tunnel's or proxy's, and says nothing about who is behind
+                              it: members prove that to each other by the admission handshake, over the WebSocket.
+TLS files of its own          whoever their authority has signed, and both sides show a certificate: a proxy has to
+                              have one of that authority's.
+
+Whoever runs the tunnel can read and change what passes through it.
 """
 
 from __future__ import annotations
 
 import ssl
-from typing import Any, NamedTuple
+from typing import Any
 
 from hcsim.errors import ConfigError
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.tls import Tls, TlsFiles
-from hcsim.runtime.address import hosts_of
 from hcsim.runtime.channel import Channel, Listener
-
-TCP = "tcp"
-SCHEMES = ("ws", "wss", "grpc")
-_DEFAULT_PORTS = {"ws": 80, "wss": 443}
-
-
-class Target(NamedTuple):
-    """An address, taken apart."""
-
-    text: str
-    scheme: str
-    hosts: tuple[str, ...]
-    """Where the machine is, the best place first."""
-    port: int
-    path: str = ""
-
-    def encrypted(self, *, has_tls: bool) -> bool:
-        """Whether what goes there is encrypted."""
-        return self.scheme == "wss" or (self.scheme != "ws" and has_tls)
-
-
-def parse(address: str) -> Target:
-    """Take an address apart."""
-    scheme, separator, rest = address.partition("://")
-    if not separator:
-        return Target(address, TCP, *hosts_of(address))
-    if scheme not in SCHEMES:
-        raise ConfigError(f"{address!r}: {scheme}:// is not known; write host:port, or one of {', '.join(SCHEMES)}://")
-    place, slash, path = rest.partition("/")
-    if path and scheme == "grpc":
-        raise ConfigError(f"{address!r}: a gRPC address is grpc://host:port, without a path")
-    if scheme in _DEFAULT_PORTS and (":" not in place or place.endswith("]")):
-        place = f"{place}:{_DEFAULT_PORTS[scheme]}"
-    return Target(address, scheme, *hosts_of(place), slash + path)
+from hcsim.runtime.target import Target
 
 
 async def dial(target: Target, tls: TlsFiles | ClusterTls | None) -> Channel:
@@ -61,8 +33,7 @@ async def dial(target: Target, tls: TlsFiles | ClusterTls | None) -> Channel:
 
     context: ssl.SSLContext | None = None
     if target.scheme == "wss":
-        # Without a CA of one's own it is a public server, whose name its certificate has to have.
-        context = ssl.create_default_context() if tls is None else Tls(tls).context(server_side=False)
+        context = Tls(tls).context(server_side=False) if isinstance(tls, TlsFiles) else ssl.create_default_context()
     return await dial_websocket(target.text, context)
 
 
@@ -76,12 +47,14 @@ async def listen(
         return await GrpcListener.open(sockaddr, _files(target, tls))
     from hcsim.real.websocket import WebSocketListener
 
-    if target.scheme == "wss" and tls is None:
-        raise ConfigError(
-            f"{target.text}: to listen with TLS takes a certificate, its key and a CA; "
-            "behind a tunnel or proxy that has them, listen at ws://127.0.0.1:…"
-        )
-    context = Tls(tls).context(server_side=True) if target.scheme == "wss" and tls is not None else None
+    context: ssl.SSLContext | None = None
+    if target.scheme == "wss":
+        if not isinstance(tls, TlsFiles):
+            raise ConfigError(
+                f"{target.text}: to listen with TLS takes a certificate, its key and a CA in files; "
+                "behind a tunnel or proxy that has them, listen at ws://127.0.0.1:…"
+            )
+        context = Tls(tls).context(server_side=True)
     return await WebSocketListener.open(target.path, family, sockaddr, context, handshake_timeout_s)
 
 

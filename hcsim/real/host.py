@@ -37,6 +37,7 @@ from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.runtime.store import Store
+from hcsim.runtime.target import TCP, Target, parse
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 
@@ -127,15 +128,15 @@ class RealHost:
         return list_interfaces()
 
     async def listen(self, address: str) -> Listener:
-        """Accept channels at `host:port`, or at an address of another carrier (see `carriers`)."""
-        target, options = carriers.parse(address), self._options
+        """Accept channels at `host:port`, or at an address of another carrier (see `target`)."""
+        target, options = parse(address), self._options
         listener: Listener
         try:
             hosts = target.hosts
             if len(hosts) > 1:
                 hosts = _EVERYWHERE_V6 if any(":" in host for host in hosts) else _EVERYWHERE
             family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
-            if target.scheme == carriers.TCP:
+            if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
                 listener = TcpListener(sock, self._tls, options.handshake_timeout_s, self._accepted, self._refused)
             else:
@@ -148,7 +149,7 @@ class RealHost:
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
         """Open a channel; see `Host.connect`. A certificate that is not valid ends the attempts at once."""
-        target = carriers.parse(address)
+        target = parse(address)
         draw = self.rng("connect", address)
         delay_s = _FIRST_RETRY_S
         failure: ChannelError | None = None
@@ -227,11 +228,11 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, target: carriers.Target) -> Channel:
+    async def _dial(self, target: Target) -> Channel:
         """One attempt, at every address that the names stand for; the one that answered last comes first."""
         failure = OSError(f"{' or '.join(target.hosts)} has no address")
         places = await self._resolve(target)
-        if target.scheme != carriers.TCP:
+        if target.scheme != TCP:
             return await carriers.dial(target, self._options.tls)
         address = target.text
         places.sort(key=lambda place: place != self._answered.get(address))
@@ -258,7 +259,7 @@ class RealHost:
                 raise
         raise failure
 
-    async def _resolve(self, target: carriers.Target) -> list[tuple[int, Any]]:
+    async def _resolve(self, target: Target) -> list[tuple[int, Any]]:
         """Socket families and addresses of names, if our security allows to use them."""
         loop = asyncio.get_running_loop()
         found: list[Any] = []

@@ -20,6 +20,7 @@ from hcsim.training.data import Batches
 from hcsim.training.ddp import ddp, single
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
+from hcsim.training.parameter_server.place import check_place
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.strategy import train as serve_and_work
 from hcsim.training.periodic import Journey, periodic
@@ -152,6 +153,7 @@ def completed(settings: Training, what: Task, ranks: int) -> Training:
     usual = what.defaults
     if settings.optimizer == "adamw" and settings.momentum is not None:
         raise ConfigError(f"momentum = {settings.momentum}: adamw has its own two, which are fixed")
+    check_place(settings, has_server=isinstance(strategy(settings.strategy), ParameterServer))
     if isinstance(settings.batch, tuple) and len(settings.batch) != ranks:
         raise ConfigError(f"batch = {list(settings.batch)}: {len(settings.batch)} batch sizes for {ranks} ranks")
     return replace(

@@ -21,10 +21,10 @@ from cryptography.x509.oid import NameOID
 
 from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.real import websocket
-from hcsim.real.carriers import parse
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.frame import Header, encode_header
+from hcsim.runtime.target import parse
 from tests.real.test_real_host import Authority
 from tests.training.parameter_server.bench import NAMES, Bench, alone, of_the_round, worker_on
 

@@ -31,7 +31,6 @@ from hcsim.collectives.group import Group, Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, ConfigError
-from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
@@ -44,6 +43,7 @@ from hcsim.training.learner import Learner
 from hcsim.training.optimizer import clip
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
+from hcsim.training.parameter_server.place import address_of, listen
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.parameter_server.saved import recall, records
@@ -146,12 +146,11 @@ class Served:
         working.begin(group, run, batches, start)
         run.learner = learner if group.rank == standby.SERVER else working.worker.learner
 
-    async def _call(self, group: Group, port: int) -> None:
-        """Tell where the server listens; workers go on there."""
+    async def _call(self, group: Group, port: int = 0, near: str = "") -> None:
+        """Tell where the server listens; workers go on there, and the one beside it at an address that is `near`."""
         told = np.array([port], np.int64)
         await group.broadcast(told)
-        host, _ = split_address(group.addresses[0])
-        await self._working.call(join_address((host, int(told[0]))))
+        await self._working.call(near or address_of(self.settings, group.addresses[0], int(told[0])))
 
     # A view ends.
 
@@ -190,11 +189,10 @@ class Served:
     async def _serve(self, group: Group, view: View) -> bool:
         server = self._opened(group, view)
         self._working.serves(server)
-        host, _ = split_address(group.addresses[0])
-        listener = await self._host.listen(join_address((host, 0)))
+        listener, port = await listen(self._host, self.settings, group.addresses[0])
         serving = self._host.spawn(server.run(listener), name="parameter server")
         try:
-            await self._call(group, split_address(listener.address)[1])
+            await self._call(group, port, near=listener.address if self.settings.server is not None else "")
             await self._look(group, view, serving)
             while self._working.done and not serving.done() and group.error is None:
                 await self._host.clock.sleep(LOOK_S)  # others may still want the final model
@@ -243,7 +241,7 @@ class Served:
     # The standby, and those who only work.
 
     async def _stand_by(self, group: Group, view: View) -> bool:
-        await self._call(group, 0)
+        await self._call(group)
         following = []
         if group.rank == standby.STANDBY:
             following.append(self._host.spawn(standby.follow(group, self._keeper), name="stand by"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
+from hmac import compare_digest
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -136,8 +137,8 @@ class Reception:
             await line.close()
 
     def _objection(self, join: Join) -> str:
-        if join.job != self._job:
-            return f"this is job {self._job!r}, not {join.job!r}"
+        if not compare_digest(join.job.encode(), self._job.encode()):
+            return f"this is another job than {join.job!r}"  # whose name may be what keeps strangers out
         if join.model != self._learner.task.fingerprint:
             return "we train another model, or with other data"
         unknown = join.worker not in self._rounds.members

@@ -2,7 +2,7 @@
 
 In sync mode a round is a step, with the batches that data parallelism would use: the result is that of one process
 with the joined batch. Otherwise a step is as many pushes as there are ranks, and each worker goes through a shard of
-its own. The group serves only to tell where the server listens; afterwards ranks may be lost.
+its own. The group serves only to tell where the server listens (see `place`); afterwards ranks may be lost.
 
 The first rank's worker speaks to the server as the others do, over its machine's own loopback. That crosses no
 network, so it is not counted in the bytes sent.
@@ -18,9 +18,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from hcsim.errors import CollectiveError
-from hcsim.runtime.address import join_address, split_address
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
+from hcsim.training.parameter_server.place import address_of, listen
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.parameter_server.server import Server
@@ -45,39 +45,55 @@ class _Rank:
         self._per_step = 1 if policy.mode == "sync" else self._world
         """Updates in a step."""
         self._names = [f"{rank:05d}" for rank in range(self._world)]
-        self._job = f"epoch {run.group.epoch}"
+        self._secret = self._drawn() if run.settings.server is not None and run.group.rank == 0 else (0, 0)
         self._gradients = Gradients(run.learner.layout, run.compressor)
         self._server = self._opened() if run.group.rank == 0 else None
-        learner = run.learner
+        self._learner = run.learner
         if self._server is not None:
             # The server has the learner; the worker beside it computes with a copy of the model.
-            learner = copy(learner)
-            learner.replica = run.task.replica(0, run.group.host.device.torch_name)
-        self._worker = Worker(learner, self._gradients, policy, name=self._names[run.group.rank], job=self._job)
+            self._learner = copy(run.learner)
+            self._learner.replica = run.task.replica(0, run.group.host.device.torch_name)
+        self._worker: Worker | None = None
         self._step = 0
         self._loss = float("nan")
 
     async def train(self) -> None:
         """Serve, work, or both."""
-        group = self._run.group
-        host, _ = split_address(group.addresses[0])
-        port = np.zeros(1, np.int64)
+        group, settings = self._run.group, self._run.settings
+        told = np.array([0, *self._secret], np.int64)
+        near = ""
         async with AsyncExitStack() as stack:
             if self._server is not None:
-                listener = await group.host.listen(join_address((host, 0)))
+                listener, told[0] = await listen(group.host, settings, group.addresses[0])
                 stack.push_async_callback(listener.close)
-                port[0] = split_address(listener.address)[1]
                 stack.push_async_exit(_Serving(group.host.spawn(self._server.run(listener), name="parameter server")))
-            await group.broadcast(port)
-            done = await self._worker.run(join_address((host, int(port[0]))), self._batch, self._counted)
+                near = listener.address
+            await group.broadcast(told if settings.server is not None else told[:1])
+            port, *secret = (int(number) for number in told)
+            address = near if settings.server is not None and near else address_of(settings, group.addresses[0], port)
+            done = await self._hired(self._job(*secret)).run(address, self._batch, self._counted)
         await self._note(done.version)
         self._count_bytes()
+
+    def _hired(self, job: str) -> Worker:
+        name = self._names[self._run.group.rank]
+        self._worker = Worker(self._learner, self._gradients, self._policy, name=name, job=job)
+        return self._worker
+
+    def _job(self, *secret: int) -> str:
+        name = f"epoch {self._run.group.epoch}"
+        return f"{name} {'-'.join(f'{part:016x}' for part in secret)}" if any(secret) else name
+
+    def _drawn(self) -> tuple[int, int]:
+        """What only the group's ranks know."""
+        draw = self._run.group.host.rng("parameter server", "secret", self._run.group.epoch)
+        return draw.getrandbits(63), draw.getrandbits(63)
 
     def _opened(self) -> Server:
         run = self._run
         total, now = self._per_step * run.settings.steps, run.group.host.clock.now()
         rounds = Rounds(self._policy, total, awaited=self._names, now=now)
-        server = Server(run.learner, self._gradients, rounds, self._update, job=self._job)
+        server = Server(run.learner, self._gradients, rounds, self._update, job=self._job(*self._secret))
         server.reception.members_only = True
         return server
 
@@ -104,9 +120,10 @@ class _Rank:
             await self._run.note(step, self._loss)
 
     def _count_bytes(self) -> None:
-        run, server = self._run, self._server
-        sent = self._worker.sent_bytes if server is None else server.reception.sent_bytes(without=self._worker.name)
-        run.other_sent_bytes = sent
+        worker, server = self._worker, self._server
+        assert worker is not None
+        sent = worker.sent_bytes if server is None else server.reception.sent_bytes(without=worker.name)
+        self._run.other_sent_bytes = sent
 
 
 class _Serving:

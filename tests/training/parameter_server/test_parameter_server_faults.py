@@ -316,7 +316,7 @@ def test_a_worker_whose_gradients_are_never_valid_gives_up_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"job": "another"}, "this is job 'bench'"),
+        ({"job": "another"}, "another job than 'another'"),
         ({"model": "0"}, "another model"),
         ({"worker": "z"}, "no worker called z"),
     ],

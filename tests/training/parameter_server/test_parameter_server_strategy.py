@@ -10,12 +10,14 @@ import pytest
 from hcsim import Group
 from hcsim.config import Crash
 from hcsim.config.training import Training
+from hcsim.errors import ConfigError
+from hcsim.launch import simulate_cluster, simulate_training
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.data import Batches
 from hcsim.training.optimizer import Sgd, clip
 from hcsim.training.parameter_server.messages import Join, Leave, Pull, Push, encode
 from hcsim.training.run import Point, Report, Run
-from hcsim.training.strategies import train
+from hcsim.training.strategies import check_training, train
 from hcsim.training.tasks import task
 
 SEED = 9
@@ -153,3 +155,35 @@ def test_ranks_that_are_lost_do_not_stop_the_others(virtual):
     assert [report.rank for report in reports] == [0, 1, 2]
     assert len({report.sha256 for report in reports}) == 1
     assert {report.steps for report in reports} == {60}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"server": "wss://ps.example.org"}, "give listen too"),
+        ({"listen": "ws://127.0.0.1:8080"}, "give server too"),
+        ({"server": "https://ps.example.org", "listen": "ws://127.0.0.1:8080"}, "server = .*https:// is not known"),
+        ({"server": "wss://ps.example.org", "listen": "127.0.0.1"}, "listen = .* is not an address"),
+        ({"server": "wss://ps.example.org", "listen": "ws://127.0.0.1:0"}, "listen = .*give the port"),
+        ({"server": "ws://0.0.0.0:8080", "listen": "ws://0.0.0.0:8080"}, "give a name or an address"),
+        ({"server": "wss://ps.example.org", "listen": "127.0.0.1:8080"}, "unlike kinds"),
+        ({"server": "a:1", "listen": "b:1", "strategy": "ddp"}, "ddp has no server"),
+    ],
+)
+def test_a_place_where_nobody_reaches_the_server_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        check_training(settings(**changes), 3, 1)
+
+
+def test_a_simulation_has_no_tunnels():
+    tunnel = settings(server="wss://ps.example.org", listen="ws://127.0.0.1:8080", batch=4)
+    with pytest.raises(ConfigError, match="no tunnels"):
+        simulate_training("four-macs-1gbe", tunnel)
+    with pytest.raises(ConfigError, match="no tunnels"):
+        simulate_cluster("four-macs-1gbe", tunnel)
+
+
+def test_a_server_at_a_place_of_its_own_teaches_the_same(virtual):
+    (free, *_), _ = trained(virtual, settings())
+    (placed, *_), _ = trained(virtual, settings(server="mac-0:7000", listen="0.0.0.0:7000"))
+    assert free.sha256 == placed.sha256

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from msgspec.structs import replace
 
+from hcsim.compressors.encoding import HEADER_BYTES
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.rng import generator
@@ -70,6 +71,14 @@ def test_bytes_that_are_no_gradient_are_refused_or_are_one(spec: str, data: st.D
     except CompressionError:
         return
     assert np.isfinite(found).all()
+
+
+def test_factors_whose_product_is_not_finite_are_refused():
+    gradients, _, push, bad = packed("powersgd:1")
+    factors = bad[HEADER_BYTES : push.sizes[0]]
+    factors.view(np.float32)[:] = 1e38
+    with pytest.raises(CompressionError, match="not finite"):
+        gradients.unpack(push, bad)
 
 
 @pytest.mark.parametrize(

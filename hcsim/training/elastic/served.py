@@ -11,7 +11,8 @@ what is left: its later updates are lost, and what the optimizer remembered.
 In sync mode the batches of a view are dealt out among its members; a push that was under way when the members changed
 is of the old ones. In the other modes a step is as many updates as there are members.
 
-What a worker's error feedback owes goes with it when it leaves, in an orderly way too.
+A worker that leaves in an orderly way pushes once more, uncompressed and with all that its error feedback owes; it
+leaves when that has counted. With one that crashes, what it owed is lost.
 
 `keeper` has the server's state, `standby` the way it is told to the standby, `working` the worker.
 """
@@ -156,31 +157,26 @@ class Served:
 
     async def _look(self, group: Group, view: View, serving: asyncio.Task[Done] | None = None) -> None:
         """Return when there is a reason to: all is done, the members change, or somebody we need has failed."""
-        while not self._working.done:
+        while not self._working.ended:
             if serving is not None and serving.done():
                 serving.result()
             if group.error is not None:
                 raise CollectiveError(f"the group failed: {group.error}", peer=getattr(group.error, "peer", None))
-            if self._wants_to_leave or self._conductor.superseded(view.epoch):
+            if self._conductor.superseded(view.epoch):
                 return
+            self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self._host.clock.sleep(LOOK_S)
-
-    @property
-    def _wants_to_leave(self) -> bool:
-        return self.leaving is not None and self.leaving.is_set()
 
     async def _ended(self, group: Group) -> bool:
         """Whether that was all, for us or for all."""
         working = self._working
         assert working.task is not None
-        if working.done:
-            done = working.task.result()
+        if working.retired:
+            await self._conductor.leave()
+            return True
+        if working.done and (done := working.task.result()) is not None:
             await group.barrier()  # until all have the final model, somebody may have to serve it again
             await working.note(done.version)
-            return True
-        if self._wants_to_leave:
-            await working.close()
-            await self._conductor.leave()
             return True
         return False
 

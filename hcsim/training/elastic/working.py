@@ -21,7 +21,7 @@ class Working:
 
     def __init__(self, host: Host, worker: Worker, policy: Policy) -> None:
         self.worker = worker
-        self.task: asyncio.Task[Done] | None = None
+        self.task: asyncio.Task[Done | None] | None = None
         self.run: Run | None = None
         """From the first view on."""
         self.start = Start()
@@ -39,9 +39,19 @@ class Working:
         self._before_serving = 0
 
     @property
+    def ended(self) -> bool:
+        """Whether it works no more."""
+        return self.task is not None and self.task.done()
+
+    @property
+    def retired(self) -> bool:
+        """Whether it has left before the end, with nothing owed."""
+        return self.ended and self.task is not None and not self.task.exception() and self.task.result() is None
+
+    @property
     def done(self) -> bool:
         """Whether it has come to the end, and has the final model."""
-        return self.task is not None and self.task.done()
+        return self.ended and not self.retired
 
     @property
     def pulled(self) -> Pulled:

@@ -1,4 +1,8 @@
-"""Gradients on their way to the server: one payload per tensor, and no trust in what arrives."""
+"""Gradients on their way to the server: one payload per tensor, and no trust in what arrives.
+
+A worker's last push may be whole: not compressed, with all that its error feedback still owes, so that nothing is lost
+with it. The server takes either.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.feedback import Feedback
+from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
@@ -15,6 +21,7 @@ from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.parameter_server.messages import Push
 from hcsim.training.task import Flat
 
+WHOLE = "none"
 SLACK_BYTES = 1024
 """What a payload may have beyond its tensor: a coder that finds nothing to save adds a little."""
 
@@ -26,6 +33,7 @@ class Gradients:
         self.tensors = layout.tensors
         self.compressor = compressor
         self.length = layout.length
+        self._dense = make(WHOLE, seed=0, rank=0)
         self._exact = [compressor.size_bytes(tensor.shape) for tensor in self.tensors]
         self._most = [FLOAT_BYTES * tensor.length * 65 // 64 + SLACK_BYTES for tensor in self.tensors]
         self.most_bytes = sum(self._most)
@@ -41,33 +49,56 @@ class Gradients:
         if isinstance(gradients, Phantom):
             return tuple(self._exact), Phantom(sum(self._exact))
         gradients *= np.float32(samples)
-        payloads = [
-            self.compressor.encode(tensor.view(gradients), Ident(tensor.name, version)) for tensor in self.tensors
-        ]
+        return self._packed(self.compressor, gradients, version)
+
+    @property
+    def owing(self) -> Feedback | None:
+        """The error feedback, if it owes anything."""
+        feedback = self.compressor
+        return feedback if isinstance(feedback, Feedback) and feedback.state() else None
+
+    def pack_whole(
+        self, owing: Feedback, gradients: Flat, samples: int, version: int
+    ) -> tuple[tuple[int, ...], Bytes | Phantom]:
+        """The same, but whole: if this counts, nothing is owed any more. Changes the gradients."""
+        assert not isinstance(gradients, Phantom)  # phantoms owe nothing
+        gradients *= np.float32(samples)
+        for tensor in self.tensors:
+            of, out = Ident(tensor.name, version), tensor.view(gradients)
+            out[...] = owing.compensated(out, of)
+            owing.keep(np.zeros_like(out), of)
+        return self._packed(self._dense, gradients, version)
+
+    def _packed(self, compressor: Compressor, sums: Array, version: int) -> tuple[tuple[int, ...], Bytes]:
+        payloads = [compressor.encode(tensor.view(sums), Ident(tensor.name, version)) for tensor in self.tensors]
         return tuple(payload.nbytes for payload in payloads), np.concatenate(payloads)
 
     def objection(self, push: Push) -> str:
         """What is wrong with an announced push; empty if nothing is."""
-        if push.compressor != self.compressor.spec:
+        if push.compressor not in (self.compressor.spec, WHOLE):
             return f"compressed with {push.compressor!r}, and we expect {self.compressor.spec!r}"
         if len(push.sizes) != len(self.tensors):
             return f"{len(push.sizes)} payloads for {len(self.tensors)} tensors"
-        for tensor, size, exact, most in zip(self.tensors, push.sizes, self._exact, self._most, strict=True):
-            if size != exact if self.compressor.sized else size > most:
+        codec = self._codec(push)
+        for tensor, size, most in zip(self.tensors, push.sizes, self._most, strict=True):
+            if size != codec.size_bytes(tensor.shape) if codec.sized else size > most:
                 return f"{size} bytes for {tensor.name}, whose shape is {list(tensor.shape)}"
         return ""
 
     def unpack(self, push: Push, data: Bytes) -> Array:
         """The gradients in an announced push that was not objected to; `CompressionError` if they are not valid."""
-        gradients = np.empty(self.length, np.float32)
+        gradients, codec = np.empty(self.length, np.float32), self._codec(push)
         ends = accumulate(push.sizes, initial=0)
         for tensor, (lo, hi) in zip(self.tensors, pairwise(ends), strict=True):
             out = tensor.view(gradients)
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
-                self.compressor.decode(data[lo:hi], out, Ident(tensor.name, push.version))
+                codec.decode(data[lo:hi], out, Ident(tensor.name, push.version))
             if not np.isfinite(out).all():
                 raise CompressionError("a gradient is not finite", tensor.name)
         return gradients
+
+    def _codec(self, push: Push) -> Compressor:
+        return self._dense if push.compressor == WHOLE else self.compressor
 
 
 def mean_of_sums(sums: Iterable[tuple[Array, int]], out: Array) -> None:

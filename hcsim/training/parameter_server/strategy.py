@@ -72,6 +72,7 @@ class _Rank:
             port, *secret = (int(number) for number in told)
             address = near if settings.server is not None and near else address_of(settings, group.addresses[0], port)
             done = await self._hired(self._job(*secret)).run(address, self._batch, self._counted)
+        assert done is not None  # nobody retires from a group of fixed ranks
         await self._note(done.version)
         self._count_bytes()
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
+from hcsim.compressors.base import State
+from hcsim.compressors.feedback import Feedback
 from hcsim.errors import (
     ChannelError,
     CompressionError,
@@ -22,7 +24,7 @@ from hcsim.errors import (
 )
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.gradients import WHOLE, Gradients
 from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import (
     UNKNOWN,
@@ -38,6 +40,7 @@ from hcsim.training.parameter_server.messages import (
     Question,
     Refused,
     Stale,
+    Verdict,
     Wait,
     Welcome,
     answer,
@@ -63,6 +66,8 @@ class Worker:
         self.accepted = 0
         """How many of our pushes have counted."""
         self.done: Done | None = None
+        self.retiring = False
+        """Once it is set, we leave after the push that is under way; or after one more, if we owe anything."""
         self.reachable = asyncio.Event()
         """Whether there is a server to call; see `redirect`."""
         self.reachable.set()
@@ -74,6 +79,8 @@ class Worker:
         self._draw = self._host.rng("parameter server", name, repr(self._host.clock.now()))
         self._join = Join(job, name, self._draw.getrandbits(62), learner.task.fingerprint)
         self._sequence = 0
+        self._under_way: int | None = None
+        """The version that the push is of which has no answer yet."""
         self._history = 0
         self._address = ""
         self._line: Line[Answer] | None = None
@@ -84,8 +91,8 @@ class Worker:
         address: str,
         batch: Callable[[int, int], Indices | None],
         counted: Callable[[int, float], Awaitable[None]],
-    ) -> Done:
-        """Work for the server at that address.
+    ) -> Done | None:
+        """Work for the server at that address, to the end; None: we have retired before it.
 
         `batch` gives the samples for a version and a number of accepted pushes, None when there are no
         more; `counted` is told the version that each of our pushes led to, and its loss.
@@ -93,6 +100,8 @@ class Worker:
         self._address = self._address or address
         try:
             done = await self._work(batch, counted)
+            if done is None:
+                return None
             if self.version != done.version:
                 await self._pull()
             await self._leave("done")
@@ -120,12 +129,15 @@ class Worker:
 
     async def _work(
         self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], Awaitable[None]]
-    ) -> Done:
+    ) -> Done | None:
         refusals, spoiled = 0, False
         while True:
             await self._pull()
             if self.done is not None:
                 return self.done
+            owing = self.gradients.owing if self.retiring else None
+            if self.retiring and owing is None:
+                return None
             samples = batch(self.version, self.accepted)
             if samples is None:
                 self._join = Join(self._join.job, self.name, self._join.life, self._join.model, contributes=False)
@@ -135,7 +147,7 @@ class Worker:
                 return ended
             loss = await self.learner.gradients(samples)
             try:
-                verdict = await self._push(len(samples))
+                verdict = await self._push(len(samples), owing)
             except CompressionError:
                 if spoiled:
                     raise
@@ -146,6 +158,8 @@ class Worker:
                 case Accepted(_, version):
                     self.accepted, refusals = self.accepted + 1, 0
                     await counted(version, loss)
+                    if owing is not None:
+                        return None
                 case Refused(_, reason):
                     refusals += 1
                     if refusals == MAX_REFUSALS:
@@ -155,10 +169,14 @@ class Worker:
         with self.learner.ledger.spent_on("exchange"):
             await self._ask(lambda: Pull(self.version))
 
-    async def _push(self, samples: int) -> Answer:
-        """What became of the gradients in place. What they did not carry over is kept only if they counted."""
-        compressor, version = self.gradients.compressor, self.version
-        pack = partial(self.gradients.pack, self.learner.replica.gradients, samples, version)
+    async def _push(self, samples: int, owing: Feedback | None) -> Answer:
+        """What became of the gradients in place, and with them, if we are `owing`, all that we owe.
+
+        What they did not carry over is kept only if they counted."""
+        compressor, version, gradients = self.gradients.compressor, self.version, self.learner.replica.gradients
+        pack = partial(self.gradients.pack, gradients, samples, version)
+        if owing is not None:
+            pack = partial(self.gradients.pack_whole, owing, gradients, samples, version)
         try:
             with self.learner.ledger.spent_on("encode"):
                 sizes, packed = await self._host.device.run(self.gradients.encode_work, pack)
@@ -167,15 +185,22 @@ class Worker:
             raise
         payload = packed if isinstance(packed, Phantom) else packed.data
         self._sequence += 1
-        push = Push(self._sequence, version, samples, compressor.spec, sizes)
-        counts = False
+        push = Push(self._sequence, version, samples, compressor.spec if owing is None else WHOLE, sizes)
+        counts, self._under_way = False, version
         try:
             with self.learner.ledger.spent_on("exchange"):
                 verdict = await self._ask(lambda: push, payload)
             counts = isinstance(verdict, Accepted)
         finally:
+            self._under_way = None
             compressor.commit(version) if counts else compressor.abandon(version)
         return verdict
+
+    def state(self, verdict: Verdict | None) -> State:
+        """What our compressor remembers, once this is the answer to our last push: we may not have heard it yet."""
+        if isinstance(verdict, Accepted) and verdict.sequence == self._sequence and self._under_way is not None:
+            self.gradients.compressor.commit(self._under_way)
+        return self.gradients.compressor.state()
 
     # Asking, until there is an answer.
 

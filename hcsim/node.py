@@ -102,11 +102,11 @@ def _terms(plan: Plan) -> dict[str, str]:
 
 
 def _checkpoints(host: Host, plan: Plan, what: Task | None) -> Checkpoints | None:
-    """Shapes alone have nothing to save, and a parameter server has a standby instead."""
-    phantom = (what or task(plan.training.task)).phantom
-    if phantom or isinstance(strategy(plan.training.strategy), ParameterServer):
+    """Shapes alone have nothing to save. What a parameter server saves is of no use to the other strategies."""
+    if (what or task(plan.training.task)).phantom:
         return None
-    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store))
+    name = "server_checkpoint" if isinstance(strategy(plan.training.strategy), ParameterServer) else "checkpoint"
+    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store, name))
 
 
 def _report(verdict: Verdict, tell: Callable[[str], None]) -> None:

@@ -69,3 +69,14 @@ def test_after_a_power_cut_training_goes_on_from_the_checkpoint():
     assert int(resumed[0].split()[-1]) % 20 == 0  # where it was last saved
     without = simulate_cluster(home())
     assert digests(outcome) == digests(without)
+
+
+@pytest.mark.parametrize("mode", ["", ":async"])
+def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
+    cut = [Restart(Seconds(4), name, "kept", Seconds(1)) for name in ABC]
+    outcome, said = views(home(*cut, strategy=f"parameter_server{mode}"))
+    assert [report.steps for report in outcome.values()] == [150] * 3
+    assert len(digests(outcome)) == 1
+    resumed = [what for what in said if "goes on after step" in what]
+    assert resumed
+    assert int(resumed[0].split()[-1]) % 20 == 0

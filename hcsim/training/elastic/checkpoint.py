@@ -60,6 +60,10 @@ class Checkpoints(msgspec.Struct, frozen=True):
     """Steps."""
     vault: Vault
 
+    def after(self, step: int) -> int:
+        """The next step to save after."""
+        return step - step % self.every + self.every
+
 
 def encode(parcel: Parcel) -> bytes:
     """A state as a file."""

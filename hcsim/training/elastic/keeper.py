@@ -58,6 +58,15 @@ class State(msgspec.Struct):
         self.since, self.step = (start.version, start.position), start.step
 
 
+class Met(NamedTuple):
+    """How the members of a view stand."""
+
+    done: list[str]
+    """Nodes whose workers have the final model."""
+    current: bool
+    """Whether what we held was the newest."""
+
+
 class Pulled(NamedTuple):
     """What a worker has of the server's."""
 
@@ -76,8 +85,8 @@ class Keeper:
         """None where we are neither the server nor its standby."""
         self._optimizer = optimizer
 
-    async def synchronise(self, group: Group, view: View, intent: bytes, pulled: Pulled, done: bool) -> list[str]:
-        """Return when the first two hold the newest state. Who has said that it is done, is returned by node."""
+    async def synchronise(self, group: Group, view: View, intent: bytes, pulled: Pulled, done: bool) -> Met:
+        """Return when the first two hold the newest state."""
         ours = self._header(intent, pulled.version)
         mark = fingerprint(self.learner.replica.parameters)
         gathered = [array_of(each) for each in await group.all_gather(np.array([*ours, mark, done], np.int64))]
@@ -95,14 +104,15 @@ class Keeper:
         routes = [(right, r) for r in keepers if r != right and headers[r].standing != headers[right].standing]
         giving = {taker: self._parcel() for giver, taker in routes if giver == group.rank}
         for parcel in await relay(group, routes, giving) if routes else ():
-            self._adopt(parcel)
+            self.adopt(parcel)
         await group.barrier()
         if group.rank in keepers:
             assert self.state is not None
             self.state.era = self.state.era.next(view)
         else:
             self.state = None
-        return [view.nodes[rank] for rank, each in enumerate(gathered) if each[-1]]
+        current = headers[group.rank].standing == headers[right].standing
+        return Met([view.nodes[rank] for rank, each in enumerate(gathered) if each[-1]], current)
 
     def _header(self, intent: bytes, pulled: int) -> Header:
         held = self.state
@@ -123,10 +133,18 @@ class Keeper:
             self.learner.stepper = self._optimizer.open(place)
             self.learner.host.trace("parameter server", "went back to", pulled.version)
 
+    def saved(self, start: Start, workers: dict[str, Record]) -> Parcel:
+        """All that a server needs to go on from that start, which is where it is now."""
+        assert self.state is not None
+        state = State(self.state.era, start.version, workers)
+        state.begin(start)
+        return Parcel(msgspec.msgpack.encode(state), self._model.shared())
+
     def _parcel(self) -> Parcel:
         return Parcel(msgspec.msgpack.encode(self.state), self._model.shared())
 
-    def _adopt(self, parcel: Parcel) -> None:
+    def adopt(self, parcel: Parcel) -> None:
+        """Hold what another keeper did, or we ourselves before we were started anew."""
         self.state = msgspec.msgpack.decode(parcel.about, type=State)
         self._model.adopt(parcel.arrays, self.state.step)
 

@@ -14,14 +14,16 @@ is of the old ones. In the other modes a step is as many updates as there are me
 A worker that leaves in an orderly way pushes once more, uncompressed and with all that its error feedback owes; it
 leaves when that has counted. With one that crashes, what it owed is lost.
 
-`keeper` has the server's state, `standby` the way it is told to the standby, `working` the worker.
+The server saves now and then. When all have been lost, training goes on from the newest that was saved.
+
+`keeper` has the server's state, `serving` the server, `standby` how it is followed, `working` the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from copy import copy
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -29,26 +31,25 @@ import numpy as np
 from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group, Options
+from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, ConfigError
-from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
+from hcsim.training.elastic.checkpoint import Checkpoints
 from hcsim.training.elastic.keeper import Keeper, Start
+from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.recovery import Recovery
+from hcsim.training.elastic.serving import JOB, Serving, remembered
 from hcsim.training.elastic.working import Working
 from hcsim.training.learner import Learner
-from hcsim.training.optimizer import clip
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.place import address_of, listen
 from hcsim.training.parameter_server.policy import Policy
-from hcsim.training.parameter_server.rounds import Rounds
-from hcsim.training.parameter_server.saved import recall, records
-from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.run import Run
 from hcsim.training.strategies import completed, optimizer, strategy
@@ -59,7 +60,6 @@ LOOK_S = 0.02
 """How often a member looks whether its view is at an end."""
 CONNECT_TIMEOUT_S = 0.5
 """A worker that calls a server which is no more tries the next one soon."""
-JOB = "elastic"
 
 
 class Served:
@@ -77,6 +77,8 @@ class Served:
         self._conductor = conductor
         self.leaving: asyncio.Event | None = None
         self.observer = Recovery(host, None)
+        self.checkpoints: Checkpoints | None = None
+        self.began: Callable[[View, int], None] = lambda view, step: None
         self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
         learner = Learner(host, what, optimizer(self.settings), seed)
         self._keeper = Keeper(learner, optimizer(self.settings))
@@ -88,7 +90,13 @@ class Served:
         self._working = Working(host, worker, self._policy)
         self._ready: list[str] = []
         """Members whose workers have the final model."""
-        self._lr = 0.0
+        self._remembered: State = {}
+        """What our compressor remembered when we saved."""
+
+    def reload(self, checkpoint: Parcel) -> None:
+        """Begin with what was saved, if nobody has anything newer."""
+        self._keeper.adopt(checkpoint)
+        self._remembered = remembered(checkpoint)
 
     @property
     def has_begun(self) -> bool:
@@ -109,10 +117,15 @@ class Served:
         """Work in this view for as long as it lasts; whether that was all."""
         working = self._working
         try:
-            self._ready = await self._keeper.synchronise(group, view, self._intent, working.pulled, working.done)
+            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, working.done)
+            self._ready = met.done
             if len(self._ready) == group.size:
                 return True
+            if met.current and self._remembered:
+                self._gradients.compressor.restore(self._remembered)
+            self._remembered = {}
             await self._start(group)
+            self.began(view, working.start.step)
             if group.rank == standby.SERVER:
                 return await self._serve(group, view)
             return await self._stand_by(group, view)
@@ -183,7 +196,10 @@ class Served:
     # The server.
 
     async def _serve(self, group: Group, view: View) -> bool:
-        server = self._opened(group, view)
+        ours = Serving(group, self.run, self._keeper, self._working)
+        if self.checkpoints is not None:
+            ours.save_to(self.checkpoints)
+        server = ours.opened(view, self._ready)
         self._working.serves(server)
         listener, port = await listen(self._host, self.settings, group.addresses[0])
         serving = self._host.spawn(server.run(listener), name="parameter server")
@@ -195,9 +211,7 @@ class Served:
         finally:
             server.stop()
             outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
-            state = self._keeper.state
-            assert state is not None
-            state.version, state.workers = server.rounds.version, records(server.rounds)
+            ours.ended(server)
             self._working.serves(None)
         self._working.count_bytes()
         if isinstance(outcome, BaseException):
@@ -205,34 +219,6 @@ class Served:
         if group.size > 1:
             await standby.tell_end(group)
         return await self._ended(group)
-
-    def _opened(self, group: Group, view: View) -> Server:
-        state, working, now = self._keeper.state, self._working, self._host.clock.now()
-        assert state is not None
-        total = state.version + (self.settings.steps - working.start.step) * working.per_step
-        rounds = Rounds(self._policy, total, awaited=view.nodes, now=now)
-        recall(state.workers, rounds, now)
-        for name, member in rounds.members.items():
-            if name not in view.nodes or name in self._ready:
-                member.contributes, member.awaited, member.gone = False, False, True
-        rounds.version = state.version
-        server = Server(self._keeper.learner, self._gradients, rounds, self._update, job=JOB)
-        server.reception.members_only = True
-        if group.size > 1:
-            server.before_telling = partial(self._tell_standby, group, rounds)
-        return server
-
-    async def _update(self, number: int, share: float) -> None:
-        learner = self._keeper.learner
-        gradients = learner.replica.gradients
-        if self.settings.clip is not None:
-            work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-            await learner.run(work, partial(clip, gradients, self.settings.clip))
-        self._lr = self.run.lr(self._working.step_of(number)) * share
-        await learner.update(self._lr)
-
-    async def _tell_standby(self, group: Group, rounds: Rounds) -> None:
-        await standby.tell(group, self._keeper.learner, rounds.version, self._lr, records(rounds))
 
     # The standby, and those who only work.
 

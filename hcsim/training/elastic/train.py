@@ -26,7 +26,7 @@ from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group, Options
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, CompressionError, ConfigError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, CompressionError, HcsimError, UsageError
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
@@ -176,15 +176,17 @@ class _Patience:
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:
     """Load the data and build the model, which may take seconds."""
+    saved = extras.checkpoints.vault.load() if extras.checkpoints is not None else None
     if isinstance(strategy(settings.strategy), ParameterServer):
-        if extras.checkpoints is not None:
-            raise ConfigError("a parameter server keeps a standby, and no checkpoints: train without them")
         served = Served(host, settings, seed, extras.what, conductor)
         served.leaving, served.observer = extras.leaving, Recovery(host, extras.observer)
+        served.checkpoints, served.began = extras.checkpoints, extras.began
+        if saved is not None:
+            served.reload(decode(saved))
         return served
     member = _Member(Trainee(host, settings, seed, extras.what), conductor, settings, extras)
-    if extras.checkpoints is not None and (data := extras.checkpoints.vault.load()) is not None:
-        member.trainee.checkpoint = decode(data)
+    if saved is not None:
+        member.trainee.checkpoint = decode(saved)
     return member
 
 
@@ -248,7 +250,7 @@ class _Member:
         run = trainee.run
         self._began(view, run.step)
         if self._checkpoints is not None:
-            self._due = run.step - run.step % self._checkpoints.every + self._checkpoints.every
+            self._due = self._checkpoints.after(run.step)
         votes = run.pact = Votes(self.ballot, group, view, self._settled)
         run.observer = self.observer
         try:
@@ -290,7 +292,7 @@ class _Member:
         run, checkpoints = self.trainee.run, self._checkpoints
         run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
-            self._due = run.step - run.step % checkpoints.every + checkpoints.every
+            self._due = checkpoints.after(run.step)
             saved = self.trainee.saved()
             work = Work(0.0, 3.0 * sum(array.nbytes for array in saved.arrays.values()))
             await run.group.host.device.run(work, lambda: checkpoints.vault.save(encode(saved)))

@@ -29,7 +29,7 @@ class Working:
         self.per_step = 1
         """Updates in a step."""
         self._host = host
-        self._policy = policy
+        self.policy = policy
         self._noted = 0
         self._loss = float("nan")
         self._server: Server | None = None
@@ -61,7 +61,7 @@ class Working:
     def begin(self, group: Group, run: Run, batches: Batches, start: Start) -> None:
         """Go on with the ranks of another view; its server is told of later."""
         self.start = start
-        self.per_step = 1 if self._policy.mode == "sync" else group.size
+        self.per_step = 1 if self.policy.mode == "sync" else group.size
         self.run = run
         run.regroup(group, batches, self.worker.gradients.compressor)
 
@@ -83,15 +83,22 @@ class Working:
 
     def after(self, state: State) -> Start:
         """Where the next view begins, if it goes on from this state of the last one."""
-        version, position = state.since
-        if state.version != version and self.run is not None and self._policy.mode == "sync":
-            position = self.run.batches.position(state.version)
-        return Start(state.version, position, state.step + (state.version - version) // self.per_step)
+        return self._start_at(state.version, Start(*state.since, state.step))
+
+    def at(self, version: int) -> Start:
+        """Where a view would begin that went on from this version of ours."""
+        return self._start_at(version, self.start)
+
+    def _start_at(self, version: int, since: Start) -> Start:
+        position = since.position
+        if version != since.version and self.run is not None and self.policy.mode == "sync":
+            position = self.run.batches.position(version)
+        return Start(version, position, since.step + (version - since.version) // self.per_step)
 
     def _batch(self, version: int, accepted: int) -> Indices | None:
         assert self.run is not None
         batches, rank = self.run.batches, self.run.group.rank
-        if self._policy.mode == "sync":
+        if self.policy.mode == "sync":
             return batches.batch(max(version, self.start.version), rank)
         return batches.own(rank, accepted) if len(batches.shard(rank)) else None
 

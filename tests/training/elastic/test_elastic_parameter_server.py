@@ -12,6 +12,7 @@ from hcsim.compressors.base import Ident
 from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError
+from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, InStore
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
@@ -175,6 +176,48 @@ def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
 def test_what_has_no_meaning_with_a_parameter_server_is_refused() -> None:
     with pytest.raises(ConfigError, match="give one figure"):
         raise train(SWITCH, replace(CONVEX, batch=(1, 2, 3, 4))).error("a")
-    kept = train(SWITCH, CONVEX, checkpoints=lambda host: Checkpoints(2, InStore(host.store)))
-    with pytest.raises(ConfigError, match="no checkpoints"):
-        raise kept.error("a")
+
+
+def saving(host: Host) -> Checkpoints:
+    return Checkpoints(2, InStore(host.store))
+
+
+def started_anew(
+    crash_s: float, settings: Training, members: str = "abcd", order: str = ""
+) -> tuple[Outcome, list[int]]:
+    """All crash at that time and start anew from their disks; and the steps that were taken after that."""
+    crashes = [Crash(at_s=Seconds(crash_s), node=node) for node in members]
+    first = train(SWITCH, settings, first=members, faults=crashes, checkpoints=saving)
+    disks = {name: first.cluster.world.host(name).store.records for name in members}
+    assert [bool(disk) for disk in disks.values()] == [name == "a" for name in members]
+
+    def with_disks(cluster: Cluster) -> None:
+        for name, disk in disks.items():
+            cluster.world.host(name).store.records.update(disk)
+
+    again = train(SWITCH, settings, first=order or members, prepare=with_disks, checkpoints=saving, lineage="another")
+    assert sorted(again.cluster.done) == sorted(members)
+    return again, [point.step for point in again.watchers["a"].points]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["abcd", "bacd", "cdba"])
+def test_after_all_have_started_anew_training_goes_on_from_what_the_server_saved(mode: str, order: str) -> None:
+    """Wherever in the new view the one is that was the server."""
+    settings = replace(CONVEX, strategy=mode)
+    outcome, steps = started_anew(0.2, settings, order=order)
+    assert steps[0] > 2
+    assert steps[-1] == 8
+    if mode == "parameter_server" and order == "abcd":
+        assert outcome.sha256() == train(SWITCH, settings).sha256()
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_what_the_servers_own_worker_owes_is_saved_as_of_the_same_update(number: int) -> None:
+    """Alone, it ends with the bits of one that never crashed: no push is in it twice, and none is missing."""
+    settings = replace(SYNC, task="convex", compressor="topk:0.1+ef", evaluate_every=8, steps=40)
+    through = train(SWITCH, settings, first="a")
+    last_s = through.watchers["a"].points[-1].time_s
+    outcome, steps = started_anew(last_s * (0.15 + 0.07 * number), settings, members="a")
+    assert 2 < steps[0] < 40
+    assert outcome.sha256() == through.sha256()

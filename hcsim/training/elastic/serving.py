@@ -1,0 +1,105 @@
+"""The server of one view: on the first member's machine, from the state that its keeper holds.
+
+Every update is with the standby before anybody is told of it; now and then it is saved then, too, with what
+the compressor of the worker beside the server remembers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hcsim.cluster.view import View
+from hcsim.collectives.group import Group
+from hcsim.compressors.base import State
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
+from hcsim.training.elastic import standby
+from hcsim.training.elastic.checkpoint import Checkpoints, Vault, encode
+from hcsim.training.elastic.keeper import Keeper
+from hcsim.training.elastic.parcel import Parcel
+from hcsim.training.elastic.working import Working
+from hcsim.training.optimizer import clip
+from hcsim.training.parameter_server.rounds import Rounds
+from hcsim.training.parameter_server.saved import recall, records
+from hcsim.training.parameter_server.server import Server
+from hcsim.training.run import Run
+
+JOB = "elastic"
+WORKER = "worker/"
+"""In a checkpoint, before the names of what the compressor of the worker beside the server remembers."""
+
+
+class Serving:
+    """Opened for a view, and stopped when it ends."""
+
+    def __init__(self, group: Group, run: Run, keeper: Keeper, working: Working) -> None:
+        self._group = group
+        self._run = run
+        self._keeper = keeper
+        self._working = working
+        self._checkpoints: Checkpoints | None = None
+        self._due = 0
+        """The step after which to save."""
+        self._lr = 0.0
+
+    def save_to(self, checkpoints: Checkpoints) -> None:
+        """From now on."""
+        self._checkpoints, self._due = checkpoints, checkpoints.after(self._working.start.step)
+
+    def opened(self, view: View, done: list[str]) -> Server:
+        """The server; these nodes' workers have the final model already."""
+        state, working, now = self._keeper.state, self._working, self._group.host.clock.now()
+        assert state is not None
+        total = state.version + (self._run.settings.steps - working.start.step) * working.per_step
+        rounds = Rounds(working.policy, total, awaited=view.nodes, now=now)
+        recall(state.workers, rounds, now)
+        for name, member in rounds.members.items():
+            if name not in view.nodes or name in done:
+                member.contributes, member.awaited, member.gone = False, False, True
+        rounds.version = state.version
+        server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
+        server.reception.members_only = True
+        server.before_telling = partial(self._keep, rounds)
+        return server
+
+    def ended(self, server: Server) -> None:
+        """Remember what came of it."""
+        state = self._keeper.state
+        assert state is not None
+        state.version, state.workers = server.rounds.version, records(server.rounds)
+
+    async def _update(self, number: int, share: float) -> None:
+        learner, max_norm = self._keeper.learner, self._run.settings.clip
+        gradients = learner.replica.gradients
+        if max_norm is not None:
+            work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
+            await learner.run(work, partial(clip, gradients, max_norm))
+        self._lr = self._run.lr(self._working.step_of(number)) * share
+        await learner.update(self._lr)
+
+    async def _keep(self, rounds: Rounds) -> None:
+        """The update counts once the standby has it; and perhaps it is time to save."""
+        if self._group.size > 1:
+            await standby.tell(self._group, self._keeper.learner, rounds.version, self._lr, records(rounds))
+        step = self._working.step_of(rounds.version)
+        if self._checkpoints is not None and step >= self._due:
+            self._due = self._checkpoints.after(step)
+            await self._save(self._checkpoints.vault, rounds)
+
+    async def _save(self, vault: Vault, rounds: Rounds) -> None:
+        worker = self._working.worker
+        remembered = worker.state(rounds.members[worker.name].verdict)
+        saved = self._keeper.saved(self._working.at(rounds.version), records(rounds))
+        parcel = Parcel(saved.about, {**saved.arrays, **{WORKER + name: array for name, array in remembered.items()}})
+        work = Work(0.0, 3.0 * sum(array.nbytes for array in parcel.arrays.values()))
+        await self._group.host.device.run(work, lambda: vault.save(encode(parcel)))
+
+
+def remembered(checkpoint: Parcel) -> State:
+    """What the compressor of the worker beside the server remembered when that was saved."""
+    state: State = {}
+    for name, array in checkpoint.arrays.items():
+        if name.startswith(WORKER):
+            assert not isinstance(array, Phantom)  # shapes alone are not saved
+            state[name.removeprefix(WORKER)] = array
+    return state

@@ -226,7 +226,8 @@ class Served:
         await self._call(group)
         following = []
         if group.rank == standby.STANDBY:
-            following.append(self._host.spawn(standby.follow(group, self._keeper), name="stand by"))
+            follow = standby.follow(group, self._keeper, self._gradients, self.settings.clip)
+            following.append(self._host.spawn(follow, name="stand by"))
         try:
             await self._look(group, view)
         finally:

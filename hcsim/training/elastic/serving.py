@@ -18,7 +18,7 @@ from hcsim.training.elastic.checkpoint import Checkpoints, Vault, encode
 from hcsim.training.elastic.keeper import Keeper
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.working import Working
-from hcsim.training.optimizer import clip
+from hcsim.training.parameter_server.gradients import Received
 from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.parameter_server.saved import recall, records
 from hcsim.training.parameter_server.server import Server
@@ -69,18 +69,16 @@ class Serving:
         state.version, state.workers = server.rounds.version, records(server.rounds)
 
     async def _update(self, number: int, share: float) -> None:
-        learner, max_norm = self._keeper.learner, self._run.settings.clip
-        gradients = learner.replica.gradients
-        if max_norm is not None:
-            work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-            await learner.run(work, partial(clip, gradients, max_norm))
+        learner = self._keeper.learner
+        await standby.clip_gradients(learner, self._run.settings.clip)
         self._lr = self._run.lr(self._working.step_of(number)) * share
         await learner.update(self._lr)
 
-    async def _keep(self, rounds: Rounds) -> None:
+    async def _keep(self, rounds: Rounds, received: list[Received]) -> None:
         """The update counts once the standby has it; and perhaps it is time to save."""
         if self._group.size > 1:
-            await standby.tell(self._group, self._keeper.learner, rounds.version, self._lr, records(rounds))
+            learner = self._keeper.learner
+            await standby.tell(self._group, learner, rounds.version, self._lr, records(rounds), received)
         step = self._working.step_of(rounds.version)
         if self._checkpoints is not None and step >= self._due:
             self._due = self._checkpoints.after(step)

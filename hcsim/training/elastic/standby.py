@@ -1,19 +1,27 @@
 """How the standby comes to know what the server does: every update, before anybody else is told of it.
 
-The server sends the averaged gradients, the learning rate, and which pushes are answered how; the standby
-applies them to a replica of its own and says so. A length of 0 is the end.
+The server sends the learning rate, which pushes are answered how, and either the averaged gradients or the pushes as
+they came, whichever is less: where gradients are compressed, so is this. The standby says that it has them, and does
+what the server did with a replica of its own. A length of 0 is the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from hcsim.collectives.group import Group
+from hcsim.compressors.base import Bytes
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
 from hcsim.training.elastic.keeper import Keeper
 from hcsim.training.learner import Learner
+from hcsim.training.optimizer import clip
+from hcsim.training.parameter_server.gradients import Gradients, Received, average
+from hcsim.training.parameter_server.messages import Push
 from hcsim.training.parameter_server.saved import Record
 
 SERVER, STANDBY = 0, 1
@@ -26,15 +34,25 @@ class _Update(msgspec.Struct, frozen=True):
     version: int
     lr: float
     workers: dict[str, Record]
+    pushes: tuple[Push, ...]
+    """What it was made of, if that follows; otherwise it is the averaged gradients."""
 
 
-async def tell(group: Group, learner: Learner, version: int, lr: float, workers: dict[str, Record]) -> None:
-    """The update whose gradients are in place counts once the standby has it: then this returns."""
-    text = msgspec.msgpack.encode(_Update(version, lr, workers))
+async def tell(
+    group: Group, learner: Learner, version: int, lr: float, workers: dict[str, Record], received: list[Received]
+) -> None:
+    """The update whose averaged gradients are in place counts once the standby has it: then this returns."""
+    pushes, data = tuple(each.push for each in received), learner.replica.gradients
+    size_bytes = sum(push.size_bytes for push in pushes)
+    if size_bytes < data.nbytes:
+        data = Phantom(size_bytes) if isinstance(data, Phantom) else np.concatenate([each.data for each in received])
+    else:
+        pushes = ()
+    text = msgspec.msgpack.encode(_Update(version, lr, workers, pushes))
     sending = [
         group.send(np.array([len(text)], np.int64), STANDBY),
         group.send(np.frombuffer(text, np.uint8), STANDBY),
-        group.send(learner.replica.gradients, STANDBY),
+        group.send(data, STANDBY),
     ]
     await asyncio.gather(*sending)
     await group.recv(np.zeros(1, np.int64), STANDBY)
@@ -45,7 +63,7 @@ async def tell_end(group: Group) -> None:
     await group.send(np.zeros(1, np.int64), STANDBY)
 
 
-async def follow(group: Group, keeper: Keeper) -> None:
+async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: float | None) -> None:
     """Do as the server does, until it says that it ends."""
     learner, length = keeper.learner, np.zeros(1, np.int64)
     assert keeper.state is not None
@@ -54,8 +72,39 @@ async def follow(group: Group, keeper: Keeper) -> None:
         if not length[0]:
             return
         text = np.empty(int(length[0]), np.uint8)
-        await asyncio.gather(group.recv(text, SERVER), group.recv(learner.replica.gradients, SERVER))
+        await group.recv(text, SERVER)
         update = msgspec.msgpack.decode(text.tobytes(), type=_Update)
+        packed = _room(update, learner)
+        await group.recv(learner.replica.gradients if packed is None else packed, SERVER)
+        await group.send(length, SERVER)  # from here on it counts: nothing but our own end keeps us from the rest
+        if packed is not None:
+            await average(learner, await _unpacked(update, packed, learner, gradients))
+            await clip_gradients(learner, max_norm)
         await learner.update(update.lr)
         keeper.state.version, keeper.state.workers = update.version, update.workers
-        await group.send(length, SERVER)
+
+
+async def clip_gradients(learner: Learner, max_norm: float | None) -> None:
+    """Clip those that are in place."""
+    gradients = learner.replica.gradients
+    if max_norm is not None:
+        work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
+        await learner.run(work, partial(clip, gradients, max_norm))
+
+
+def _room(update: _Update, learner: Learner) -> Bytes | Phantom | None:
+    """For the pushes, if they follow."""
+    if not update.pushes:
+        return None
+    size_bytes = sum(push.size_bytes for push in update.pushes)
+    return Phantom(size_bytes) if isinstance(learner.replica.gradients, Phantom) else np.empty(size_bytes, np.uint8)
+
+
+async def _unpacked(update: _Update, packed: Bytes | Phantom, learner: Learner, gradients: Gradients) -> list[Received]:
+    received, at = [], 0
+    for push in update.pushes:
+        end = at + push.size_bytes
+        data = Phantom(push.size_bytes) if isinstance(packed, Phantom) else packed[at:end]
+        received.append(Received(push, data, await gradients.decoded(push, data, learner)))
+        at = end
+    return received

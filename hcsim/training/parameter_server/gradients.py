@@ -7,7 +7,9 @@ with it. The server takes either.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +20,23 @@ from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
+from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.messages import Push
 from hcsim.training.task import Flat
 
 WHOLE = "none"
 SLACK_BYTES = 1024
 """What a payload may have beyond its tensor: a coder that finds nothing to save adds a little."""
+
+
+class Received(NamedTuple):
+    """A push that arrived and is valid."""
+
+    push: Push
+    data: Bytes | Phantom
+    """As it came."""
+    sums: Flat
+    """What it says."""
 
 
 class Gradients:
@@ -97,11 +110,29 @@ class Gradients:
                 raise CompressionError("a gradient is not finite", tensor.name)
         return gradients
 
+    async def decoded(self, push: Push, data: Bytes | Phantom, learner: Learner) -> Flat:
+        """The same on a learner's device, in its time; also of phantoms."""
+        with learner.ledger.spent_on("encode"):
+            if isinstance(data, Phantom):
+                return await learner.host.device.run(self.decode_work, lambda: Phantom(FLOAT_BYTES * self.length))
+            return await learner.host.device.run(self.decode_work, partial(self.unpack, push, data))
+
     def _codec(self, push: Push) -> Compressor:
         return self._dense if push.compressor == WHOLE else self.compressor
 
 
-def mean_of_sums(sums: Iterable[tuple[Array, int]], out: Array) -> None:
+async def average(learner: Learner, received: Iterable[Received]) -> None:
+    """Put the mean over all samples in the place of the learner's gradients. Changes what was received."""
+    terms, mean = [(each.sums, each.push.samples) for each in received], learner.replica.gradients
+    elements = len(terms) * learner.layout.length
+    work = Work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
+    if isinstance(mean, Phantom):
+        await learner.run(work, lambda: None)
+    else:
+        await learner.run(work, partial(mean_of_sums, terms, mean))
+
+
+def mean_of_sums(sums: Iterable[tuple[Any, int]], out: Array) -> None:
     """The mean over all samples, of arrays that are sums over so many each. Changes the arrays.
 
     A sum over no samples may hold what its worker still owed, so it counts like the others."""

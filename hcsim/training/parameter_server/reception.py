@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hcsim.compressors.base import Bytes
 from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
-from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.effects import Effect
-from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.gradients import Gradients, Received
 from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import (
     Answer,
@@ -34,7 +34,6 @@ from hcsim.training.parameter_server.messages import (
     question,
 )
 from hcsim.training.parameter_server.rounds import Rounds
-from hcsim.training.task import Flat
 from hcsim.transport.callers import Callers
 
 HELLO_TIMEOUT_S = 5.0
@@ -209,7 +208,7 @@ class Reception:
         # A worker that called again meanwhile, perhaps in another life, speaks there.
         await self._happened(lambda now: event(now) if self._callers.get(worker) is caller else [])
 
-    async def _heard(self, caller: Caller, push: Push) -> tuple[Flat | None, str]:
+    async def _heard(self, caller: Caller, push: Push) -> tuple[Received | None, str]:
         """The gradient in a push, if it is wanted and valid; and what is wrong with it."""
         line, size_bytes = caller.line, push.size_bytes
         if size_bytes > self._gradients.most_bytes:
@@ -218,19 +217,16 @@ class Reception:
         if fault or not self._rounds.wants(caller.worker, push):
             await line.recv_payload(size_bytes, None)
             return None, fault
+        data: Bytes | Phantom = Phantom(size_bytes)
         if isinstance(self._learner.replica.gradients, Phantom):
             await line.recv_payload(size_bytes, None)
-            return await self._decode(lambda: Phantom(FLOAT_BYTES * self._gradients.length)), ""
-        data = np.empty(size_bytes, np.uint8)
-        await line.recv_payload(size_bytes, data.data)
+        else:
+            data = np.empty(size_bytes, np.uint8)
+            await line.recv_payload(size_bytes, data.data)
         try:
-            return await self._decode(partial(self._gradients.unpack, push, data)), ""
+            return Received(push, data, await self._gradients.decoded(push, data, self._learner)), ""
         except CompressionError as error:
             return None, str(error)
-
-    async def _decode(self, function: Callable[[], Flat]) -> Flat:
-        with self._learner.ledger.spent_on("encode"):
-            return await self._host.device.run(self._gradients.decode_work, function)
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._host.spawn(work, name=name)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from hcsim.errors import DeadlineExceeded
 from hcsim.runtime.channel import Listener, Payload, Phantom
-from hcsim.runtime.device import Work
-from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.effects import Apply, Effect, Give, Tell
-from hcsim.training.parameter_server.gradients import Gradients, mean_of_sums
+from hcsim.training.parameter_server.gradients import Gradients, Received, average
 from hcsim.training.parameter_server.messages import Done, Model
 from hcsim.training.parameter_server.reception import Reception
 from hcsim.training.parameter_server.rounds import Rounds
@@ -42,12 +39,12 @@ class Server:
         self.reception = Reception(learner, gradients, rounds, job=job)
         self.on_update: Callable[[Saved], Awaitable[None]] | None = None
         """Given the state after every update, before anybody is told of it: what it saves then is never taken back."""
-        self.before_telling: Callable[[], Awaitable[None]] | None = None
-        """Called after every update, before anybody is told of it, with the gradients still in place."""
+        self.before_telling: Callable[[list[Received]], Awaitable[None]] | None = None
+        """Called after every update, before anybody is told of it, with what it was made of; the averaged gradients are
+        still in place."""
         self._stopping = False
         self._learner = learner
         self._host = learner.host
-        self._length = gradients.length
         self._update = update
         """Applies the gradients in place as the update of that number (from 0), with a share of its learning rate."""
         self._snapshot: Payload | None = None
@@ -109,21 +106,14 @@ class Server:
                     self.reception.tell(worker, Model(version, payload.nbytes if payload is not None else 0), payload)
 
     async def _apply(self, effect: Apply) -> None:
-        mean = self._learner.replica.gradients
-        terms = [(contribution.gradient, contribution.samples) for contribution in effect.contributions]
-        elements = len(terms) * self._length
-        work = Work(2.0 * elements, 5.0 * FLOAT_BYTES * elements)
-        if isinstance(mean, Phantom):
-            await self._learner.run(work, lambda: None)
-        else:
-            await self._learner.run(work, partial(mean_of_sums, terms, mean))
+        await average(self._learner, [contribution.gradient for contribution in effect.contributions])
         await self._update(self.rounds.version - 1, effect.share)
         self._snapshot = None
         self._host.trace("parameter server", "version", self.rounds.version)
         if self.on_update is not None:
             await self.on_update(save(self.rounds, self._learner))
         if self.before_telling is not None:
-            await self.before_telling()
+            await self.before_telling([contribution.gradient for contribution in effect.contributions])
 
     async def _model(self) -> Payload:
         parameters = self._learner.replica.parameters

@@ -14,6 +14,8 @@ from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, InStore
+from hcsim.training.run import Report
+from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
 from tests.training.elastic.linear import LAYOUT, ORDER, SLOPES, Linear
@@ -59,6 +61,31 @@ def test_every_push_counts_once_however_often_the_server_starts_anew(compressor:
             total[tensor.span] += 0 if owed is None else owed.reshape(-1)
     gradients = sum(16 * mean(16 * step, 16 * step + 16) for step in range(8))
     np.testing.assert_allclose(total, gradients, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "randomk:0.1+ef", "powersgd:2+ef", "zstd"])
+def test_the_standby_has_the_servers_bits_however_it_is_told(compressor: str) -> None:
+    """Whether as averaged gradients or as what workers pushed: members compare, whenever a view begins."""
+    chosen = replace(CONVEX, compressor=compressor, clip=0.3)
+    outcome = train(SWITCH, chosen, prepare=regrouping(0.06, 0.14, 0.2317, 0.301))
+    assert len(outcome.cluster.views) > 3
+    assert outcome.sha256() == train(SWITCH, chosen).sha256()
+
+
+def test_what_the_standby_is_told_is_as_small_as_what_workers_push() -> None:
+    """A server sends each of its three remote workers the model, and the standby what all four have pushed."""
+
+    def sent_bytes(compressor: str, mode: str) -> float:
+        settings = replace(SYNC, task="gpt2", strategy=mode, steps=2, batch=1, compressor=compressor)
+        settings = replace(settings, timeout_s=PositiveSeconds(3600))
+        report = train(on_switch("abcd"), settings).results["a"]
+        assert isinstance(report, Report)
+        return report.sent_bytes / task("gpt2").replica(0).layout.size_bytes
+
+    pulls = 3 * (2 + 1)  # of two steps, and the final one
+    assert sent_bytes("none", "parameter_server") == pytest.approx(pulls + 2, rel=0.01)
+    assert sent_bytes("fp16", "parameter_server") == pytest.approx(pulls + 2, rel=0.01)  # four halves are more than one
+    assert sent_bytes("topk:0.01", "parameter_server") == pytest.approx(pulls + 2 * 4 * 0.02, rel=0.01)
 
 
 @pytest.mark.parametrize("number", range(10))

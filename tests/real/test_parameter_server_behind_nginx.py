@@ -163,8 +163,7 @@ def test_a_certificate_that_this_machine_does_not_trust_ends_the_worker(
 # In a cluster, whose members have keys and prove who they are.
 
 
-def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind, tmp_path: Path, virtual: Any) -> None:
-    secret = new_secret()
+def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind, tmp_path: Path) -> None:
     refused: list[BaseException] = []
 
     async def strangers(step: int) -> None:
@@ -184,36 +183,73 @@ def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind
             refused.append(hung_up.value)
             await line.close()
 
-    async def main() -> list[Any]:
-        onlooker = Onlooker(strangers)
-        control, data = free_addresses(3), free_addresses(3)
-        async with asyncio.timeout(GUARD_S), behind.nginx:
-            tasks = []
-            for rank in range(3):
-                home = tmp_path / f"node-{rank}"
-                home.mkdir()
-                save_secret(home, "home", secret)
-                cluster = Cluster(
-                    nodes=3,
-                    discover=False,
-                    peers=tuple(control),
-                    discovery_port=_port(control[rank]),
-                    gradient_port=_port(data[rank]),
-                    preset="low_latency",
-                )
-                node = RealNode(home, name=f"node-{rank}", hosts=("127.0.0.1",))
-                tasks.append(
-                    train_in_cluster(node, Plan(cluster, behind.settings, SEED), observer=None if rank else onlooker)
-                )
-            reports = await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*onlooker.doing)
-            return reports
-
-    reports = asyncio.run(main())
+    reports = in_a_cluster(behind, tmp_path, [Onlooker(strangers), None, None])
     assert len(digests(reports)) == 1
     assert {report.steps for report in reports} == {SETTINGS.steps}
     assert len(refused) == 2
     assert behind.nginx.calls().count(101) >= 2
+
+
+def test_the_next_server_is_reached_through_the_same_tunnel(behind: Behind, tmp_path: Path) -> None:
+    """The machine with the server leaves; the next one listens at the same address of its own."""
+    leaving = [asyncio.Event() for _ in range(3)]
+    reports = in_a_cluster(behind, tmp_path, [Leaver(event, 10) for event in leaving], leaving)
+    (left,) = [report for report in reports if report.steps < SETTINGS.steps]
+    stayed = [report for report in reports if report is not left]
+    assert left.steps >= 10
+    assert len(digests(stayed)) == 1
+    assert {report.steps for report in stayed} == {SETTINGS.steps}
+
+
+class Leaver:
+    """Leaves after that step, if it is the server then."""
+
+    def __init__(self, event: asyncio.Event, step: int) -> None:
+        self._event = event
+        self._step = step
+
+    def point(self, rank: int, point: Point) -> None:
+        if rank == 0 and point.step == self._step:
+            self._event.set()
+
+    def finished(self, run: Run) -> None:
+        """Nothing is left to do."""
+
+
+def in_a_cluster(
+    behind: Behind, folder: Path, observers: list[Any], leaving: list[asyncio.Event] | None = None
+) -> list[Any]:
+    """Train on three real nodes that find each other by their addresses; by node, how it ended."""
+    secret = new_secret()
+    control, data = free_addresses(3), free_addresses(3)
+
+    async def on_node(number: int) -> Report:
+        home = folder / f"node-{number}"
+        home.mkdir()
+        save_secret(home, "home", secret)
+        cluster = Cluster(
+            nodes=3,
+            discover=False,
+            peers=tuple(control),
+            discovery_port=_port(control[number]),
+            gradient_port=_port(data[number]),
+            preset="low_latency",
+        )
+        node = RealNode(home, name=f"node-{number}", hosts=("127.0.0.1",))
+        event = None if leaving is None else leaving[number]
+        return await train_in_cluster(
+            node, Plan(cluster, behind.settings, SEED), observer=observers[number], leaving=event
+        )
+
+    async def main() -> list[Any]:
+        async with asyncio.timeout(GUARD_S), behind.nginx:
+            reports = await asyncio.gather(*map(on_node, range(3)), return_exceptions=True)
+            for onlooker in observers:
+                if isinstance(onlooker, Onlooker):
+                    await asyncio.gather(*onlooker.doing)
+            return reports
+
+    return asyncio.run(main())
 
 
 def _port(address: str) -> int:

@@ -35,7 +35,7 @@ from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, ConfigError
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
@@ -58,8 +58,9 @@ from hcsim.training.tasks import task
 
 LOOK_S = 0.02
 """How often a member looks whether its view is at an end."""
-CONNECT_TIMEOUT_S = 0.5
-"""A worker that calls a server which is no more tries the next one soon."""
+NEAR_S = 0.5
+"""To connect: a worker that calls a server which is no more tries the next one soon. Behind a tunnel all are at one
+address, and it takes several round trips of the internet to get there."""
 
 
 class Served:
@@ -86,7 +87,8 @@ class Served:
         work.replica = what.replica(seed, host.device.torch_name)
         self._gradients = Gradients(learner.layout, make(settings.compressor, seed=seed, rank=0))
         worker = Worker(work, self._gradients, self._policy, name=conductor.us.node, job=JOB)
-        worker.connect_timeout_s = min(CONNECT_TIMEOUT_S, self.settings.timeout_s)
+        connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
+        worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
         self._working = Working(host, worker, self._policy)
         self._ready: list[str] = []
         """Members whose workers have the final model."""

@@ -88,6 +88,13 @@ def test_what_the_standby_is_told_is_as_small_as_what_workers_push() -> None:
     assert sent_bytes("topk:0.01", "parameter_server") == pytest.approx(pulls + 2 * 4 * 0.02, rel=0.01)
 
 
+def test_a_server_that_is_far_away_behind_a_tunnel_is_reached() -> None:
+    """It takes a round trip of 0.8 s to get there, which is longer than workers try a server that is near."""
+    far = on_switch("abcd", latency="400 ms")
+    placed = replace(CONVEX, server="a:7000", listen="0.0.0.0:7000", timeout_s=PositiveSeconds(30))
+    assert sorted(train(far, placed).cluster.done) == list("abcd")
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_the_next_member_takes_over_from_a_server_that_dies_at_any_moment(number: int) -> None:
     """The round under way is of the three others; with the batches that they had, or with new ones."""

@@ -68,6 +68,11 @@ class PiecewiseChannel:
         return ""
 
     @property
+    def ends(self) -> tuple[str, str]:
+        """Nor of the sockets below: there may be a tunnel or a proxy in between."""
+        return "", ""
+
+    @property
     def binding(self) -> bytes:
         """Of the carrier's encryption nothing is known here."""
         return b""

@@ -139,6 +139,7 @@ class TcpChannel:
         self._peer = peer
         self._identity = identity
         self._binding = binding
+        self._ends = _ends(sock)
         self._loop = loop
         self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
         self._error: ChannelError | None = None
@@ -166,6 +167,11 @@ class TcpChannel:
     def identity(self) -> str:
         """What TLS has proved; TCP alone proves nobody's."""
         return self._identity
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The socket's."""
+        return self._ends
 
     @property
     def binding(self) -> bytes:
@@ -371,6 +377,16 @@ class TcpChannel:
             async with asyncio.timeout(_LINGER_S):
                 while await self._loop.sock_recv_into(self._sock, rest):
                     pass
+
+
+def _ends(sock: socket.socket) -> tuple[str, str]:
+    """The two addresses of a connection; IPv4 ones as such, also where the socket is of both kinds."""
+    try:
+        ends = sock.getsockname(), sock.getpeername()
+    except OSError:  # the peer has gone again
+        return "", ""
+    ours, theirs = (str(end[0]).removeprefix("::ffff:") if end else "" for end in ends)
+    return ours, theirs
 
 
 def _fresh(error: ChannelError) -> ChannelError:

@@ -57,6 +57,11 @@ class Channel(Protocol):
         """Which node is at the other end, as far as that has been proved; empty where nothing has."""
 
     @property
+    def ends(self) -> tuple[str, str]:
+        """The addresses that it goes between, ours first, without ports: which of our interfaces it uses, and which of
+        the peer's. Empty where the carrier does not tell."""
+
+    @property
     def binding(self) -> bytes:
         """A digest of this very connection's encryption, the same at both ends; empty where there is none.
 

@@ -67,12 +67,13 @@ Observer: TypeAlias = Callable[[Verdict], None]
 class AdmittedChannel:
     """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
 
-    __slots__ = ("_inner", "binding", "close", "identity", "limit", "peer", "recv", "send")
+    __slots__ = ("_inner", "binding", "close", "ends", "identity", "limit", "peer", "recv", "send")
 
     def __init__(self, inner: Channel, identity: str) -> None:
         self._inner = inner
         self.identity = identity
         self.peer = inner.peer
+        self.ends = inner.ends
         self.binding = inner.binding
         self.send = inner.send
         self.recv = inner.recv

@@ -28,16 +28,17 @@ class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_deliver", "_end", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer", "_reader",
+        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer", "_reader",
         "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
 
-    def __init__(self, host: VirtualHost, peer: str, outgoing: Stream) -> None:
+    def __init__(self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str]) -> None:
         self._host = host
         self._loop = host.loop
         self._trace = host.net.trace
         self._send_buffer_bytes = host.net.tcp.send_buffer_bytes
         self._peer = peer
+        self._ends = ends
         self._out = outgoing
         self._in: Stream
         self._far: VirtualChannel
@@ -69,6 +70,11 @@ class VirtualChannel:
     def peer(self) -> str:
         """The other host."""
         return self._peer
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """See `runtime.channel.Channel.ends`."""
+        return self._ends
 
     @property
     def identity(self) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
-from hcsim.runtime.address import split_address
+from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.virtual.channel import VirtualChannel, VirtualListener
@@ -29,6 +29,8 @@ SYN_RETRY_S = 1.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 FIRST_FREE_PORT = 49152
+NEXT_PLACE_S = 1.0
+"""How long one of a machine's addresses may take to answer before the next is tried."""
 
 
 class VirtualClock:
@@ -136,6 +138,8 @@ class VirtualHost:
         self.asleep_until_s = 0.0
         self.channels: dict[VirtualChannel, None] = {}
         self._listeners: dict[int, VirtualListener] = {}
+        self._answered: dict[str, str] = {}
+        """Where a machine with several addresses was last reached."""
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)
         self._signals = random_stream(world.scenario.seed, "signal", self._seeded)
@@ -154,8 +158,8 @@ class VirtualHost:
 
     async def listen(self, address: str) -> VirtualListener:
         """See `runtime.host.Host.listen`."""
-        host, port = split_address(address)
-        if host not in (self._name, "0.0.0.0"):
+        hosts, port = hosts_of(address)
+        if any(host.partition("%")[0] not in (self._name, "0.0.0.0") for host in hosts):
             raise UsageError(f"{self._name} cannot listen at {address}: that is not its name")
         if port == 0:
             port = next(free for free in range(FIRST_FREE_PORT, 65536) if free not in self._listeners)
@@ -166,15 +170,16 @@ class VirtualHost:
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> VirtualChannel:
         """See `runtime.host.Host.connect`."""
-        place, port = split_address(address)
-        name, _, interface = place.partition("%")
-        self._world.host(name)  # there must be one
+        places, port = hosts_of(address)
+        name = places[0].partition("%")[0]
+        for place in places:
+            self._world.host(place.partition("%")[0])  # there must be one
         backoff_s = FIRST_BACKOFF_S
         refused = False
         try:
             async with self.clock.timeout(timeout_s):
                 while True:
-                    channel = await self._dial(name, interface, port)
+                    channel = await self._dial_one_of(address, places, port)
                     if channel is not None:
                         self.metrics.counter("hcsim_connects_total", outcome="opened").add()
                         return channel
@@ -265,8 +270,24 @@ class VirtualHost:
         """Nobody listens there any more."""
         self._listeners.pop(port, None)
 
-    async def _dial(self, name: str, interface: str, port: int) -> VirtualChannel | None:
-        """One attempt: a channel, or None when the target says no. Repeats the call while nobody answers."""
+    async def _dial_one_of(self, address: str, places: Sequence[str], port: int) -> VirtualChannel | None:
+        """One attempt at every place; the one that answered last comes first, and for the last one there is time."""
+        *others, last = sorted(places, key=lambda place: place != self._answered.get(address))
+        for place in others:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NEXT_PLACE_S):
+                    channel = await self._dial(place, port)
+                    if channel is not None:
+                        self._answered[address] = place
+                        return channel
+        channel = await self._dial(last, port)
+        if others and channel is not None:
+            self._answered[address] = last
+        return channel
+
+    async def _dial(self, place: str, port: int) -> VirtualChannel | None:
+        """A channel, or None when the target says no. Repeats the call while nobody answers."""
+        name, _, interface = place.partition("%")
         call = Call(self, port, interface)
         while not call.answer.done():
             target = self._world.host(name)  # in the life that it has now

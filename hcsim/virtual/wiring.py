@@ -50,8 +50,11 @@ class Wiring:
             return None
         self._connections += 1
         number = self._connections
-        near = VirtualChannel(caller, callee.name, self._stream(f"{caller.name}→{callee.name}#{number}", there, back))
-        far = VirtualChannel(callee, caller.name, self._stream(f"{callee.name}→{caller.name}#{number}", back, there))
+        ends = f"{caller.name}%{back.interface}", f"{callee.name}%{there.interface}"
+        outgoing = self._stream(f"{caller.name}→{callee.name}#{number}", there, back)
+        incoming = self._stream(f"{callee.name}→{caller.name}#{number}", back, there)
+        near = VirtualChannel(caller, callee.name, outgoing, ends)
+        far = VirtualChannel(callee, caller.name, incoming, ends[::-1])
         VirtualChannel.join(near, far)
         for channel in (near, far):
             channel.host.channels[channel] = None

@@ -39,6 +39,16 @@ def test_frames_arrive_in_the_order_in_which_they_were_sent(arena):
     arena.run(body)
 
 
+def test_both_ends_tell_the_same_two_addresses_which_are_those_of_interfaces(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        assert client.ends == server.ends[::-1]
+        known = ["", *(address for host in (left, right) for i in host.interfaces() for address in i.addresses)]
+        assert {*client.ends} <= {*known}
+
+    arena.run(body)
+
+
 def test_every_field_of_the_header_arrives(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

@@ -48,6 +48,30 @@ def test_a_connection_stays_on_its_interfaces_when_the_network_changes() -> None
     assert rates_bps("studio-2%bridge0", change=slower) == pytest.approx([16.4e9], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("caller", "ends"),
+    [
+        ("studio-2", ("studio-2%bridge0", "studio-1%bridge0")),
+        ("mini", ("mini%switch", "studio-1%switch")),
+        ("laptop", ("laptop%air", "studio-1%switch")),
+    ],
+)
+def test_of_several_addresses_the_first_that_answers_is_taken_and_remembered(
+    caller: str, ends: tuple[str, str]
+) -> None:
+    world = World(idealised(load_scenario("mixed-home")))
+    address = "studio-1%bridge0|studio-1%switch:9"
+
+    async def main() -> None:
+        await world.host("studio-1").listen(address)
+        assert (await world.host(caller).connect(address)).ends == ends
+        began_s = world.loop.time()
+        assert (await world.host(caller).connect(address)).ends == ends
+        assert world.loop.time() - began_s < 0.1, "a place that did not answer is not tried first again"
+
+    world.run(main())
+
+
 @pytest.mark.parametrize("place", ["studio-1%bridge0", "studio-1%en7"])
 def test_an_interface_that_no_way_leads_to_does_not_answer(place: str) -> None:
     world = World(load_scenario("mixed-home"))

@@ -79,7 +79,8 @@ async def train_as_member(
     node = Node(inside, me, plan.cluster, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what) if durable else None
-    part = prepare(inside, node, plan.training, plan.seed, Extras(observer, what, leaving, saving, began))
+    extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
+    part = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
         try:
             report = await follow(inside, node, part, plan.wire)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Protocol
 
 from hcsim.cluster.view import Member, View
+from hcsim.cluster.ways import Ways
 
 
 class Conductor(Protocol):
@@ -18,6 +19,10 @@ class Conductor(Protocol):
     @property
     def identified(self) -> bool:
         """Whether members prove on every channel which node they are."""
+
+    @property
+    def ways(self) -> Ways | None:
+        """What is known of the ways to other members; None: nothing is, and nothing is to be measured."""
 
     async def view(self, after: int) -> View:
         """The newest view, once it is later than epoch `after`, has us in it and is large enough to work in."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from hcsim.cluster.messages import Ask, Beat, Goodbye, Hello, Message, Status, Told, decode, encode
+from hcsim.cluster.messages import Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told, decode, encode
 from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
@@ -42,6 +42,9 @@ class Owner(Protocol):
 
     def asked(self) -> Told:
         """How we stand, for somebody who wants to know."""
+
+    async def probed(self, channel: Channel) -> None:
+        """Somebody wants to measure the line to us."""
 
     def up(self, hello: Hello) -> None:
         """There is a line to a node, which began with this."""
@@ -156,10 +159,14 @@ class Lines:
                     await say(channel, self._owner.asked())
                     await channel.close()
                     return
-                theirs = _hello(first, channel)
-                await say(channel, self._owner.hello())
+                if not isinstance(first, Probe):
+                    theirs = _hello(first, channel)
+                    await say(channel, self._owner.hello())
             self._strangers.known()
             known = True
+            if isinstance(first, Probe):
+                await self._owner.probed(channel)
+                return
             await self._introduce(channel, theirs, theirs.status.us.node)
         except (HcsimError, TimeoutError) as error:
             self._owner.told(f"a call from {channel.peer} was not taken: {error or 'it said nothing'}")

@@ -87,6 +87,10 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Instead of a hello: how do you stand? Whoever asks is told, and is no node for that."""
 
 
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Instead of a hello: we want to measure this line; see `probe` for what follows."""
+
+
 class Link(msgspec.Struct, frozen=True):
     """How a node is connected to another."""
 
@@ -100,6 +104,11 @@ class Link(msgspec.Struct, frozen=True):
     """Round trip of heartbeats, as a moving average."""
     suspected: str
     """Why it is taken for lost; empty while it is well."""
+    ends: tuple[str, str] = ("", "")
+    """The addresses that what is computed goes between, ours first; empty while nothing does."""
+    there_Bps: float | None = None
+    """Bandwidth to the other when it was last measured."""
+    back_Bps: float | None = None
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
@@ -113,7 +122,20 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
 
 
 Message: TypeAlias = (
-    Ask | Told | Hello | Beat | Echo | Decided | Goodbye | Prepare | Promise | Accept | Accepted | Refused | Declined
+    Ask
+    | Told
+    | Probe
+    | Hello
+    | Beat
+    | Echo
+    | Decided
+    | Goodbye
+    | Prepare
+    | Promise
+    | Accept
+    | Accepted
+    | Refused
+    | Declined
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -22,8 +22,10 @@ from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
 from hcsim.cluster.terms import Terms, refusal, unlike
 from hcsim.cluster.view import Member, View
+from hcsim.cluster.ways import Ways
 from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
+from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 
 _TICK_S = 0.001
@@ -81,6 +83,7 @@ class Node:
         self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
         self._known = self._membership.status
         self._lines = Lines(host, self)
+        self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
         self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses)
@@ -120,6 +123,11 @@ class Node:
     def identified(self) -> bool:
         """In a cluster with a secret they do."""
         return self._identified
+
+    @property
+    def ways(self) -> Ways | None:
+        """What is known of the ways to the others, unless nothing is to be measured."""
+        return None if self._config.measure == "nothing" else self._ways
 
     async def view(self, after: int) -> View:
         """The newest view, once it is later than `after`, has us in it and is large enough to work in."""
@@ -173,19 +181,24 @@ class Node:
 
     def asked(self) -> Told:
         """How we stand, and how we are connected."""
-        membership, pulses = self._membership, self._pulses
-        links = tuple(
-            Link(
-                node,
-                peer.status.us.name,
-                peer.status.control,
-                self._lines.address(node),
-                pulses[node].latency_s if node in pulses else None,
-                peer.suspected,
+        membership, pulses, ends = self._membership, self._pulses, self._ways.in_use()
+        links = []
+        for node, peer in sorted(membership.roster.peers.items()):
+            line = self._ways.line(peer.status.us)
+            links.append(
+                Link(
+                    node,
+                    peer.status.us.name,
+                    peer.status.control,
+                    self._lines.address(node),
+                    pulses[node].latency_s if node in pulses else None,
+                    peer.suspected,
+                    ends.get(node, ("", "")),
+                    None if line is None else line.there_Bps,
+                    None if line is None else line.back_Bps,
+                )
             )
-            for node, peer in sorted(membership.roster.peers.items())
-        )
-        return Told(membership.status, membership.view, links, self._host.interfaces())
+        return Told(membership.status, membership.view, tuple(links), self._host.interfaces())
 
     def up(self, hello: Hello) -> None:
         """There is a line to a node."""
@@ -201,6 +214,10 @@ class Node:
         self._membership.connected(node, now)
         self._carry_out()
 
+    async def probed(self, channel: Channel) -> None:
+        """Somebody measures the line to us."""
+        await self._ways.answer(channel)
+
     def _meet(self, status: Status) -> None:
         """Call those whom a node reaches and we do not."""
         for node, control in zip(status.reaches, status.contacts, strict=False):
@@ -209,6 +226,7 @@ class Node:
 
     def down(self, node: str, *, gone: bool) -> None:
         """The line to a node has ended: it has gone, or has to be called again."""
+        self._ways.forget(node)
         if gone:
             self._discovery.forget(node)
             self._membership.lost(node, "it has gone", self._now())
@@ -353,6 +371,10 @@ class Node:
         future = self.over(over.epoch)
         if not future.done():
             future.set_result(over.reason)
+
+    def _control_of(self, node: str) -> str:
+        peer = self._membership.roster.peers.get(node)
+        return "" if peer is None else peer.status.control
 
     def _on_line(self, node: str) -> bool:
         return node in self._lines.nodes

@@ -18,7 +18,7 @@ import asyncio
 import statistics
 from collections.abc import Callable, Coroutine
 from math import inf
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -29,13 +29,12 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import Callers
 
-FRAME_BYTES = 256 * 1024
-FIRST_BURST = 16
-LONGEST_BURST = 256
+KIB = 1024
+LARGEST_FRAME_BYTES = 512 * KIB
+MOST_FRAMES = 256
 LONG_ENOUGH_S = 0.02
-BURSTS = 3
+REPEATS = 3
 """Of which the median counts: where the air closes for a moment, one burst takes long, or arrives all at once."""
-PINGS = 7
 MESSAGE_BYTES = 256
 CONNECT_TIMEOUT_S = 2.0
 """An address that is not reachable from here often does not even say no."""
@@ -47,6 +46,23 @@ _MATRIX = 1024
 _VECTOR = 4 * 2**20
 _FLOAT_BYTES = 4
 _MOST_REPEATS = 1024
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How much a measurement of a line may send, and how long it may take."""
+
+    bursts: tuple[tuple[int, int], ...]
+    """Frames, and bytes of each: the first burst, and what follows as long as the half of one took no time."""
+    long_enough_s: float
+    repeat_for_s: float
+    """After so long a burst is not repeated any more."""
+    pings: int
+
+
+THOROUGH = Pace(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7)
+"""To know a line to the percent."""
+QUICK = Pace((*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.1, 4)
+"""While others wait: a tenth of a second or two in each direction, and 16 KiB of a line that is slow."""
 
 
 class Speed(msgspec.Struct, frozen=True):
@@ -71,6 +87,8 @@ class Line(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True, tag=True):
     """The caller wants the callee's turn, and gets an empty answer when it has it."""
 
+    caller: str = ""
+
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Wants an empty answer."""
@@ -79,7 +97,8 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 class Burst(msgspec.Struct, frozen=True, tag=True):
     """So many frames follow, or (`back`) are to be sent; who receives them says how fast they came."""
 
-    frames: int
+    frames: Annotated[int, msgspec.Meta(ge=2, le=MOST_FRAMES)]
+    frame_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_FRAME_BYTES)]
     back: bool
 
 
@@ -89,7 +108,13 @@ class Took(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-_Message: TypeAlias = Turn | Ping | Burst | Took
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The end: what the caller has measured, for the callee to know too."""
+
+    line: Line
+
+
+_Message: TypeAlias = Turn | Ping | Burst | Took | Found
 _decoder = msgspec.msgpack.Decoder(_Message)
 
 
@@ -120,9 +145,10 @@ async def _seconds_each(host: Host, kind: Literal["matmul", "axpy"], size: int, 
 class Prober:
     """Measures the lines between this host and others, which have one of these too."""
 
-    def __init__(self, host: Host, name: str) -> None:
+    def __init__(self, host: Host, name: str, pace: Pace = THOROUGH) -> None:
         self._host = host
         self._name = name
+        self._pace = pace
         self._turn = asyncio.Lock()
         self._callers = Callers()
 
@@ -136,6 +162,10 @@ class Prober:
             channel = await self._host.connect(address, timeout_s=CONNECT_TIMEOUT_S)
         except (ChannelError, DeadlineExceeded):
             return None
+        return await self.over(channel, name)
+
+    async def over(self, channel: Channel, name: str) -> Line | None:
+        """The line to the node of that name, which answers on this channel; None where it did not to the end."""
         try:
             if self._name < name:
                 async with self._turn:
@@ -152,83 +182,99 @@ class Prober:
         finally:
             await channel.close()
 
+    async def answer(self, channel: Channel, known: Callable[[], None] = lambda: None) -> tuple[str, Line] | None:
+        """Let whoever called measure, and say who it was and what it found; `known` is called when it has begun."""
+        try:
+            turn = await self._greeting(channel, known)
+            if isinstance(turn, Turn):
+                async with self._turn:
+                    await _say(channel, Turn())
+                    while True:
+                        async with self._host.clock.timeout(TURN_TIMEOUT_S):
+                            line = await self._answer_one(channel)
+                        if line is not None:
+                            return turn.caller, line
+        except (ChannelError, TimeoutError):
+            pass  # whoever measured gave up
+        finally:
+            await channel.close()
+        return None
+
     async def _ask_turn(self, channel: Channel) -> None:
         async with self._host.clock.timeout(TURN_TIMEOUT_S):
-            await _say(channel, Turn())
+            await _say(channel, Turn(self._name))
             await _hear(channel)
 
     async def _timed(self, channel: Channel) -> Line:
         clock = self._host.clock
         async with clock.timeout(PROBE_TIMEOUT_S):
             trips_s = []
-            for _ in range(PINGS):
+            for _ in range(self._pace.pings):
                 began_s = clock.elapsed()
                 await _say(channel, Ping())
                 await _hear(channel)
                 trips_s.append(clock.elapsed() - began_s)
-            there_Bps = await self._rate_Bps(lambda frames: self._there(channel, frames))
-            back_Bps = await self._rate_Bps(lambda frames: self._back(channel, frames))
-        return Line(min(trips_s) / 2, there_Bps, back_Bps)
+            trip_s = min(trips_s)
+            there_Bps = await self._rate_Bps(trip_s, lambda *burst: self._there(channel, *burst))
+            back_Bps = await self._rate_Bps(trip_s, lambda *burst: self._back(channel, *burst))
+            line = Line(trip_s / 2, there_Bps, back_Bps)
+            await _say(channel, Found(line))
+        return line
 
-    async def _rate_Bps(self, burst: Callable[[int], Coroutine[Any, Any, float]]) -> float:
-        frames = FIRST_BURST
-        while True:
-            half_s = await burst(frames)
-            if half_s >= LONG_ENOUGH_S or frames >= LONGEST_BURST:
+    async def _rate_Bps(self, trip_s: float, burst: Callable[[int, int], Coroutine[Any, Any, float]]) -> float:
+        clock, pace = self._host.clock, self._pace
+        enough_s = max(pace.long_enough_s, 2 * trip_s)  # less may be one wait for TCP's window
+        for frames, frame_bytes in pace.bursts:
+            began_s = clock.elapsed()
+            half_s = await burst(frames, frame_bytes)
+            if half_s >= enough_s:
                 break
-            frames *= 4
-        half_s = statistics.median([half_s, *[await burst(frames) for _ in range(BURSTS - 1)]])
-        return frames // 2 * FRAME_BYTES / half_s if half_s else inf
+        halves_s = [half_s]
+        while len(halves_s) < REPEATS and clock.elapsed() - began_s < pace.repeat_for_s:
+            halves_s.append(await burst(frames, frame_bytes))
+        half_s = statistics.median(halves_s)
+        return frames // 2 * frame_bytes / half_s if half_s else inf
 
-    async def _there(self, channel: Channel, frames: int) -> float:
-        await _say(channel, Burst(frames, back=False))
-        await _send_burst(channel, frames)
+    async def _there(self, channel: Channel, frames: int, frame_bytes: int) -> float:
+        await _say(channel, Burst(frames, frame_bytes, back=False))
+        await _send_burst(channel, frames, frame_bytes)
         took = await _hear(channel)
         if not isinstance(took, Took):
             raise RemoteProtocolError(f"{channel.peer} did not say how long a burst took", channel.peer)
         return took.seconds
 
-    async def _back(self, channel: Channel, frames: int) -> float:
-        await _say(channel, Burst(frames, back=True))
-        return await self._receive_burst(channel, frames)
+    async def _back(self, channel: Channel, frames: int, frame_bytes: int) -> float:
+        await _say(channel, Burst(frames, frame_bytes, back=True))
+        return await self._receive_burst(channel, frames, frame_bytes)
 
     def _called_by(self, channel: Channel, number: int) -> None:
-        self._host.spawn(self._answer(channel), name=f"probe {number}")
+        self._host.spawn(self.answer(channel, self._callers.known), name=f"probe {number}")
 
-    async def _answer(self, channel: Channel) -> None:
-        try:
-            if isinstance(await self._greeting(channel), Turn):
-                async with self._turn:
-                    await _say(channel, Turn())
-                    while True:
-                        async with self._host.clock.timeout(TURN_TIMEOUT_S):
-                            await self._answer_one(channel)
-        except (ChannelError, TimeoutError):
-            pass  # whoever measured has what it wanted, or gave up
-        finally:
-            await channel.close()
-
-    async def _greeting(self, channel: Channel) -> _Message:
+    async def _greeting(self, channel: Channel, known: Callable[[], None]) -> _Message:
         try:
             channel.limit(MESSAGE_BYTES)
             async with self._host.clock.timeout(PROBE_TIMEOUT_S):
                 return await _hear(channel)
         finally:
-            self._callers.known()
+            known()
 
-    async def _answer_one(self, channel: Channel) -> None:
+    async def _answer_one(self, channel: Channel) -> Line | None:
         match await _hear(channel):
-            case Burst(frames, back=True):
-                await _send_burst(channel, min(frames, LONGEST_BURST))
-            case Burst(frames, back=False):
-                await _say(channel, Took(await self._receive_burst(channel, min(frames, LONGEST_BURST))))
+            case Burst(frames, frame_bytes, back):
+                if back:
+                    await _send_burst(channel, frames, frame_bytes)
+                else:
+                    await _say(channel, Took(await self._receive_burst(channel, frames, frame_bytes)))
             case Ping():
                 await _say(channel, Ping())
+            case Found(line):
+                return line
+        return None
 
-    async def _receive_burst(self, channel: Channel, frames: int) -> float:
+    async def _receive_burst(self, channel: Channel, frames: int, frame_bytes: int) -> float:
         """Seconds that the second half took."""
-        channel.limit(FRAME_BYTES)
-        room = memoryview(bytearray(FRAME_BYTES))
+        channel.limit(frame_bytes)
+        room = memoryview(bytearray(frame_bytes))
         middle_s = self._host.clock.elapsed()
         for number in range(frames):
             if number == frames - frames // 2:
@@ -238,12 +284,12 @@ class Prober:
         return self._host.clock.elapsed() - middle_s
 
 
-_ZEROS = memoryview(bytes(FRAME_BYTES))
+_ZEROS = memoryview(bytes(LARGEST_FRAME_BYTES))
 
 
-async def _send_burst(channel: Channel, frames: int) -> None:
+async def _send_burst(channel: Channel, frames: int, frame_bytes: int) -> None:
     for _ in range(frames):
-        await channel.send(Header(FRAME_BYTES), _ZEROS)
+        await channel.send(Header(frame_bytes), _ZEROS[:frame_bytes])
 
 
 async def _say(channel: Channel, message: _Message) -> None:

@@ -114,9 +114,22 @@ class Group:
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
         links = await measure_links(self)
+        self.follow(links)
+        return links
+
+    def follow(self, links: Links) -> None:
+        """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
         order = ring_order(links.bandwidth_Bps, links.latency_s) if self.size > 2 else ()
         self.options = msgspec.structs.replace(self.options, links=links, order=order)
-        return links
+
+    def dial(self, addresses: Sequence[str]) -> None:
+        """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
+        self._fate.mesh.dialled = tuple(addresses)
+
+    @property
+    def ends(self) -> dict[int, tuple[str, str]]:
+        """By rank: the two addresses that an open link goes between, ours first."""
+        return {rank: link.channels[0].ends for rank, link in self._fate.mesh.links.items()}
 
     @property
     def error(self) -> HcsimError | None:

@@ -79,6 +79,14 @@ class Cluster(Table, frozen=True):
     checkpoint_every: Count = 100
     """Steps after which the first member saves, where it has a place that outlives a crash."""
 
+    measure: Literal["nothing", "links", "order"] = "links"
+    """What members of a view measure of the links between them, once for each pair; see the README.
+
+    - nothing: the first address that answers is dialled.
+    - links: of several addresses the fastest is dialled, and `hcsim cluster status` says how fast it is.
+    - order: the ring's order and `algorithm = "auto"` follow the figures too. Sums are then added in an order that
+      depends on them: another run of the same job may differ in the last bits."""
+
     @property
     def needed(self) -> int:
         """How many members work begins with."""

@@ -18,6 +18,8 @@ class Intent(msgspec.Struct, frozen=True):
     seed: int
     model: str
     """Fingerprint of the task's data and shapes."""
+    measure: str = ""
+    """What the collectives' choices depend on beside these."""
 
 
 async def agree(group: Group, ours: Intent) -> None:

@@ -104,6 +104,8 @@ class Mesh:
         self.patient = False
         """Whether one that hangs up on our hello is called again: it may just be leaving its last epoch for ours."""
         self.newest_epoch = us.epoch
+        self.dialled = us.addresses
+        """What we call for each rank: its address, or the same one with another of its places first."""
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
@@ -210,7 +212,7 @@ class Mesh:
 
     async def _call(self, rank: int, stripe: int) -> Channel | None:
         us = self.us
-        channel = await self.host.connect(us.addresses[rank], timeout_s=us.wire.connect_timeout_s)
+        channel = await self.host.connect(self.dialled[rank], timeout_s=us.wire.connect_timeout_s)
         try:
             if _is_impostor(us, rank, channel):
                 proved = f"proved to be node {channel.identity}" if channel.identity else "proved nothing"

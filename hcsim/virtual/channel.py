@@ -28,8 +28,8 @@ class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer", "_reader",
-        "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
+        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer",
+        "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
 
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str]) -> None:

@@ -34,6 +34,7 @@ from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.recovery import Recovery
 from hcsim.training.elastic.served import Served
+from hcsim.training.elastic.survey import follow_links, survey
 from hcsim.training.elastic.synchronise import synchronise
 from hcsim.training.elastic.trainee import Trainee
 from hcsim.training.run import Observer, Report, Run
@@ -56,6 +57,8 @@ class Extras(msgspec.Struct, frozen=True):
     checkpoints: Checkpoints | None = None
     began: Callable[[View, int], None] = lambda view, step: None
     """Hears of each view in which all have come to hold the same, and how many steps had been taken by then."""
+    by_links: bool = False
+    """Whether the ring's order and `auto` follow what was measured of the links; the same for all."""
 
 
 async def elastic_train(
@@ -135,7 +138,11 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     over = conductor.over(view.epoch)
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
     host.trace("follows", view.epoch, rank, len(addresses))
+    ways = conductor.ways
     try:
+        if ways is not None:
+            ways.in_use = lambda: {view.nodes[other]: ends for other, ends in group.ends.items()}
+            await survey(group, view, ways, over)
         return await part.train(group, view)
     except CollectiveError as error:
         group.fail(str(error), error.peer)
@@ -150,6 +157,8 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     finally:
         watching.cancel()
         await group.close()
+        if ways is not None:
+            ways.in_use = dict
 
 
 class _Patience:
@@ -184,7 +193,7 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
         if saved is not None:
             served.reload(decode(saved))
         return served
-    member = _Member(Trainee(host, settings, seed, extras.what), conductor, settings, extras)
+    member = _Member(Trainee(host, settings, seed, extras.what, by_links=extras.by_links), conductor, settings, extras)
     if saved is not None:
         member.trainee.checkpoint = decode(saved)
     return member
@@ -226,6 +235,7 @@ class _Member:
         self._checkpoints = extras.checkpoints
         self._began = extras.began
         self._conductor = conductor
+        self._by_links = extras.by_links
         self._due = 0
         """The step after which to save."""
 
@@ -247,6 +257,8 @@ class _Member:
         """Train in this view for as long as it lasts; whether that was all."""
         trainee = self.trainee
         await synchronise(group, view, trainee)
+        if self._by_links and self._conductor.ways is not None:
+            await follow_links(group, view, self._conductor.ways)
         run = trainee.run
         self._began(view, run.step)
         if self._checkpoints is not None:

@@ -62,10 +62,11 @@ class About(msgspec.Struct, frozen=True):
 class Trainee:
     """What a member is between two views."""
 
-    def __init__(self, host: Host, settings: Training, seed: int, what: Task | None) -> None:
+    def __init__(self, host: Host, settings: Training, seed: int, what: Task | None, *, by_links: bool = False) -> None:
         what = what or task(settings.task)
         self.host = host
         self.seed = seed
+        self._by_links = by_links
         self.task = what
         self.settings = completed(settings, what, len(settings.batch) if isinstance(settings.batch, tuple) else 1)
         self.learner = Learner(host, what, optimizer(self.settings), seed)
@@ -84,7 +85,9 @@ class Trainee:
     @cached_property
     def intent(self) -> bytes:
         """What must be the same for all."""
-        return msgspec.json.encode(Intent(self.settings, self.seed, self.task.fingerprint), enc_hook=float)
+        return msgspec.json.encode(
+            Intent(self.settings, self.seed, self.task.fingerprint, "order" if self._by_links else ""), enc_hook=float
+        )
 
     @property
     def has_begun(self) -> bool:

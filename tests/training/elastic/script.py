@@ -131,6 +131,7 @@ class Scripted:
         return self._cluster.member(self._name)
 
     identified = False
+    ways = None
 
     async def view(self, after: int) -> View:
         while True:

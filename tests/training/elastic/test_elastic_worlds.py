@@ -46,6 +46,7 @@ class Reader:
     """One member's conductor."""
 
     identified = False
+    ways = None
 
     def __init__(self, board: Board, us: Member) -> None:
         self._board = board

@@ -35,6 +35,7 @@ from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.address import address_at, with_port
+from hcsim.runtime.host import Medium
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
@@ -147,12 +148,13 @@ def simulate_cluster(
 
     async def on_host(host: VirtualHost) -> Report:
         proved = _virtual_credentials(host, loaded.seed)
+        hosts = _virtual_hosts(host)
         me = Self(
             proved.key.node_id,
             proved.boot,
             host.name,
-            f"{host.name}:{cluster.discovery_port}",
-            f"{host.name}:{cluster.gradient_port}",
+            address_at(hosts, cluster.discovery_port),
+            address_at(hosts, cluster.gradient_port),
             proved.secret.namespace.hex(),
             homes[host.name] if len(loaded.homes) > 1 else "",
         )
@@ -271,6 +273,15 @@ def _real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credent
         address_at(hosts, cluster.gradient_port),
         proved.secret.namespace.hex(),
     )
+
+
+def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
+    """Where the others reach it: with several interfaces at each of them, fastest medium first, as a real machine."""
+    order = list(Medium)
+    interfaces = sorted(host.interfaces(), key=lambda interface: order.index(interface.medium))
+    if len(interfaces) < 2:
+        return (host.name,)
+    return tuple(address for interface in interfaces for address in interface.addresses)
 
 
 def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:

@@ -17,6 +17,8 @@ from hcsim.errors import HcsimError
 from hcsim.launch import ask_cluster
 from hcsim.runtime.address import hosts_of
 
+_NUMBERS = ("view", "round trip", "Gb/s there", "Gb/s back")
+
 
 def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
     """Ask, and show two tables: the nodes, and what connects them."""
@@ -31,7 +33,7 @@ def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> No
     _print(("machine", "node", "", "view", "members", "addresses"), [_node(each) for each in told.values()])
     links = [_link(each, link, told) for each in told.values() for link in each.links]
     if links:
-        _print(("from", "to", "over", "medium", "round trip", ""), links)
+        _print(("from", "to", "over", "medium", "round trip", "Gb/s there", "Gb/s back", ""), links)
     for address, why in survey.failures.items():
         screen.note(f"{address} did not answer: {why}")
 
@@ -55,17 +57,39 @@ def _node(told: Told) -> tuple[str, ...]:
 
 
 def _link(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, ...]:
-    address = hosts_of(link.address)[0][0] if link.address else ""
+    """The way that what is computed takes, or else the control channel, and what was measured between the two."""
+    ours, theirs = link.ends
+    theirs = theirs or (hosts_of(link.address)[0][0] if link.address else "")
     other = everybody.get(link.node)
-    media = [i.medium.value for i in other.interfaces if address in i.addresses] if other is not None else []
+    media = dict.fromkeys((*_media(ours, told), *_media(theirs, other)))
     latency = "–" if link.latency_s is None else screen.duration(link.latency_s)
-    return told.status.us.name, link.name, address or "–", media[0] if media else "–", latency, link.suspected
+    return (
+        told.status.us.name,
+        link.name,
+        f"{ours} → {theirs}" if ours else theirs or "–",
+        " – ".join(media) or "–",
+        latency,
+        _rate(link.there_Bps),
+        _rate(link.back_Bps),
+        link.suspected,
+    )
+
+
+def _media(address: str, told: Told | None) -> list[str]:
+    """What the interface of a node at that address is made of, as far as anybody knows."""
+    if told is None or not address:
+        return []
+    return [interface.medium.value for interface in told.interfaces if address in interface.addresses][:1]
+
+
+def _rate(rate_Bps: float | None) -> str:
+    return "–" if rate_Bps is None else f"{rate_Bps * 8 / 1e9:.3g}"
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("view", "round trip") else "left", overflow="fold")
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -9,6 +9,7 @@ from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.view import View
+from hcsim.cluster.ways import Ways
 from hcsim.runtime.host import Host
 
 
@@ -16,7 +17,13 @@ class Figures:
     """Counts what happens, and tells what holds whenever somebody looks."""
 
     def __init__(
-        self, host: Host, membership: Membership, lines: Lines, discovery: Discovery, pulses: Mapping[str, Pulse]
+        self,
+        host: Host,
+        membership: Membership,
+        lines: Lines,
+        discovery: Discovery,
+        pulses: Mapping[str, Pulse],
+        ways: Ways,
     ) -> None:
         self._clock = host.clock
         self._metrics = host.metrics
@@ -24,6 +31,7 @@ class Figures:
         self._lines = lines
         self._discovery = discovery
         self._pulses = pulses
+        self._ways = ways
         self._view: View | None = None
         self._overdue: dict[str, int] = {}
         self.end = host.metrics.collect(self._tell)
@@ -73,6 +81,12 @@ class Figures:
             gauge("hcsim_heartbeat_phi", node=label).set(pulse.phi(now) if node in expected else 0.0)
             if pulse.latency_s is not None:
                 gauge("hcsim_heartbeat_latency_seconds", node=label).set(pulse.latency_s)
+        for node, peer in membership.roster.peers.items():
+            line = self._ways.line(peer.status.us)
+            if line is not None:
+                for direction, rate_Bps in (("out", line.there_Bps), ("in", line.back_Bps)):
+                    labels = {"node": self._label(node), "direction": direction}
+                    gauge("hcsim_link_bandwidth_bytes_per_second", **labels).set(rate_Bps)
         gauge("hcsim_view_epoch").set(view.epoch)
         gauge("hcsim_view_members").set(len(view.members))
         gauge("hcsim_leader").set(view.rank(membership.us) == 0)

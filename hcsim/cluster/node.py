@@ -86,7 +86,7 @@ class Node:
         self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
-        self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses)
+        self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses, self._ways)
         self._control = me.control
         self._identified = bool(me.namespace)
 

@@ -36,7 +36,7 @@ from hcsim.collectives.fate import Fate
 from hcsim.collectives.layout import WORTH_SPARING, Span, combining, dealt, parts_of, spanning, touched, written
 from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.order import ring_order
+from hcsim.collectives.order import order_over
 from hcsim.collectives.plan import Plan, Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
@@ -119,7 +119,7 @@ class Group:
 
     def follow(self, links: Links) -> None:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
-        order = ring_order(links.bandwidth_Bps, links.latency_s) if self.size > 2 else ()
+        order = order_over(links) if self.size > 2 else ()
         self.options = msgspec.structs.replace(self.options, links=links, order=order)
 
     def dial(self, addresses: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeAlias
 
+from hcsim.collectives.cost import Links
 from hcsim.errors import UsageError
 
 EXACT_UP_TO = 12
@@ -24,6 +25,9 @@ _LONGEST_MOVE = 3
 """Ranks that are moved together."""
 _PASSES = 4
 """Moving settles after a few; this bounds it."""
+_AS_FAST = 0.8
+_CHUNK_BYTES = 2**20
+"""What a ring is for: a few of these; shorter messages go another way."""
 _DEAD = 1e30
 """What a link without bandwidth costs: finite, so that two of them are worse than one."""
 
@@ -39,6 +43,20 @@ def ring_order(bandwidth: Matrix, latency: Matrix | None = None) -> tuple[int, .
         return tuple(range(n))
     cost = latency or [[1 / speed if speed > 0 else _DEAD for speed in row] for row in bandwidth]
     return _exact(bandwidth, cost) if n <= EXACT_UP_TO else _inserted(bandwidth, cost)
+
+
+def order_over(links: Links) -> tuple[int, ...]:
+    """The best order over links that were measured, where a figure is right to a fifth: links that are as fast as the
+    best ring's slowest one, but for that, are equal, and the time that a chunk takes on them decides."""
+    first = ring_order(links.bandwidth_Bps, links.latency_s)
+    slowest_Bps = min(links.bandwidth_Bps[a][b] for a, b in zip(first, (*first[1:], first[0]), strict=True))
+    enough_Bps = _AS_FAST * slowest_Bps
+    level = [[min(speed, enough_Bps) for speed in row] for row in links.bandwidth_Bps]
+    chunk_s = [
+        [latency + _CHUNK_BYTES / speed if speed > 0 else _DEAD for latency, speed in zip(*rows, strict=True)]
+        for rows in zip(links.latency_s, links.bandwidth_Bps, strict=True)
+    ]
+    return ring_order(level, chunk_s)
 
 
 def _exact(bandwidth: Matrix, cost: Matrix) -> tuple[int, ...]:

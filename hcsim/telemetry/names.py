@@ -67,6 +67,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("hcsim_link_received_bytes_total", "Payload received from a rank.", "peer"),
         _counter("hcsim_link_sent_frames_total", "Frames sent to a rank.", "peer"),
         _counter("hcsim_link_received_frames_total", "Frames received from a rank.", "peer"),
+        _gauge(
+            "hcsim_link_bandwidth_bytes_per_second",
+            "Bandwidth to or from a node when it was last measured, by direction: out, in.",
+            "node",
+            "direction",
+        ),
         _counter("hcsim_links_opened_total", "Links to other ranks that were opened."),
         _counter(
             "hcsim_hellos_total", "Callers that said who they are, by our answer: taken, refused, later.", "answer"

@@ -17,7 +17,7 @@ from hcsim.errors import HcsimError
 from hcsim.launch import ask_cluster
 from hcsim.runtime.address import hosts_of
 
-_NUMBERS = ("view", "round trip", "Gb/s there", "Gb/s back")
+_NUMBERS = ("view", "round trip", "Gb/s")
 
 
 def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
@@ -33,7 +33,7 @@ def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> No
     _print(("machine", "node", "", "view", "members", "addresses"), [_node(each) for each in told.values()])
     links = [_link(each, link, told) for each in told.values() for link in each.links]
     if links:
-        _print(("from", "to", "over", "medium", "round trip", "Gb/s there", "Gb/s back", ""), links)
+        _print(("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), links)
     for address, why in survey.failures.items():
         screen.note(f"{address} did not answer: {why}")
 
@@ -66,11 +66,11 @@ def _link(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, .
     return (
         told.status.us.name,
         link.name,
-        f"{ours} → {theirs}" if ours else theirs or "–",
+        ours or "–",
+        theirs or "–",
         " – ".join(media) or "–",
         latency,
-        _rate(link.there_Bps),
-        _rate(link.back_Bps),
+        "/".join(dict.fromkeys(f"{rate * 8 / 1e9:.2g}" for rate in (link.there_Bps, link.back_Bps) if rate)) or "–",
         link.suspected,
     )
 
@@ -80,10 +80,6 @@ def _media(address: str, told: Told | None) -> list[str]:
     if told is None or not address:
         return []
     return [interface.medium.value for interface in told.interfaces if address in interface.addresses][:1]
-
-
-def _rate(rate_Bps: float | None) -> str:
-    return "–" if rate_Bps is None else f"{rate_Bps * 8 / 1e9:.3g}"
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

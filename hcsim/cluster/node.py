@@ -226,7 +226,6 @@ class Node:
 
     def down(self, node: str, *, gone: bool) -> None:
         """The line to a node has ended: it has gone, or has to be called again."""
-        self._ways.forget(node)
         if gone:
             self._discovery.forget(node)
             self._membership.lost(node, "it has gone", self._now())

@@ -40,7 +40,7 @@ CONNECT_TIMEOUT_S = 2.0
 """An address that is not reachable from here often does not even say no."""
 PROBE_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 120.0
-"""How long one waits for a turn, and how long who has it may say nothing."""
+"""How long one waits for a turn."""
 
 _MATRIX = 1024
 _VECTOR = 4 * 2**20
@@ -57,11 +57,13 @@ class Pace(msgspec.Struct, frozen=True):
     repeat_for_s: float
     """After so long a burst is not repeated any more."""
     pings: int
+    silence_s: float
+    """How long who has a turn may say nothing before the next gets it."""
 
 
-THOROUGH = Pace(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7)
+THOROUGH = Pace(((16, 256 * KIB), (64, 256 * KIB), (256, 256 * KIB)), LONG_ENOUGH_S, inf, 7, TURN_TIMEOUT_S)
 """To know a line to the percent."""
-QUICK = Pace((*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.3, 4)
+QUICK = Pace((*((8, size * KIB) for size in (2, 8, 32, 128, 512)), (64, 512 * KIB)), LONG_ENOUGH_S / 2, 0.3, 4, 3.0)
 """While others wait: a tenth of a second in each direction of a cable, and 16 KiB of a line that is slow."""
 
 
@@ -190,7 +192,7 @@ class Prober:
                 async with self._turn:
                     await _say(channel, Turn())
                     while True:
-                        async with self._host.clock.timeout(TURN_TIMEOUT_S):
+                        async with self._host.clock.timeout(self._pace.silence_s):
                             line = await self._answer_one(channel)
                         if line is not None:
                             return turn.caller, line

@@ -2,7 +2,7 @@
 
 A machine with several interfaces is at several addresses. Of two members of a view, the one that will dial the other
 measures its ways to all of the other's addresses, once: quickly (see `probe`), over the port for control, and tells the
-other what it found. It is measured again when one of the two was started anew, or when their control channel broke.
+other what it found. It is measured again when one of the two was started anew, or when their connection has failed.
 
 Addresses come in their owner's order, the fastest medium first. One that did not answer is dialled last, and one
 that was measured to be clearly slower than another is dialled after those that were not. Which way is taken changes
@@ -54,8 +54,8 @@ class Ways:
         """Where a node takes calls about membership; empty where nobody knows."""
         self._found: dict[tuple[str, int], tuple[Way, ...]] = {}
         """By node and boot: ways that answered, the one to dial first."""
-        self._heard: dict[str, Line] = {}
-        """By node: what it has measured on its way to us, as seen from here."""
+        self._heard: dict[str, tuple[Way, ...]] = {}
+        """By node: what it has measured on its ways to us, as seen from here; their hosts are ours."""
         self.in_use: Callable[[], Mapping[str, tuple[str, str]]] = dict
         """By node: the two addresses that what is computed goes between at the moment."""
 
@@ -91,10 +91,12 @@ class Ways:
         if heard is not None:
             node, line = heard
             if channel.identity in ("", node):
-                self._heard[node] = Line(line.latency_s, line.back_Bps, line.there_Bps)
+                ours = Way(channel.ends[0], Line(line.latency_s, line.back_Bps, line.there_Bps))
+                others = [way for way in self._heard.get(node, ()) if way.host != ours.host]
+                self._heard[node] = _by_choice([ours, *others])
 
     def forget(self, node: str) -> None:
-        """The network between us may have changed."""
+        """What is between us may have changed."""
         for known in [known for known in self._found if known[0] == node]:
             del self._found[known]
         self._heard.pop(node, None)
@@ -105,8 +107,11 @@ class Ways:
         return ways[0].line if ways else None
 
     def line(self, member: Member) -> Line | None:
-        """What was measured between us, whoever did it."""
-        return self.dialled(member) or self._heard.get(member.node)
+        """What was measured between us, whoever did it, on the way that is or would be taken."""
+        ours, theirs = self.in_use().get(member.node, ("", ""))
+        found, heard = self._found.get((member.node, member.boot), ()), self._heard.get(member.node, ())
+        used = [way for way in found if way.host == theirs] + [way for way in heard if way.host == ours]
+        return next((way.line for way in (*used, *found, *heard)), None)
 
     def address(self, member: Member) -> str:
         """What to dial for what is computed: the member's address, the best place first."""

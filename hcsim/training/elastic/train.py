@@ -147,6 +147,8 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
     except CollectiveError as error:
         group.fail(str(error), error.peer)
         host.trace("view failed", view.epoch, str(error))
+        if ways is not None and error.peer is not None:
+            ways.forget(view.nodes[error.peer])
         await patience.hold_back(over)
         if not over.done():
             conductor.broken(view.epoch, error.peer, str(error))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.collectives.order import EXACT_UP_TO, ring_order
+from hcsim.collectives.cost import Links
+from hcsim.collectives.order import EXACT_UP_TO, order_over, ring_order
 from hcsim.errors import UsageError
 
 Matrix = list[list[float]]
@@ -95,3 +96,20 @@ def test_one_and_two_ranks() -> None:
 def test_what_is_not_square_is_refused(bad: Matrix) -> None:
     with pytest.raises(UsageError):
         ring_order(bad)
+
+
+@settings(max_examples=150, deadline=None)
+@given(matrices(st.integers(10**6, 10**9).map(float)))
+def test_over_measured_links_no_order_that_is_nearly_as_fast_moves_a_chunk_sooner(
+    given_: tuple[Matrix, Matrix],
+) -> None:
+    bandwidth, latency = given_
+    latency = [[value * 1e-12 for value in row] for row in latency]
+    found = order_over(Links(tuple(map(tuple, latency)), tuple(map(tuple, bandwidth))))
+    chunk_s = [[a + 2**20 / b for a, b in zip(*rows, strict=True)] for rows in zip(latency, bandwidth, strict=True)]
+    rings = [(0, *rest) for rest in permutations(range(1, len(bandwidth)))]
+    best = max(quality(ring, bandwidth, chunk_s)[0] for ring in rings)
+    good = [quality(ring, bandwidth, chunk_s) for ring in rings]
+    speed, cost = quality(found, bandwidth, chunk_s)
+    assert speed >= 0.8 * best * (1 - 1e-9)
+    assert cost == pytest.approx(max(cost for speed, cost in good if speed >= 0.8 * best))

@@ -1,0 +1,41 @@
+"""Real machines with two cables between them, of which the one that comes first is slow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.real.namespaces import Machine, ip
+from tests.real.together import together
+
+SLOW_KBIT = 20_000
+
+
+def second_cable(*ends: Machine) -> tuple[str, ...]:
+    """A cable from machine to machine, beside the switch; returns its addresses."""
+    one, other = ends
+    ip("-n", one.namespace, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1", "netns", other.namespace)
+    addresses = tuple(f"10.98.0.{number}" for number in (1, 2))
+    for machine, address in zip(ends, addresses, strict=True):
+        ip("-n", machine.namespace, "addr", "add", f"{address}/24", "dev", "eth1")
+        ip("-n", machine.namespace, "link", "set", "eth1", "up")
+    return addresses
+
+
+def test_what_is_computed_goes_over_the_cable_that_was_measured_to_be_fast(tmp_path: Path) -> None:
+    with together(tmp_path, "ab") as cluster:
+        a, b = cluster.lan["a"], cluster.lan["b"]
+        ends = second_cable(a, b)
+        cluster.lan.slow(SLOW_KBIT)
+        cluster.write(2, 1_000_000)
+        one, _ = cluster.start("a", "b")
+        one.says("step 5 of")
+        status = b.hcsim("cluster", "status")
+        assert status.ends() == 0, status.text
+        for names, (ours, theirs) in (("ab", ends), ("ba", ends[::-1])):
+            row = r" +".join(
+                [f"^ {names[0]}", names[1], re.escape(ours), re.escape(theirs), r"\w+", r"[\d.]+ (ms|µs|s)"]
+            )
+            found = re.search(rf"{row} +([\d.]+)", status.text, re.MULTILINE)
+            assert found is not None, status.text
+            assert float(found[2]) > 10 * SLOW_KBIT / 1e6, "Gb/s: no figure of the slow one"

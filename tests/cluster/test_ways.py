@@ -261,4 +261,4 @@ def test_members_that_do_not_agree_on_whether_choices_follow_the_links_say_so() 
     results: Mapping[str, object] = dict(zip(ABC, world.run_on_all(on_host), strict=True))
     wrong = [result for result in results.values() if isinstance(result, ConfigError)]
     assert wrong
-    assert "measure" in str(wrong[0])
+    assert "measure is" in str(wrong[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.real.namespaces import Machine, ip
 from tests.real.together import together
 
@@ -22,20 +24,23 @@ def second_cable(*ends: Machine) -> tuple[str, ...]:
     return addresses
 
 
-def test_what_is_computed_goes_over_the_cable_that_was_measured_to_be_fast(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("measure", "rate"), [("links", r"[\d.]+"), ("nothing", "–")])
+def test_what_is_computed_goes_over_the_cable_that_was_measured_to_be_fast(
+    tmp_path: Path, measure: str, rate: str
+) -> None:
     with together(tmp_path, "ab") as cluster:
         a, b = cluster.lan["a"], cluster.lan["b"]
-        ends = second_cable(a, b)
+        cable = second_cable(a, b)
         cluster.lan.slow(SLOW_KBIT)
-        cluster.write(2, 1_000_000)
+        cluster.write(2, 1_000_000, f'measure = "{measure}"')
         one, _ = cluster.start("a", "b")
         one.says("step 5 of")
         status = b.hcsim("cluster", "status")
         assert status.ends() == 0, status.text
+        ends = cable if measure == "links" else (a.ip, b.ip)
         for names, (ours, theirs) in (("ab", ends), ("ba", ends[::-1])):
-            row = r" +".join(
-                [f"^ {names[0]}", names[1], re.escape(ours), re.escape(theirs), r"\w+", r"[\d.]+ (ms|µs|s)"]
-            )
-            found = re.search(rf"{row} +([\d.]+)", status.text, re.MULTILINE)
+            row = [f"^ {names[0]}", names[1], re.escape(ours), re.escape(theirs), r"\w+", r"[\d.]+ (?:ms|µs|s)"]
+            found = re.search(rf"{' +'.join(row)} +({rate})", status.text, re.MULTILINE)
             assert found is not None, status.text
-            assert float(found[2]) > 10 * SLOW_KBIT / 1e6, "Gb/s: no figure of the slow one"
+            if measure == "links":
+                assert float(found[1]) > 10 * SLOW_KBIT / 1e6, "Gb/s: no figure of the slow one"

@@ -86,7 +86,8 @@ class Trainee:
     def intent(self) -> bytes:
         """What must be the same for all."""
         return msgspec.json.encode(
-            Intent(self.settings, self.seed, self.task.fingerprint, "order" if self._by_links else ""), enc_hook=float
+            Intent(self.settings, self.seed, self.task.fingerprint, "order" if self._by_links else "links or nothing"),
+            enc_hook=float,
         )
 
     @property

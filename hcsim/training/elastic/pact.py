@@ -30,8 +30,9 @@ from hcsim.training.layout import Bucket, Layout
 from hcsim.training.run import Update
 from hcsim.training.task import Flat
 
-ATTEMPTS = 2
-"""At a step whose gradients are not finite: once may be a machine's mishap, twice is the model."""
+ATTEMPTS = 4
+"""At a step whose gradients are not finite: a model that has diverged gives the same each time, and machines' mishaps,
+which may fall into one step when the network was away for a while, do not."""
 
 
 class _Vote(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
-from hcsim.runtime.address import join_address, split_address
+from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.runtime.target import Target, parse
@@ -51,12 +51,12 @@ def check_place(settings: Training, *, has_server: bool) -> None:
 
 def address_of(settings: Training, first: str, port: int) -> str:
     """Where workers call a server on the first member's machine, which took that port."""
-    return settings.server or join_address((split_address(first)[0], port))
+    return settings.server or address_at(hosts_of(first)[0], port)
 
 
 async def listen(host: Host, settings: Training, first: str) -> tuple[Listener, int]:
     """Listen as the first member; and the port that was taken."""
-    listener = await host.listen(settings.listen or join_address((split_address(first)[0], 0)))
+    listener = await host.listen(settings.listen or address_at(hosts_of(first)[0], 0))
     return listener, parse(listener.address).port
 
 

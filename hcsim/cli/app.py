@@ -51,7 +51,14 @@ def scenarios() -> None:
 @app.command(cls=Sectioned)
 def run(
     scenario: Annotated[
-        Text, typer.Argument(help="A scenario file, the name of a shipped one, or - for standard input.")
+        Text,
+        typer.Argument(help="A scenario file, the name of a shipped one, - for standard input, or a torch script."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What a script is given, after --.", show_default=False)
+    ] = None,
+    where: Annotated[
+        Text, typer.Option("--scenario", help="For a script: the cluster that it runs on, a file or a shipped one.")
     ] = None,
     real: Annotated[
         bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.", rich_help_panel=_WHERE)
@@ -147,7 +154,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run a job or train: in a scenario's virtual cluster, or with --real on this and other machines."""
+    """Run a job, train, or run a torch script: in a scenario's virtual cluster; or with --real on real machines."""
     with plainly():
         from hcsim.cli import options
         from hcsim.cli.attended import read_job
@@ -158,6 +165,16 @@ def run(
             "task": task, "strategy": strategy, "compressor": compressor, "steps": steps, "batch": batch, "lr": lr,
         }  # fmt: skip
         wire = options.wire(stripes, segment, wait)
+        if scenario is not None and scenario.endswith(".py"):
+            from hcsim.cli.script import run_script
+
+            others = {**job, **both, **learned, "save": save, "device": device, "rank": rank, "peers": peers}
+            elsewhere = {f"--{name}": value for name, value in others.items()}
+            options.refuse("without a script", {**elsewhere, "--real": real or None, "--cluster": cluster})
+            chosen = options.script_scenario(where, seed, nodes)
+            done = run_script(Path(scenario), arguments or [], chosen, wire, trace, metrics)
+            raise typer.Exit(0 if done else FAILED)
+        options.refuse("with a script (a file that ends with .py)", {"--scenario": where, "--": arguments or None})
         text, attended = read_job() if scenario == "-" else (None, False)
         chosen = options.scenario(scenario, seed, {**job, **both}, needed=not real, text=text)
         settings = options.training(chosen.training if chosen else None, learned, both)

@@ -65,6 +65,20 @@ def scenario(
     return replace(loaded, seed=loaded.seed if seed is None else seed, job=_changed(loaded.job, changes))
 
 
+def script_scenario(name: str | None, seed: int | None, nodes: int | None) -> Scenario:
+    """The cluster that a script runs on: all of a scenario's nodes, or the first of them."""
+    if name is None:
+        screen.scenarios(stderr=True)
+        raise ConfigError("on which cluster? Give --scenario: one of these names, or a TOML file")
+    chosen = scenario(name, seed, {}, needed=True)
+    assert chosen is not None
+    if nodes is None or nodes == len(chosen.nodes):
+        return chosen
+    if nodes > len(chosen.nodes):
+        raise ConfigError(f"--nodes {nodes}: {chosen.name} has {len(chosen.nodes)}")
+    return replace(chosen, nodes=chosen.nodes[:nodes])
+
+
 def training(loaded: Training | None, changes: Mapping[str, object], further: Mapping[str, object]) -> Training | None:
     """What is to be learned: what a scenario says, with what the options change in it; None where neither does."""
     if loaded is None and all(value is None for value in changes.values()):

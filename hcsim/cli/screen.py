@@ -91,7 +91,7 @@ class Progress:
         members = "1 member" if point.ranks == 1 else f"{point.ranks} members"
         self._show(
             f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
-            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {_size(point.sent_bytes)} sent"
+            f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent"
         )
 
     def news(self, line: str) -> None:
@@ -122,7 +122,7 @@ def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
             *([duration(lap.compute_s)] if computing else []),
             duration(lap.seconds),
             _bus_rate(job, ranks, lap.seconds),
-            _size(lap.sent_bytes),
+            size(lap.sent_bytes),
             _verdict(lap),
         )
     Console().print(table)
@@ -143,9 +143,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
         assert point.score is not None
         right = "–" if point.score.accuracy is None else f"{100 * point.score.accuracy:.1f} %"
         loss = f"{point.score.loss:.4f}"
-        table.add_row(
-            str(point.step), duration(point.time_s), f"{point.loss:.4f}", loss, right, _size(point.sent_bytes)
-        )
+        table.add_row(str(point.step), duration(point.time_s), f"{point.loss:.4f}", loss, right, size(point.sent_bytes))
     if looks:
         Console().print(table)
     slowest = max(reports, key=lambda report: report.duration_s)
@@ -153,7 +151,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     each = slowest.duration_s / max(1, slowest.steps)
     say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each")
     say(f"of it on rank {slowest.rank}, waiting included: {spent}; they may overlap")
-    say(f"sent by the busiest rank {_size(max(report.sent_bytes for report in reports))}, headers included")
+    say(f"sent by the busiest rank {size(max(report.sent_bytes for report in reports))}, headers included")
     digests = list(dict.fromkeys(report.sha256 for report in reports if report.sha256 is not None and report.steps))
     for sha256 in digests:
         say(f"parameters sha256 {sha256}")
@@ -161,7 +159,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
 
 def title(job: Job, ranks: int, where: str) -> str:
     """What is done, in a line."""
-    amount = "" if job.operation == "barrier" else f" of {_size(job.size_bytes)} {_kind(job)}"
+    amount = "" if job.operation == "barrier" else f" of {size(job.size_bytes)} {_kind(job)}"
     return f"{job.operation}{amount}, {ranks} ranks, {where}"
 
 
@@ -203,7 +201,8 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.4g} ns"
 
 
-def _size(size_bytes: int) -> str:
+def size(size_bytes: int) -> str:
+    """Four digits and the unit that suits them."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.4g} {unit}"

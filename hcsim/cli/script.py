@@ -1,0 +1,112 @@
+"""`hcsim run SCRIPT.py --scenario SCENARIO`: a torch script on a simulated cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hcsim.cli import screen
+from hcsim.cli.virtual import writable, writer
+from hcsim.config import Scenario
+from hcsim.scripts.run import ScriptRun, simulate_script
+from hcsim.transport.mesh import Wire
+
+_BUSIEST = 8
+
+
+class Prefixed:
+    """Writes each rank's lines with the rank before them, whole lines only."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        width = max(map(len, names), default=0)
+        self._prefixes = [f"[{rank} {name:<{width}}] " for rank, name in enumerate(names)]
+        self._begun: dict[tuple[int, int], str] = {}
+
+    def __call__(self, rank: int, stream: int, text: str) -> None:
+        """The script has written this."""
+        *lines, rest = (self._begun.pop((rank, stream), "") + text).split("\n")
+        if rest:
+            self._begun[rank, stream] = rest
+        for line in lines:
+            self._write(rank, stream, line)
+
+    def end(self) -> None:
+        """Nothing follows: what was begun is a line."""
+        for (rank, stream), line in self._begun.items():
+            self._write(rank, stream, line)
+        self._begun.clear()
+
+    def _write(self, rank: int, stream: int, line: str) -> None:
+        shown = line.rstrip("\r").rpartition("\r")[2]  # of a line that overwrites itself, what stays
+        print(self._prefixes[rank] + shown, file=sys.stdout if stream == 1 else sys.stderr, flush=True)
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, trace: Path | None, metrics: Path | None
+) -> bool:
+    """Run it, and show how it went; whether all ranks came to a good end."""
+    say = Prefixed([node.name for node in scenario.nodes])
+    with ExitStack() as stack:
+        sink = writer(trace, stack) if trace is not None else None
+        figures = writable(metrics, stack) if metrics is not None else None
+        stack.callback(say.end)
+        run = simulate_script(scenario, script, arguments, say=say, wire=wire, sink=sink)
+        if figures is not None:
+            from hcsim.telemetry.exposition import prometheus_text
+
+            figures.write(prometheus_text(run.metrics).encode())
+    say.end()
+    screen.say(f"{script.name} on {scenario.name}, {len(run.ranks)} ranks")
+    _show_ranks(run)
+    _show_links(run)
+    _tell_ends(run)
+    screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
+    screen.say(f"trace sha256 {run.trace_sha256}")
+    return run.succeeded
+
+
+def _show_ranks(run: ScriptRun) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("rank", "time", "compute", "waiting", "calls", "a step", "sent", "end"):
+        table.add_column(heading, justify="left" if heading in ("rank", "end") else "right", no_wrap=True)
+    for record in run.ranks:
+        steps = record.steps_s
+        each = screen.duration((steps[-1] - steps[0]) / (len(steps) - 1)) if len(steps) > 1 else "–"
+        table.add_row(
+            f"{record.rank} {record.host}",
+            "–" if record.ended_s is None else screen.duration(record.ended_s - record.began_s),
+            screen.duration(record.compute_s),
+            screen.duration(record.wait_s),
+            str(record.calls),
+            each,
+            screen.size(record.sent_bytes),
+            "crashed" if record.code is None else "ok" if record.code == 0 else "failed",
+        )
+    Console().print(table)
+
+
+def _show_links(run: ScriptRun) -> None:
+    """The busiest ones."""
+    loads = sorted(run.loads, key=lambda load: -load.share)
+    if not loads:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("link", "carried", "used"):
+        table.add_column(heading, justify="left" if heading == "link" else "right", no_wrap=True)
+    for load in loads[:_BUSIEST]:
+        table.add_row(load.name, screen.size(load.sent_bytes), f"{load.share:.1%}")
+    Console().print(table)
+    if len(loads) > _BUSIEST:
+        screen.say(f"and {len(loads) - _BUSIEST} more, less busy")
+
+
+def _tell_ends(run: ScriptRun) -> None:
+    for record in run.ranks:
+        if record.code != 0:
+            screen.say(f"rank {record.rank} ({record.host}) failed: {record.error}")

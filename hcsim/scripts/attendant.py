@@ -1,0 +1,198 @@
+"""The simulator's side of one rank: it hears what the rank says, takes the time for it, and answers.
+
+It reads only when the host's time has come so far: while it waits for the rank's next word, the virtual time stands
+still. The other ranks compute on meanwhile, as far as they get without an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from hcsim.errors import HcsimError
+from hcsim.runtime.device import Work
+from hcsim.scripts.conversation import (
+    Answer,
+    Awaited,
+    Closed,
+    Computed,
+    Finished,
+    Grown,
+    HungUp,
+    Left,
+    Message,
+    Opened,
+    Printed,
+    Slept,
+    Started,
+    Stepped,
+    Stored,
+)
+from hcsim.scripts.failures import failure_of
+from hcsim.scripts.lines import Lines
+from hcsim.scripts.processes import Process
+from hcsim.scripts.store import StoreLine
+from hcsim.torch_backend.calls import perform
+from hcsim.virtual.host import VirtualHost
+
+Say = Callable[[int, str], None]
+"""Told what the script writes, and on which stream."""
+
+
+class Record(msgspec.Struct):
+    """What a rank has done so far."""
+
+    rank: int
+    host: str
+    began_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    """Its script stood still: for a call, the store, sleep."""
+    flops: float = 0.0
+    calls: int = 0
+    sent_bytes: int = 0
+    """For its calls, headers included."""
+    steps_s: list[float] = []
+    """When its optimizers had done each of their steps."""
+    ended_s: float | None = None
+    code: int | None = None
+    """Its exit status; None for one whose machine crashed."""
+    error: str = ""
+
+
+class Attendant:
+    """Sees one rank through."""
+
+    def __init__(self, host: VirtualHost, process: Process, lines: Lines, store: StoreLine, record: Record) -> None:
+        self._host = host
+        self._process = process
+        self._lines = lines
+        self._store = store
+        self._record = record
+        self._flops_per_byte = flops_per_byte(host)
+        self._under_way: dict[int, asyncio.Task[int]] = {}
+        self._finished: list[Finished] = []
+
+    async def attend(self, say: Say) -> Left | None:
+        """Until the script is over; None if its process ended without a word."""
+        conversation = self._process.conversation
+        while True:
+            try:
+                message: Message = conversation.hear()
+            except HungUp:
+                return None
+            match message:
+                case Computed():
+                    await self._charge(message)
+                case Printed(stream, text):
+                    say(stream, text)
+                case Stepped():
+                    self._record.steps_s.append(self._host.loop.time())
+                    self._host.trace("step", self._record.rank, len(self._record.steps_s))
+                case Grown():
+                    self._process.arena.map(message)
+                case Started():
+                    self._start(message)
+                case Left():
+                    return message
+                case _:
+                    answer = await self._answered(message)
+                    try:
+                        conversation.say(answer)
+                    except HungUp:
+                        return None
+                    await self._instant_end()
+
+    async def end(self, reason: str) -> None:
+        """Leave the groups, and tell the others why, if there is a reason."""
+        await self._lines.end(reason)
+        await self._store.close()
+
+    async def _charge(self, done: Computed) -> None:
+        """Memory traffic counts as the arithmetic that the machine could have done meanwhile."""
+        began_s = self._host.loop.time()
+        self._record.flops += done.flops
+        flops = done.flops + done.moved_bytes * self._flops_per_byte
+        await self._host.device.run(Work(flops=flops, kernels=done.kernels), lambda: None)
+        self._record.compute_s += self._host.loop.time() - began_s
+        if done.seconds:
+            await self._host.clock.sleep(done.seconds)
+
+    def _start(self, started: Started) -> None:
+        self._record.calls += 1
+        task = self._host.spawn(self._perform(started), name=f"{started.call.operation} {started.number}")
+        self._under_way[started.number] = task
+        self._lines.started(started.line, task)
+
+    async def _perform(self, started: Started) -> int:
+        """Never fails: how it ended is kept for the next answer."""
+        failure, result = None, 0
+        try:
+            arrays = [self._process.arena.at(slot) for slot in started.slots]
+            result = await perform(self._lines.group(started.line), started.call, arrays)
+        except Exception as error:
+            failure = failure_of(error)
+        self._finished.append(Finished(started.number, result, failure))
+        del self._under_way[started.number]
+        return result
+
+    async def _answered(self, asked: Message) -> Answer:
+        began_s = self._host.loop.time()
+        answer: dict[str, Any] = {}
+        try:
+            answer = await self._done(asked)
+        except HcsimError as error:
+            answer = {"failure": failure_of(error)}
+        self._record.wait_s += self._host.loop.time() - began_s
+        finished, self._finished = tuple(self._finished), []
+        clock = self._host.clock
+        return Answer(clock.now(), clock.elapsed(), finished, **answer)
+
+    async def _done(self, asked: Message) -> dict[str, Any]:
+        match asked:
+            case Awaited(number, timeout_s):
+                await self._over(number, timeout_s)
+            case Slept(seconds):
+                if seconds > 0:
+                    await self._host.clock.sleep(seconds)
+            case Stored():
+                reply = await self._store.do(asked)
+                return {"number": reply.number, "values": reply.values}
+            case Opened():
+                return {"number": await self._lines.open(asked)}
+            case Closed(line, in_order):
+                await self._lines.close(line, in_order=in_order)
+            case unknown:
+                raise AssertionError(unknown)
+        return {}
+
+    async def _over(self, number: int, timeout_s: float | None) -> None:
+        task = self._under_way.get(number)
+        if task is not None:
+            try:
+                async with self._host.clock.timeout(timeout_s):
+                    await asyncio.shield(task)
+            except TimeoutError:
+                pass  # the rank sees that the call is not among the finished ones
+
+    async def _instant_end(self) -> None:
+        """Let all that happens in this instant happen before we wait for the rank: others may get an answer in it."""
+        over: asyncio.Future[None] = self._host.loop.create_future()
+        self._host.loop.call_at_instant_end(partial(_mark, over))
+        await over
+
+
+def _mark(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)
+
+
+def flops_per_byte(host: VirtualHost) -> float:
+    """The machine's balance: how much it computes while it moves a byte. An ideal one does both in no time."""
+    machine = host.machine
+    balance = machine.efficiency_compute * machine.peak_flops / (machine.efficiency_memory * machine.memory_Bps)
+    return balance if 0 < balance < float("inf") else 1.0

@@ -1,0 +1,204 @@
+"""What a rank's process and the simulator say to each other, and how.
+
+A message is a msgpack array behind its length, over a socket pair. Most of what a rank says needs no answer, so it
+computes on while the simulator still charges others for theirs; it waits only where its script waits.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any, TypeAlias
+
+import msgspec
+
+from hcsim.torch_backend.calls import Call
+
+_LENGTH = struct.Struct("!I")
+_READ_BYTES = 1 << 16
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """An array in the shared memory."""
+
+    start: int
+    length: int
+    """In elements."""
+    dtype: str
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Needs no answer."""
+
+
+class _Asked(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Is answered with an `Answer`."""
+
+
+class Computed(_Told, frozen=True):
+    """What the rank has done since it last said so. The two kinds of work are done one after the other."""
+
+    flops: float = 0.0
+    """Of kernels that the machine's arithmetic holds up."""
+    moved_bytes: float = 0.0
+    """Of kernels that its memory holds up."""
+    kernels: int = 0
+    seconds: float = 0.0
+    """Beyond that."""
+
+
+class Printed(_Told, frozen=True):
+    """The script wrote something."""
+
+    stream: int
+    """1 is standard output, 2 standard error."""
+    text: str
+
+
+class Stepped(_Told, frozen=True):
+    """An optimizer has done a step."""
+
+
+class Grown(_Told, frozen=True):
+    """The shared memory has another part."""
+
+    start: int
+    size_bytes: int
+
+
+class Started(_Told, frozen=True):
+    """A call begins."""
+
+    number: int
+    """Of the call, on this rank."""
+    line: int
+    call: Call
+    slots: tuple[Slot, ...]
+
+
+class Left(_Told, frozen=True):
+    """The script is over; nothing follows."""
+
+    code: int
+    error: str = ""
+    """The exception that ended it, in a line."""
+
+
+class Opened(_Asked, frozen=True):
+    """A group is to be formed; the answer's number is that of the line."""
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+    parent: int | None
+    ranks: tuple[int, ...]
+
+
+class Closed(_Asked, frozen=True):
+    """Leave a group."""
+
+    line: int
+    in_order: bool
+
+
+class Awaited(_Asked, frozen=True):
+    """Answer when this call is over, or this time has passed."""
+
+    number: int
+    timeout_s: float | None
+
+
+class Slept(_Asked, frozen=True):
+    """Answer after this time, which may be none at all: what time is it, and what is over by now?"""
+
+    seconds: float
+
+
+class Stored(_Asked, frozen=True):
+    """Do something with the store."""
+
+    operation: str
+    keys: tuple[str, ...] = ()
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    timeout_s: float | None = None
+
+
+Message: TypeAlias = Computed | Printed | Stepped | Grown | Started | Left | Opened | Closed | Awaited | Slept | Stored
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An error, as it travels."""
+
+    kind: str
+    text: str
+    peer: int | None = None
+    phase: str = ""
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A call is over."""
+
+    number: int
+    result: int = 0
+    failure: Failure | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What the simulator says, and at what time."""
+
+    now_s: float
+    """By the host's clock."""
+    elapsed_s: float
+    """By the one that measures durations."""
+    finished: tuple[Finished, ...] = ()
+    """All calls that have ended since the answer before."""
+    number: int = 0
+    values: tuple[bytes, ...] = ()
+    failure: Failure | None = None
+
+
+class HungUp(Exception):
+    """The other side is gone."""
+
+
+class Conversation:
+    """One end. Sending blocks while the other side has too much to read yet, and receiving until something comes."""
+
+    def __init__(self, end: socket.socket, heard: Any) -> None:
+        self._end = end
+        self._buffer = bytearray()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(heard).decode
+
+    def say(self, message: Message | Answer) -> None:
+        """Send one message."""
+        data = self._encode(message)
+        try:
+            self._end.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError:
+            raise HungUp from None
+
+    def hear(self) -> Any:
+        """The next message."""
+        size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
+        return self._decode(self._take(size))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._end.close()
+
+    def _take(self, size: int) -> bytes:
+        buffer = self._buffer
+        while len(buffer) < size:
+            try:
+                piece = self._end.recv(_READ_BYTES)
+            except OSError:
+                piece = b""
+            if not piece:
+                raise HungUp
+            buffer += piece
+        taken = bytes(buffer[:size])
+        del buffer[:size]
+        return taken

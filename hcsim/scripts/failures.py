@@ -1,0 +1,29 @@
+"""Errors of the simulator's side, as they reach a rank."""
+
+from __future__ import annotations
+
+from hcsim import errors
+from hcsim.errors import ChannelError, CollectiveError, HcsimError
+from hcsim.scripts.conversation import Failure
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What is said of it."""
+    peer = error.peer if isinstance(error, CollectiveError) else None
+    phase = error.phase if isinstance(error, CollectiveError) else ""
+    return Failure(type(error).__name__, str(error) or repr(error), peer, phase)
+
+
+def raised(failure: Failure) -> Exception:
+    """The same error, on the other side."""
+    kind = getattr(errors, failure.kind, None)
+    if not isinstance(kind, type) or not issubclass(kind, HcsimError):
+        return HcsimError(failure.text if failure.kind == "HcsimError" else f"{failure.kind}: {failure.text}")
+    if issubclass(kind, CollectiveError):
+        return kind(failure.text, peer=failure.peer, phase=failure.phase)
+    if issubclass(kind, ChannelError):
+        return kind(failure.text)
+    try:
+        return kind(failure.text)
+    except TypeError:
+        return HcsimError(failure.text)

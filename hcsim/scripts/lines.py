@@ -1,0 +1,107 @@
+"""The groups of a script, in the simulator: each rank's lines, and what the ranks have to agree on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hcsim.collectives.group import Group, Options
+from hcsim.errors import UsageError
+from hcsim.launch import DEFAULT_PORT
+from hcsim.scripts.conversation import Opened
+from hcsim.transport.mesh import Membership, Wire
+from hcsim.virtual.host import VirtualHost
+
+
+class Directory:
+    """Where each group listens, and in which of its lives each rank has it. The same for all ranks."""
+
+    def __init__(self, hosts: Sequence[str], wire: Wire) -> None:
+        self.hosts = tuple(hosts)
+        self.wire = wire
+        self._ports: dict[str, int] = {}
+        self._opened: dict[tuple[str, int], int] = {}
+
+    def membership(self, opened: Opened, seat: int) -> Membership:
+        """The place of this rank of the program in a group that is not part of another."""
+        members = opened.ranks or tuple(range(opened.size))
+        if len(members) != opened.size or max(members) >= len(self.hosts) or members[opened.rank] != seat:
+            raise UsageError(
+                f"rank {opened.rank} of {opened.size} cannot be here: this is rank {seat} of {len(self.hosts)}, "
+                "as RANK and WORLD_SIZE say"
+            )
+        port = self._ports.setdefault(opened.name, DEFAULT_PORT + len(self._ports))
+        epoch = self._opened[opened.name, seat] = self._opened.get((opened.name, seat), -1) + 1
+        addresses = tuple(f"{self.hosts[member]}:{port}" for member in members)
+        # A rank that computes for long is late, and not lost before a call would be.
+        wire = msgspec.structs.replace(self.wire, connect_timeout_s=opened.timeout_s)
+        return Membership(opened.rank, addresses, f"script {opened.name}", epoch, wire)
+
+
+class Lines:
+    """One rank's groups."""
+
+    def __init__(self, host: VirtualHost, seat: int, directory: Directory) -> None:
+        self._host = host
+        self._seat = seat
+        self._directory = directory
+        self._groups: dict[int, tuple[Group, int | None]] = {}
+        """With the line that each is a part of."""
+        self._members: dict[int, tuple[int, ...]] = {}
+        """Which ranks of the program are in those that are no part of another."""
+        self._opened = 0
+        self._under_way: dict[int, list[asyncio.Task[Any]]] = {}
+
+    async def open(self, opened: Opened) -> int:
+        """Take our place in a group; the number of the line to it."""
+        options = Options(timeout_s=opened.timeout_s)
+        if opened.parent is not None:
+            group = self.group(opened.parent).subgroup(opened.ranks, options)
+        else:
+            us = self._directory.membership(opened, self._seat)
+            group = await Group.open(self._host, us, options)
+            self._members[self._opened + 1] = opened.ranks or tuple(range(opened.size))
+        self._opened += 1
+        self._groups[self._opened] = group, opened.parent
+        return self._opened
+
+    def group(self, line: int) -> Group:
+        """The group behind it."""
+        if line not in self._groups:
+            raise UsageError("the group has been destroyed")
+        return self._groups[line][0]
+
+    def started(self, line: int, task: asyncio.Task[Any]) -> None:
+        """A call is under way on it."""
+        waiting = [other for other in self._under_way.get(line, ()) if not other.done()]
+        self._under_way[line] = [*waiting, task]
+
+    async def close(self, line: int, *, in_order: bool) -> None:
+        """Leave the group; in order is after all that was started. What it is a part of goes on."""
+        if line not in self._groups:
+            return
+        group, parent = self._groups.pop(line)
+        if in_order:
+            await asyncio.gather(*self._under_way.pop(line, ()), return_exceptions=True)
+        if parent is None:
+            if not in_order:
+                group.fail(f"rank {self._seat} has given up", group.rank)
+            await group.close()
+
+    def peer_failed(self, seat: int, reason: str) -> None:
+        """We are told that a rank's script has failed: no group that it is in can go on."""
+        for line, members in self._members.items():
+            if seat in members and line in self._groups:
+                self._groups[line][0].fail(reason, members.index(seat))
+
+    async def end(self, reason: str) -> None:
+        """The script is over; the others hear why, if it is for a reason."""
+        for group, parent in self._groups.values():
+            if parent is None:
+                if reason:
+                    group.fail(reason, group.rank)
+                await group.close()
+        self._groups.clear()

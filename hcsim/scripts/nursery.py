@@ -1,0 +1,154 @@
+"""The process whose children the ranks are: `python -m hcsim.scripts.nursery DESCRIPTOR`.
+
+It imports torch once and forks each rank from there, which saves each of them seconds and a hundred megabytes. Where
+forking a process that has loaded the system's frameworks is not safe (macOS), every rank begins anew instead.
+
+It waits for the simulator's word, and when there is no simulator any more, it ends all ranks and itself. A rank is a
+session of its own, so that what its script has started ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from hcsim.scripts.conversation import HungUp
+
+FORKS = sys.platform.startswith("linux")
+_LENGTH = struct.Struct("!I")
+_MOST_DESCRIPTORS = 2
+_GRACE_S = 5.0
+"""Of wall time, for a process that has said goodbye to come to its end."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Which rank a process is, and what it runs."""
+
+    rank: int
+    world: int
+    first: str
+    """The host of rank 0."""
+    script: str
+    arguments: tuple[str, ...]
+    flops_per_byte: float
+    """Work that is denser than this is held up by the machine's arithmetic, other work by its memory."""
+    life: int = 1
+    """How often the machine has been started."""
+
+
+class Birth(msgspec.Struct, frozen=True, tag=True):
+    """Start a rank; its conversation and its shared memory come along. The answer is its process id."""
+
+    seat: Seat
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """End a rank. The answer is its exit status, or minus the signal that ended it."""
+
+    pid: int
+    at_once: bool
+    """Otherwise it has a moment to come to its end by itself."""
+
+
+def transmit(line: socket.socket, what: Any, descriptors: Sequence[int] = ()) -> None:
+    """Send a value, and open files with it."""
+    data = msgspec.msgpack.encode(what)
+    packed = _LENGTH.pack(len(data)) + data
+    sent = socket.send_fds(line, [packed], descriptors) if descriptors else line.send(packed)
+    line.sendall(packed[sent:])
+
+
+def receive(line: socket.socket, kind: Any) -> tuple[Any, list[int]]:
+    """The value that was sent, and the open files."""
+    data, descriptors, *_ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
+    while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+        more = line.recv(1 << 16) if data else b""
+        if not more:
+            raise HungUp
+        data += more
+    return msgspec.msgpack.decode(data[_LENGTH.size :], type=kind), descriptors
+
+
+def main(line: socket.socket) -> None:
+    """Serve until the simulator hangs up."""
+    if FORKS:
+        import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
+    living: dict[int, None] = {}
+    try:
+        while True:
+            request, descriptors = receive(line, Birth | End)
+            if isinstance(request, Birth):
+                pid = _begin(line, request.seat, *descriptors)
+                living[pid] = None
+                transmit(line, pid)
+            else:
+                transmit(line, _end(request))
+                del living[request.pid]
+    except (HungUp, OSError):
+        pass
+    finally:
+        for pid in living:
+            _kill(pid)
+
+
+def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
+    pid = _fork(line, seat, conversation, arena) if FORKS else _spawn(seat, conversation, arena)
+    os.close(conversation)
+    os.close(arena)
+    return pid
+
+
+def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    from hcsim.scripts.rank.script import run_script
+
+    try:
+        line.close()
+        os.setsid()
+        run_script(seat, conversation, arena)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # whatever happens, this is no nursery
+
+
+def _spawn(seat: Seat, conversation: int, arena: int) -> int:
+    encoded = msgspec.json.encode(seat).decode()
+    command = [sys.executable, "-m", "hcsim.scripts.rank", encoded, str(conversation), str(arena)]
+    return subprocess.Popen(command, pass_fds=[conversation, arena], start_new_session=True).pid
+
+
+def _end(request: End) -> int:
+    """End it and what it has started."""
+    pid = request.pid
+    until_s = time.monotonic() + (0.0 if request.at_once else _GRACE_S)
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    while not ended and time.monotonic() < until_s:
+        time.sleep(0.002)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    _kill(pid)
+    if not ended:
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _kill(pid: int) -> None:
+    with suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,146 @@
+"""Groups that live in the simulator, for a rank's process: see `torch_backend.engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hcsim.collectives.memory import Array
+from hcsim.errors import DeadlineExceeded
+from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started
+from hcsim.scripts.failures import raised
+from hcsim.scripts.rank.simulator import Simulator
+from hcsim.torch_backend.calls import ARRAYS, Call
+from hcsim.torch_backend.engine import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOOK_S = 10e-6
+"""How long it takes to ask whether a call is over: a script that asks again and again comes to the end of its wait."""
+
+
+class RemotePending:
+    """A call on its way through the simulated network."""
+
+    def __init__(self, engine: RemoteEngine, number: int, arrays: Sequence[tuple[str, Array, Slot]]) -> None:
+        self._engine = engine
+        self._number = number
+        self._arrays = arrays
+        self._finished: Finished | None = None
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        if self._finished is None:
+            self._engine.simulator.ask(Slept(_LOOK_S))
+        return self._finished is not None
+
+    def wait(self, timeout_s: float | None) -> int:
+        """See `Pending.wait`."""
+        self.settled_within(timeout_s)
+        if self._finished is None:
+            raise DeadlineExceeded(f"the call was not over after {timeout_s:g} s")
+        if self._finished.failure is not None:
+            raise raised(self._finished.failure)
+        return self._finished.result
+
+    def settled_within(self, timeout_s: float | None) -> None:
+        """Wait for the end, whatever it is."""
+        if self._finished is None:
+            self._engine.simulator.ask(Awaited(self._number, timeout_s))
+
+    def on_done(self, act: Callable[[], None]) -> None:
+        """See `Pending.on_done`: when the gradients are there, or, outside of backward, now."""
+        if self._finished is None and torch._C._current_graph_task_id() != -1:
+            self._engine.after_backward(self, act)
+        else:
+            self.settled_within(None)
+            act()
+
+    def settle(self, finished: Finished) -> None:
+        """It is over: what it filled goes where the caller wants it, and its room is free."""
+        self._finished = finished
+        for what, array, slot in self._arrays:
+            if what != "i" and finished.failure is None:
+                np.copyto(array, self._engine.simulator.arena.mapped.at(slot))
+            self._engine.simulator.arena.give_back(slot, array.nbytes)
+        self._arrays = ()
+
+
+class RemoteLine:
+    """Our side of a group."""
+
+    def __init__(self, engine: RemoteEngine, number: int, place: Place) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.number = number
+        self._engine = engine
+
+    def start(self, call: Call, arrays: Sequence[Array]) -> RemotePending:
+        """See `Line.start`."""
+        return self._engine.start(self.number, call, arrays)
+
+    def close(self) -> None:
+        """See `Line.close`."""
+        self._engine.simulator.ask(Closed(self.number, in_order=True))
+
+    def abort(self) -> None:
+        """See `Line.abort`."""
+        self._engine.simulator.ask(Closed(self.number, in_order=False))
+
+
+class RemoteEngine:
+    """Has the simulator open groups."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self._started = 0
+        self._after_backward: dict[int, list[tuple[RemotePending, Callable[[], None]]]] = {}
+
+    def open(self, place: Place, store: Store) -> RemoteLine:
+        """See `Engine.open`. Nobody has to be found: the simulator knows where everybody is."""
+        assert place.parent is None or isinstance(place.parent, RemoteLine)
+        parent = None if place.parent is None else place.parent.number
+        answer = self.simulator.ask(
+            Opened(place.name, place.rank, place.size, place.timeout_s, parent, tuple(place.ranks))
+        )
+        if answer.failure is not None:
+            raise raised(answer.failure)
+        return RemoteLine(self, answer.number, place)
+
+    def start(self, line: int, call: Call, arrays: Sequence[Array]) -> RemotePending:
+        """Put what the call reads into the shared memory, and begin."""
+        simulator = self.simulator
+        with simulator.lock:
+            self._started += 1
+            taken = []
+            for what, array in zip(ARRAYS[call.operation], arrays, strict=False):
+                slot, grown = simulator.arena.take(array)
+                if grown is not None:
+                    simulator.tell(grown)
+                if what != "o":
+                    np.copyto(simulator.arena.mapped.at(slot), array)
+                taken.append((what, array, slot))
+            pending = simulator.pending[self._started] = RemotePending(self, self._started, taken)
+            simulator.tell(Started(self._started, line, call, tuple(slot for *_, slot in taken)))
+            return pending
+
+    def after_backward(self, pending: RemotePending, act: Callable[[], None]) -> None:
+        """Act when the pass that is under way has come to its end, and the call to its own.
+
+        What waits for the call is C++ and cannot ask the simulator. It waits no sooner than at the end of the pass, in
+        a callback that it sets after its first call; so ours comes before it."""
+        task = torch._C._current_graph_task_id()
+        waiting = self._after_backward.get(task)
+        if waiting is None:
+            waiting = self._after_backward[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._settle(task))
+        waiting.append((pending, act))
+
+    def _settle(self, task: int) -> None:
+        for pending, act in self._after_backward.pop(task):
+            pending.settled_within(None)
+            act()

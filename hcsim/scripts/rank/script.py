@@ -1,0 +1,94 @@
+"""One rank: the script as `__main__`, with the simulation around it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hcsim.scripts.arena import Arena
+from hcsim.scripts.conversation import Answer, Conversation, Left, Stepped
+from hcsim.scripts.nursery import Seat
+from hcsim.scripts.rank import output, rendezvous
+from hcsim.scripts.rank.clock import Clock
+from hcsim.scripts.rank.counting import Counter
+from hcsim.scripts.rank.engine import RemoteEngine
+from hcsim.scripts.rank.simulator import Simulator
+from hcsim.scripts.rank.store import SimulatedStore
+from hcsim.torch_backend.engine import use_engine
+
+_OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
+
+
+def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
+    """Run it to its end, tell how it ended, and end the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    simulator = Simulator(Conversation(socket.socket(fileno=conversation), Answer), Arena(arena))
+    counter = simulator.work = Counter(simulator, seat.flops_per_byte)
+    output.install(simulator)
+    clock = Clock(simulator, counter)
+    os.register_at_fork(after_in_child=lambda: _no_rank(simulator))
+    store = SimulatedStore(simulator)  # held here: torch's own reference is to its C++ half
+    rendezvous.install(store)
+    use_engine(RemoteEngine(simulator))
+    register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
+    torch.set_num_threads(1)
+    os.environ.update(rendezvous.environment(seat.rank, seat.world, seat.first, seat.life))
+    sys.argv = [seat.script, *seat.arguments]
+    sys.path[0] = str(Path(seat.script).parent)
+    clock.install()
+    code, error = _run(seat.script, counter)
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    simulator.tell(Left(code, error))
+    clock.uninstall()
+    os._exit(code)
+
+
+def _run(script: str, counter: Counter) -> tuple[int, str]:
+    """The exit status, and the error that it ended with."""
+    try:
+        with counter:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return _status(end.code)
+    except BaseException as error:
+        _show(error)
+        said = str(error).strip().partition("\n")[0]
+        return 1, f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return 0, ""
+
+
+def _status(code: Any) -> tuple[int, str]:
+    if code is None or isinstance(code, int):
+        return code or 0, "" if not code else f"it exited with status {code}"
+    print(code, file=sys.stderr)
+    return 1, str(code)
+
+
+def _show(error: BaseException) -> None:
+    """The traceback, from the script on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames, file=sys.stderr)
+
+
+def _no_rank(simulator: Simulator) -> None:
+    """In a process that the script forks (to load data, say): it computes at no cost and knows the real time."""
+    simulator.leave()
+    simulator.work = None
+    Clock.uninstall()

@@ -1,0 +1,83 @@
+"""The rank's way to the simulator: what it says, in order, and what comes of its calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from hcsim.scripts.arena import Arena
+from hcsim.scripts.conversation import Answer, Computed, Conversation, Finished, HungUp, Message
+
+_ABANDONED = 1
+"""Exit status of a rank whose simulator is gone."""
+
+
+class Work(Protocol):
+    """What has been counted and not yet been told."""
+
+    def take(self) -> Computed | None:
+        """All of it, if there is any; from then on it counts anew."""
+
+    def answered(self) -> None:
+        """The simulator has answered, and waits for what comes next."""
+
+
+class Settled(Protocol):
+    """A call that waits for its end."""
+
+    def settle(self, finished: Finished) -> None:
+        """This is what it came to."""
+
+
+class Simulator:
+    """Everything that the rank says goes through here. What was computed before it is said first."""
+
+    def __init__(self, conversation: Conversation, arena: Arena) -> None:
+        self.arena = arena
+        self.lock = threading.RLock()
+        self.now_s = self.elapsed_s = 0.0
+        """As of the last answer."""
+        self.work: Work | None = None
+        self.pending: dict[int, Settled] = {}
+        """Calls on their way, by number."""
+        self._conversation = conversation
+
+    def tell(self, message: Message) -> None:
+        """Say something that needs no answer."""
+        with self.lock:
+            self.tell_work()
+            self._say(message)
+
+    def ask(self, message: Message) -> Answer:
+        """Say something and wait for the answer, which also tells of calls that have ended meanwhile."""
+        with self.lock:
+            self.tell_work()
+            self._say(message)
+            try:
+                answer: Answer = self._conversation.hear()
+            except HungUp:
+                os._exit(_ABANDONED)
+            self.now_s, self.elapsed_s = answer.now_s, answer.elapsed_s
+            if self.work is not None:
+                self.work.answered()
+            for finished in answer.finished:
+                self.pending.pop(finished.number).settle(finished)
+            return answer
+
+    def tell_work(self) -> None:
+        """Say what has been computed."""
+        with self.lock:
+            done = self.work.take() if self.work is not None else None
+            if done is not None:
+                self._say(done)
+
+    def leave(self) -> None:
+        """Hang up: in a process that was forked from this one, which is no rank."""
+        self._conversation.close()
+
+    def _say(self, message: Message) -> None:
+        try:
+            self._conversation.say(message)
+        except HungUp:
+            os._exit(_ABANDONED)

@@ -1,0 +1,124 @@
+"""A script on every machine of a scenario, from the first process to the last."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from hcsim.config import Scenario, load_scenario
+from hcsim.errors import ConfigError
+from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
+from hcsim.scripts.lines import Directory, Lines
+from hcsim.scripts.nursery import Seat
+from hcsim.scripts.processes import Process, Processes
+from hcsim.scripts.store import StoreLine, StoreService
+from hcsim.scripts.utilisation import Load, loads, sent_bytes
+from hcsim.telemetry.metrics import HostMetrics
+from hcsim.telemetry.trace import Sink
+from hcsim.transport.mesh import Wire
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+
+Say = Callable[[int, int, str], None]
+"""Told what a script writes: the rank, the stream (1 or 2), the text, in the order of virtual time."""
+
+
+class ScriptRun(msgspec.Struct, frozen=True):
+    """What a run came to."""
+
+    ranks: tuple[Record, ...]
+    seconds: float
+    """Virtual time that passed."""
+    loads: tuple[Load, ...]
+    """How busy the links were."""
+    trace_sha256: str
+    events: int
+    metrics: Mapping[str, HostMetrics]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank came to its end, and to a good one."""
+        return all(record.code == 0 for record in self.ranks)
+
+
+class _ScriptWorld(World):
+    """A world in which a machine's crash ends its process."""
+
+    def __init__(self, scenario: Scenario, sink: Sink | None, processes: Processes) -> None:
+        super().__init__(scenario, sink=sink)
+        self.processes = processes
+        self.running: dict[str, Process] = {}
+
+    def host_died(self, host: VirtualHost) -> None:
+        """See `World.host_died`."""
+        process = self.running.pop(host.name, None)
+        if process is not None:
+            self.processes.end(process, at_once=True)
+        super().host_died(host)
+
+
+def simulate_script(
+    scenario: Scenario | str | Path,
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    say: Say = lambda rank, stream, text: None,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+) -> ScriptRun:
+    """Run a torch.distributed script on every host of a scenario: one process, one rank each."""
+    if not script.is_file():
+        raise ConfigError(f"{script}: there is no such script")
+    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    if not loaded.nodes:
+        raise ConfigError(f"{loaded.name} has no [[node]]: there is nobody to run {script.name}")
+    path = str(script.resolve())
+    names = [node.name for node in loaded.nodes]
+    directory = Directory(names, wire or Wire())
+    records = [Record(rank, name) for rank, name in enumerate(names)]
+
+    with Processes() as processes:
+        world = _ScriptWorld(loaded, sink, processes)
+        lines: dict[VirtualHost, Lines] = {}
+
+        async def on_host(host: VirtualHost) -> None:
+            rank = names.index(host.name)
+            if rank == 0:
+                host.spawn(StoreService().serve(host), name="store")
+            seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), host.life)
+            process = world.running[host.name] = processes.start(seat)
+            record = records[rank]
+            lines[host] = Lines(host, rank, directory)
+            attendant = Attendant(host, process, lines[host], StoreLine(host, names[0]), record)
+            left = await attendant.attend(partial(say, rank))
+            del world.running[host.name]
+            code = processes.end(process, at_once=False)
+            record.code, record.error = (left.code, left.error) if left is not None else (code or 1, _fate(code))
+            record.ended_s = world.loop.time()
+            host.trace("script ended", rank, record.code)
+            reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
+            for other in lines if reason else ():  # as a launcher would: not all of them have a link to us
+                host.signal(other, lines[other].peer_failed, rank, reason)
+            await attendant.end(reason)
+
+        world.run_on_all(on_host)
+        for record, host in zip(records, world.hosts, strict=True):
+            record.sent_bytes = sent_bytes(host.metrics)
+            if not host.alive:
+                record.code, record.error = None, f"{host.name} crashed"
+        seconds = max((record.ended_s or 0.0 for record in records), default=0.0)
+        metrics = world.tell_metrics()
+        return ScriptRun(
+            tuple(records), seconds, loads(world, seconds), world.trace.digest(), world.trace.count, metrics
+        )
+
+
+def _fate(code: int) -> str:
+    """How a process ended that said nothing."""
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process ended without a word, with status {code}"

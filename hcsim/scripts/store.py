@@ -1,0 +1,148 @@
+"""torch's key-value store, as it is simulated: kept at the machine of rank 0, and called from the others.
+
+As under torchrun it outlives the scripts, but not the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError
+from hcsim.runtime.host import Host
+from hcsim.scripts.conversation import Stored
+from hcsim.transport.rpc import Endpoint, Procedure, Registry
+
+PORT = 29500
+_MOST_WAIT_S = 1e9
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One operation."""
+
+    operation: str
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...]
+    amount: int
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """What came of it."""
+
+    number: int = 0
+    values: tuple[bytes, ...] = ()
+
+
+_STORE = Procedure("store", {"request": Request}, Reply)
+
+
+class StoreService:
+    """The keys and their values."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+        self._changed = asyncio.Condition()
+
+    async def serve(self, host: Host) -> None:
+        """Answer whoever calls, for as long as the host lives."""
+        registry = Registry()
+        registry.serve(_STORE, self.do)
+        listener = await host.listen(f"{host.name}:{PORT}")
+        while True:
+            Endpoint(host, await listener.accept(), registry)
+
+    async def do(self, request: Request) -> Reply:
+        """One operation; those that wait for something wait here."""
+        keys, values = request.keys, request.values
+        match request.operation:
+            case "get" | "wait":
+                await self._until(keys)
+                return Reply(values=tuple(self._values[key] for key in keys) if request.operation == "get" else ())
+            case "check":
+                return Reply(all(key in self._values for key in keys))
+            case "num_keys":
+                return Reply(len(self._values))
+            case "list_keys":
+                return Reply(values=tuple(key.encode() for key in sorted(self._values)))
+            case "queue_len":
+                return Reply(len(self._queues.get(keys[0], ())))
+            case "queue_pop":
+                return await self._popped(keys[0], wait=bool(request.amount))
+        async with self._changed:
+            self._changed.notify_all()
+            return self._change(request.operation, keys, values, request.amount)
+
+    def _change(self, operation: str, keys: Sequence[str], values: Sequence[bytes], amount: int) -> Reply:
+        key, store = keys[0], self._values
+        match operation:
+            case "set":
+                store.update(zip(keys, values, strict=True))
+            case "add":
+                try:
+                    total = int(store.get(key, b"0")) + amount
+                except ValueError:
+                    raise CallRefused(f"{key} is {store[key][:40]!r}: nothing can be added to that") from None
+                store[key] = str(total).encode()
+                return Reply(total)
+            case "compare_set":
+                expected, desired = values
+                if store.get(key, b"") == expected:
+                    store[key] = desired
+                return Reply(values=(store.get(key, expected),))
+            case "append":
+                store[key] = store.get(key, b"") + values[0]
+            case "delete_key":
+                return Reply(store.pop(key, None) is not None)
+            case "queue_push":
+                self._queues.setdefault(key, deque()).append(values[0])
+            case unknown:
+                raise CallRefused(f"a store does not {unknown}")
+        return Reply()
+
+    async def _until(self, keys: Sequence[str]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(key in self._values for key in keys))
+
+    async def _popped(self, key: str, *, wait: bool) -> Reply:
+        async with self._changed:
+            if wait:
+                await self._changed.wait_for(lambda: bool(self._queues.get(key)))
+            if not self._queues.get(key):
+                raise CallRefused(f"the queue {key} is empty")
+            return Reply(values=(self._queues[key].popleft(),))
+
+
+class StoreLine:
+    """One rank's way to the store, opened when it is first used."""
+
+    def __init__(self, host: Host, keeper: str) -> None:
+        self._host = host
+        self._keeper = keeper
+        self._endpoint: Endpoint | None = None
+
+    async def do(self, asked: Stored) -> Reply:
+        """Have it done, within the time that the rank allows."""
+        limit_s = _MOST_WAIT_S if asked.timeout_s is None else max(asked.timeout_s, 1e-3)
+        request = Request(asked.operation, asked.keys, asked.values, asked.amount)
+        what = f"{asked.operation} of {', '.join(asked.keys)}"
+        try:
+            async with self._host.clock.timeout(limit_s):
+                if self._endpoint is None or self._endpoint.ended.done():
+                    channel = await self._host.connect(f"{self._keeper}:{PORT}", timeout_s=limit_s)
+                    self._endpoint = Endpoint(self._host, channel)
+                return await self._endpoint.call(_STORE, request)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the store on {self._keeper}: {what} took longer than {limit_s:g} s") from None
+        except CallRefused:
+            raise
+        except (ChannelError, HcsimError) as error:
+            raise HcsimError(f"the store on {self._keeper} is gone ({what}): {error}") from error
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._endpoint is not None:
+            await self._endpoint.close()

@@ -82,8 +82,10 @@ def receive(line: socket.socket, kind: Any) -> tuple[Any, list[int]]:
 
 def main(line: socket.socket) -> None:
     """Serve until the simulator hangs up."""
-    if FORKS:
-        import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
+    if FORKS:  # so that no rank has to: the second is loaded by whoever makes an optimizer
+        import torch._dynamo
+
+        import hcsim.scripts.rank.script  # noqa: F401
     living: dict[int, None] = {}
     try:
         while True:
@@ -152,3 +154,4 @@ def _kill(pid: int) -> None:
 
 if __name__ == "__main__":
     main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # to unload torch takes long, and changes nothing

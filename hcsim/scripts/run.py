@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,11 @@ class _ScriptWorld(World):
             self.processes.end(process, at_once=True)
         super().host_died(host)
 
+    def end_processes(self) -> None:
+        """End those that still run: something went wrong here."""
+        for process in self.running.values():
+            self.processes.end(process, at_once=True)
+
 
 def simulate_script(
     scenario: Scenario | str | Path,
@@ -69,8 +75,11 @@ def simulate_script(
     say: Say = lambda rank, stream, text: None,
     wire: Wire | None = None,
     sink: Sink | None = None,
+    processes: Processes | None = None,
 ) -> ScriptRun:
-    """Run a torch.distributed script on every host of a scenario: one process, one rank each."""
+    """Run a torch.distributed script on every host of a scenario: one process, one rank each.
+
+    Whoever runs several scripts can have one `Processes` for all of them, which has loaded torch already."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
     loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
@@ -81,8 +90,10 @@ def simulate_script(
     directory = Directory(names, wire or Wire())
     records = [Record(rank, name) for rank, name in enumerate(names)]
 
-    with Processes() as processes:
-        world = _ScriptWorld(loaded, sink, processes)
+    with ExitStack() as stack:
+        started = processes or stack.enter_context(Processes())
+        world = _ScriptWorld(loaded, sink, started)
+        stack.callback(world.end_processes)
         lines: dict[VirtualHost, Lines] = {}
 
         async def on_host(host: VirtualHost) -> None:
@@ -90,19 +101,20 @@ def simulate_script(
             if rank == 0:
                 host.spawn(StoreService().serve(host), name="store")
             seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), host.life)
-            process = world.running[host.name] = processes.start(seat)
+            process = world.running[host.name] = started.start(seat)
             record = records[rank]
             lines[host] = Lines(host, rank, directory)
             attendant = Attendant(host, process, lines[host], StoreLine(host, names[0]), record)
             left = await attendant.attend(partial(say, rank))
             del world.running[host.name]
-            code = processes.end(process, at_once=False)
+            code = started.end(process, at_once=False)
             record.code, record.error = (left.code, left.error) if left is not None else (code or 1, _fate(code))
             record.ended_s = world.loop.time()
             host.trace("script ended", rank, record.code)
             reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
-            for other in lines if reason else ():  # as a launcher would: not all of them have a link to us
-                host.signal(other, lines[other].peer_failed, rank, reason)
+            for other in lines:  # as a launcher would: not all of them have a link to us
+                if reason and other is not host:
+                    host.signal(other, lines[other].peer_failed, rank, reason)
             await attendant.end(reason)
 
         world.run_on_all(on_host)

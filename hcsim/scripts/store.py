@@ -63,7 +63,7 @@ class StoreService:
                 await self._until(keys)
                 return Reply(values=tuple(self._values[key] for key in keys) if request.operation == "get" else ())
             case "check":
-                return Reply(all(key in self._values for key in keys))
+                return Reply(int(all(key in self._values for key in keys)))
             case "num_keys":
                 return Reply(len(self._values))
             case "list_keys":
@@ -96,7 +96,7 @@ class StoreService:
             case "append":
                 store[key] = store.get(key, b"") + values[0]
             case "delete_key":
-                return Reply(store.pop(key, None) is not None)
+                return Reply(int(store.pop(key, None) is not None))
             case "queue_push":
                 self._queues.setdefault(key, deque()).append(values[0])
             case unknown:

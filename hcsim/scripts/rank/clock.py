@@ -54,7 +54,7 @@ class Clock:
     def _read(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._counter.kernels:
+        if self._simulator.stale or self._counter.kernels:
             self._simulator.ask(Slept(0.0))
         self._counter.extra_s += _READING_S
 

@@ -38,6 +38,8 @@ class Simulator:
         self.lock = threading.RLock()
         self.now_s = self.elapsed_s = 0.0
         """As of the last answer."""
+        self.stale = False
+        """Whether something has been said since, so that time may have passed."""
         self.work: Work | None = None
         self.pending: dict[int, Settled] = {}
         """Calls on their way, by number."""
@@ -58,7 +60,7 @@ class Simulator:
                 answer: Answer = self._conversation.hear()
             except HungUp:
                 os._exit(_ABANDONED)
-            self.now_s, self.elapsed_s = answer.now_s, answer.elapsed_s
+            self.now_s, self.elapsed_s, self.stale = answer.now_s, answer.elapsed_s, False
             if self.work is not None:
                 self.work.answered()
             for finished in answer.finished:
@@ -77,6 +79,7 @@ class Simulator:
         self._conversation.close()
 
     def _say(self, message: Message) -> None:
+        self.stale = True
         try:
             self._conversation.say(message)
         except HungUp:

@@ -1,0 +1,119 @@
+"""`hcsim run SCRIPT.py`: what it prints, how it ends, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hcsim.cli.app import app
+
+START = "from hcsim.cli import main; main()"
+
+
+def hcsim(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+data = torch.full((1000,), float(dist.get_rank()))
+dist.all_reduce(data)
+print("got", data[0].item(), *sys.argv[1:])
+print("names", *sorted({"a", "b", "c"}, key=hash), file=sys.stderr)
+if "fail" in sys.argv and dist.get_rank() == 2:
+    raise ValueError("on purpose")
+"""
+    )
+    return path
+
+
+def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, tmp_path: Path) -> None:
+    trace, metrics = tmp_path / "trace.jsonl", tmp_path / "metrics.txt"
+    files = ("--trace", str(trace), "--metrics", str(metrics))
+    result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", *files, "--", "--lr", "0.1")
+    assert result.exit_code == 0, result.output
+    got = sorted(line for line in result.stdout.splitlines() if "got" in line)
+    assert got == [f"[{rank} mini-{rank + 1}] got 6.0 --lr 0.1" for rank in range(4)]
+    assert re.search(r"^virtual time .* ms, [\d,]+ events$", result.stdout, re.MULTILINE)
+    assert re.search(r"mini-1\.switch\.out", result.stdout)
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [event[2] for event in events if event[1] == "script ended"]
+    assert "hcsim_collectives_total" in metrics.read_text()
+
+
+def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) -> None:
+    result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", "--", "fail")
+    assert result.exit_code == 1
+    shown = [line for line in result.stderr.splitlines() if line.startswith("[2 mini-3]")]
+    assert shown[-1] == "[2 mini-3] ValueError: on purpose"
+    assert f'[2 mini-3]   File "{script}", line 9, in <module>' in shown
+    assert not any("runpy" in line for line in shown)
+    assert "rank 2 (mini-3) failed: ValueError: on purpose" in result.stdout
+
+
+def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
+    command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi"]
+    printed = [
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert "trace sha256" in printed[0]
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("nowhere.py", "--scenario", "two-macs-wifi"), "nowhere.py: there is no such script"),
+        (("train.py",), "on which cluster? Give --scenario"),
+        (("train.py", "--scenario", "four-macs"), "four-macs: there is no such file"),
+        (("train.py", "--scenario", "two-macs-wifi", "--nodes", "3"), "--nodes 3: two-macs-wifi has 2"),
+        (("train.py", "--scenario", "two-macs-wifi", "--task", "digits"), "--task: only without a script"),
+        (("two-macs-wifi", "--scenario", "two-macs-wifi"), "--scenario: only with a script"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_line(arguments: tuple[str, ...], complaint: str) -> None:
+    result = hcsim("run", *arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_is_left_when_the_simulator_ends(tmp_path: Path, how: signal.Signals) -> None:
+    """Not even one that computes without end, and never says a word."""
+    script = tmp_path / "endless.py"
+    script.write_text("import os, sys\nos.write(2, f'{os.getpid()}\\n'.encode())\nwhile True: pass\n")
+    command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as simulator:
+        assert simulator.stderr is not None
+        pid = int(simulator.stderr.readline())
+        simulator.send_signal(how)
+        simulator.wait(timeout=60)
+        for _ in range(1000):
+            if not _lives(pid):
+                break
+            time.sleep(0.02)
+        assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False

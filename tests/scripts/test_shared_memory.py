@@ -1,0 +1,53 @@
+"""The memory that a rank and the simulator share: no two arrays in one place, and none that is lost."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcsim.scripts.arena import Arena, Mapped, shared_file
+from hcsim.scripts.conversation import Slot
+
+Turn = tuple[bool, int]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=40))
+def test_arrays_never_overlap_and_both_sides_see_the_same(turns: list[Turn]) -> None:
+    descriptor = shared_file()
+    arena, other = Arena(descriptor), Mapped(os.dup(descriptor))
+    held: list[tuple[Slot, np.ndarray, int]] = []
+    for number, (give_back, size) in enumerate(turns):
+        if give_back and held:
+            slot, array, value = held.pop(size % len(held))
+            assert (other.at(slot) == value).all()
+            arena.give_back(slot, array.nbytes)
+            continue
+        like = np.empty(size, np.uint8)
+        slot, grown = arena.take(like)
+        if grown is not None:
+            other.map(grown)
+        arena.mapped.at(slot)[:] = number % 256
+        held.append((slot, like, number % 256))
+    for slot, _, value in held:
+        assert (other.at(slot) == value).all()
+    for slot, array, _ in held:
+        arena.give_back(slot, array.nbytes)
+    other.close()
+    arena.mapped.close()
+
+
+def test_what_was_given_back_is_used_again() -> None:
+    arena = Arena(shared_file())
+    large = np.empty(10 << 20, np.uint8)
+    grown = []
+    for _ in range(20):
+        slots = [arena.take(large) for _ in range(2)]
+        grown += [part for _, part in slots if part is not None]
+        for slot, _ in slots:
+            arena.give_back(slot, large.nbytes)
+    assert len(grown) <= 2
+    arena.mapped.close()

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -82,10 +83,8 @@ def receive(line: socket.socket, kind: Any) -> tuple[Any, list[int]]:
 
 def main(line: socket.socket) -> None:
     """Serve until the simulator hangs up."""
-    if FORKS:  # so that no rank has to: the second is loaded by whoever makes an optimizer
-        import torch._dynamo
-
-        import hcsim.scripts.rank.script  # noqa: F401
+    if FORKS:
+        import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
     living: dict[int, None] = {}
     try:
         while True:
@@ -112,6 +111,7 @@ def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> in
 
 
 def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
+    _prepare(seat.script)
     pid = os.fork()
     if pid:
         return pid
@@ -125,6 +125,14 @@ def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int
         traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, this is no nursery
+
+
+def _prepare(script: str) -> None:
+    """Load what torch loads for every optimizer and every replica, before there are ranks that would do so each."""
+    with suppress(OSError):
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+        if "optim" in text or "DistributedDataParallel" in text:
+            import torch._dynamo  # noqa: F401
 
 
 def _spawn(seat: Seat, conversation: int, arena: int) -> int:

@@ -354,7 +354,7 @@ def test_what_is_printed_comes_in_the_order_of_virtual_time(run_well: Runner) ->
     print("at the end, without a newline", end="")
     """
     told = run_well(on_switch(FOUR[:3]), text)
-    ends_s = {rank: 0.0 for rank in range(3)}
+    ends_s = dict.fromkeys(range(3), 0.0)
     expected: list[tuple[float, int, str]] = []
     for turn in range(3):
         for rank in range(3):

@@ -56,9 +56,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in self._kinds:
-            self._kinds[func] = _kind(func)
-        kind = self._kinds[func]
+        kind = self._kinds.get(func, _unseen)
+        if kind is _unseen:
+            kind = self._kinds[func] = _kind(func)
         if kind is _composite:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
@@ -138,6 +138,10 @@ def _shape(value: Any) -> Any:
 
 def _nothing(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
     return 0.0
+
+
+def _unseen(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    raise AssertionError("it is looked at first")
 
 
 def _composite(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:

@@ -168,11 +168,11 @@ def run(
         if scenario is not None and scenario.endswith(".py"):
             from hcsim.cli.script import run_script
 
-            others = {**job, **both, **learned, "save": save, "device": device, "rank": rank, "peers": peers}
-            elsewhere = {f"--{name}": value for name, value in others.items()}
+            no_script = {**job, **both, **learned, "save": save, "device": device, "rank": rank, "peers": peers}
+            elsewhere = {f"--{name}": value for name, value in no_script.items()}
             options.refuse("without a script", {**elsewhere, "--real": real or None, "--cluster": cluster})
-            chosen = options.script_scenario(where, seed, nodes)
-            done = run_script(Path(scenario), arguments or [], chosen, wire, trace, metrics)
+            home = options.script_scenario(where, seed, nodes)
+            done = run_script(Path(scenario), arguments or [], home, wire, trace, metrics)
             raise typer.Exit(0 if done else FAILED)
         options.refuse("with a script (a file that ends with .py)", {"--scenario": where, "--": arguments or None})
         text, attended = read_job() if scenario == "-" else (None, False)

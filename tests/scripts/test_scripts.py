@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from hcsim.config import Crash, Pause, Scenario, parse_scenario
+from hcsim.runtime.device import Work
+from hcsim.virtual.machines import machine_of, seconds
 from tests.scripts.conftest import Runner
 from tests.switches import on_switch
 
@@ -147,9 +150,6 @@ def test_a_faster_link_saves_time(run_well: Runner) -> None:
 
 
 def test_work_is_charged_by_the_roofline_of_the_machine(run_well: Runner) -> None:
-    from hcsim.runtime.device import Work
-    from hcsim.virtual.machines import machine_of, seconds
-
     text = """
     a = torch.ones(512, 512)
     began = time.perf_counter()
@@ -345,6 +345,28 @@ def test_large_and_small_arrays_share_the_memory_without_touching_each_other(run
     assert told.value(0) == told.value(1) == expected
 
 
+def test_sharded_parameters_are_charged_for_what_a_rank_holds(run_well: Runner) -> None:
+    """On twice as many ranks an optimizer has half to do on each."""
+    text = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4096, 1024, bias=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4096)).sum().backward()
+    began = time.perf_counter()
+    optimizer.step()
+    tell([time.perf_counter() - began, model.weight.to_local().shape[0]])
+    """
+    (two_s, rows), (four_s, fewer) = (run_well(minis(ranks), text).value(0) for ranks in (2, 4))
+    assert (rows, fewer) == (512, 256)
+    overhead_s = machine_of(minis(2).nodes[0]).overhead_s
+    assert (two_s - overhead_s) == pytest.approx(2 * (four_s - overhead_s), rel=0.05)
+
+
 def test_what_is_printed_comes_in_the_order_of_virtual_time(run_well: Runner) -> None:
     text = """
     rank = int(os.environ["RANK"])
@@ -376,8 +398,6 @@ def test_the_trace_tells_of_steps_and_ends(run_well: Runner) -> None:
 
 
 def _lives(pid: int) -> bool:
-    import os
-
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

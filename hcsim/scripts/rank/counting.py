@@ -32,6 +32,10 @@ _FREE = (
     "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
     "resize_", "_local_scalar_dense", "lift_fresh", "_assert_async", "is_same_size", "record_stream",
 )  # fmt: skip
+_MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
+"""Tensors that are plain ones inside: what they do with those is counted."""
+_WITHOUT_DATA = ("FakeTensor",)
+"""With these torch only finds out about shapes."""
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,8 +58,13 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # its wrapper would cost as much as we do
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types:
+            if _among(types, _MADE_OF_OTHERS):
+                return NotImplemented
+            if _among(types, _WITHOUT_DATA):
+                return func(*args, **(kwargs or {}))
         kind = self._kinds.get(func, _unseen)
         if kind is _unseen:
             kind = self._kinds[func] = _kind(func)
@@ -101,6 +110,10 @@ def _size_bytes(values: Any) -> int:
             elif isinstance(value, Tensor | tuple | list):
                 total += _size_bytes(value)
     return total
+
+
+def _among(types: Sequence[type], names: Sequence[str]) -> bool:
+    return any(kind.__name__ in names for kind in types)
 
 
 def _kind(func: OpOverload) -> Formula | None:

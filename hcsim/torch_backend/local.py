@@ -84,9 +84,12 @@ class LocalPending:
 class LocalLine:
     """Our side of a group."""
 
-    def __init__(self, engine: LocalEngine, group: Group) -> None:
+    def __init__(self, engine: LocalEngine, group: Group, *, part: bool = False) -> None:
+        """`part`: of another group, with which it ends."""
         self._engine = engine
         self._group = group
+        self._part = part
+        self._under_way = 0
         self.rank = group.rank
         self.size = group.size
 
@@ -102,19 +105,32 @@ class LocalLine:
         async def make() -> Group:
             return self._group.subgroup(ranks)
 
-        return LocalLine(self._engine, self._engine.run(make()))
+        return LocalLine(self._engine, self._engine.run(make()), part=True)
 
     def close(self) -> None:
         """See `Line.close`."""
-        self._engine.run(self._group.close())
+        if not self._part:
+            self._engine.run(self._group.close())
 
     def abort(self) -> None:
-        """See `Line.abort`."""
-        self._engine.hand_over(self._group.fail, "the program aborted the process group")
+        """See `Line.abort`; where nothing is under way, nothing is given up."""
+        if self._engine.run(self._give_up()):
+            self.close()
+
+    async def _give_up(self) -> bool:
+        """Whether there was nothing to give up."""
+        if self._under_way:
+            self._group.fail("the program destroyed the process group while calls were under way")
+        return not self._under_way
 
     def _begin(self, call: Call, arrays: Sequence[Array], pending: LocalPending) -> None:
+        self._under_way += 1
         task = self._group.host.spawn(perform(self._group, call, arrays), name=f"torch {call.operation}")
+        task.add_done_callback(self._ended)
         task.add_done_callback(pending.finish)
+
+    def _ended(self, _: asyncio.Task[int]) -> None:
+        self._under_way -= 1
 
 
 class LocalEngine:
@@ -135,8 +151,7 @@ class LocalEngine:
             return place.parent.subgroup(place.ranks)
         listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
         port = listener.address.rpartition(":")[2]
-        store.set(f"hcsim/{place.rank}", address_at(self._way.hosts, int(port)))
-        addresses = tuple(store.get(f"hcsim/{rank}").decode() for rank in range(place.size))
+        addresses = _meet(place, store, address_at(self._way.hosts, int(port)))
         us = Membership(place.rank, addresses, name=place.name)
         group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
         self._groups.append(group)
@@ -170,6 +185,17 @@ class LocalEngine:
         for group in self._groups:
             await group.close()
         await self._real.close()
+
+
+def _meet(place: Place, store: Store, ours: str) -> tuple[str, ...]:
+    """Everybody's addresses, by rank. The last one tidies up, for a later group that meets in the same store."""
+    keys = [f"hcsim/{rank}" for rank in range(place.size)]
+    store.set(keys[place.rank], ours)
+    addresses = tuple(store.get(key).decode() for key in keys)
+    if store.add("hcsim/met", 1) == place.size:
+        for key in (*keys, "hcsim/met"):
+            store.delete_key(key)
+    return addresses
 
 
 _engines: dict[int, LocalEngine] = {}

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp
 
 from hcsim.torch_backend import DEVICES, NAME
+from hcsim.torch_backend.barrier import monitored_barrier
 from hcsim.torch_backend.calls import ANY_SOURCE, Call
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
-from hcsim.torch_backend.tensors import Flat
+from hcsim.torch_backend.sparse import sum_sparse
+from hcsim.torch_backend.tensors import Factor, Flat
 from hcsim.torch_backend.work import PendingWork
 
 Tensors: TypeAlias = list[Tensor] | Tensor
@@ -111,74 +113,84 @@ class HcsimGroup(ProcessGroup):
 
     # Collectives.
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> PendingWork:
         """Combine everybody's tensors, in place."""
         return self.allreduce_coalesced(_listed(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PendingWork:
         """The same for several, which travel together."""
+        if any(tensor.is_sparse for tensor in tensors):
+            return PendingWork.of_all([sum_sparse(self, tensor, opts) for tensor in tensors])
         return self._work([self._reduce(tensor, opts, Call(operation="all_reduce")) for tensor in tensors], tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any) -> PendingWork:
         """Combine everybody's tensors; the root gets the result."""
         (tensor,) = _listed(tensors)
         return self._work([self._reduce(tensor, opts, Call(operation="reduce", root=opts.rootRank))], [tensor])
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any) -> PendingWork:
         """Everybody gets the root's tensor."""
         (tensor,) = _listed(tensors)
         flat = Flat([tensor], read=self.rank() == opts.rootRank)
         call = Call(operation="broadcast", root=opts.rootRank)
         return self._work([self._start(call, opts, [flat], [] if self.rank() == opts.rootRank else [flat])], [tensor])
 
-    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Work:
+    def allgather(
+        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
+    ) -> PendingWork:
         """Everybody gets everybody's tensors, by rank, in a list."""
         pairs = zip(output_tensors, input_tensors, strict=True)
         started = [self._gather(outputs, source, opts) for outputs, source in pairs]
         return self._work(started, [tensor for outputs in output_tensors for tensor in outputs])
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> PendingWork:
         """Everybody gets everybody's tensors, by rank, in one tensor."""
         return self.all_gather_single_coalesced([output], [source], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
         """The same for several."""
         pairs = zip(outputs, inputs, strict=True)
         return self._work([self._gather([output], source, opts) for output, source in pairs], outputs)
 
-    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> PendingWork:
         """Everybody gets everybody's lists of tensors: `output_lists` has one list for each rank."""
         return self.allgather([list(of_input) for of_input in zip(*output_lists, strict=True)], inputs, opts)
 
-    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> PendingWork:
         """The root gets everybody's tensors, by rank."""
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
         flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
         call = Call(operation="gather", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
-    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> PendingWork:
         """Everybody gets the tensor that the root has for it."""
         target = Flat(output_tensors, read=False)
         flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
         call = Call(operation="scatter", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, [target])], output_tensors)
 
-    def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
+    ) -> PendingWork:
         """Combine everybody's lists of tensors; each rank gets its own place of the list."""
         pairs = zip(output_tensors, input_tensors, strict=True)
         return self._work([self._reduce_scatter(output, parts, opts) for output, parts in pairs], output_tensors)
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> PendingWork:
         """Combine everybody's tensors; each rank gets its part."""
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PendingWork:
         """The same for several."""
         pairs = zip(outputs, inputs, strict=True)
         return self._work([self._reduce_scatter(output, [source], opts) for output, source in pairs], outputs)
 
-    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> PendingWork:
         """Send the i-th tensor to rank i, and get one from each."""
         target, source = Flat(output_tensors, read=False), Flat(input_tensors)
         call = Call(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
@@ -186,7 +198,7 @@ class HcsimGroup(ProcessGroup):
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Work:
+    ) -> PendingWork:
         """The same with parts of one tensor: by its first dimension, equal ones unless the splits say otherwise."""
         here, there = Flat([source]), Flat([output], read=False)
         call = Call(
@@ -196,13 +208,13 @@ class HcsimGroup(ProcessGroup):
         )
         return self._work([self._start(call, opts, [here, there], [there])], [output])
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> PendingWork:
         """Return when everybody has called it."""
         return self._work([self._start(Call(operation="barrier"), opts, [], [])], [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """A barrier whose failure names who did not come."""
-        self.line.start(Call(operation="barrier", timeout_s=timeout.total_seconds()), []).wait(None)
+        """A barrier whose failure names, at rank 0, who did not come."""
+        monitored_barrier(self.line, timeout.total_seconds(), name_all=wait_all_ranks)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -212,16 +224,16 @@ class HcsimGroup(ProcessGroup):
 
     # Messages.
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingWork:
         """Send a tensor to one rank."""
         return self._work([self._start(Call(operation="send", root=dst, tag=tag), None, [Flat(tensors)], [])], tensors)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingWork:
         """Receive a tensor from one rank."""
         flat = Flat(tensors, read=False)
         return self._work([self._start(Call(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
         """Receive a tensor from whoever sends one."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
@@ -230,7 +242,7 @@ class HcsimGroup(ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> PendingWork:
         works, self._together = self._together or [], None
         return PendingWork.of_all(works)
 
@@ -249,19 +261,19 @@ class HcsimGroup(ProcessGroup):
     # What the calls have in common.
 
     def _reduce(self, tensor: Tensor, opts: Any, call: Call) -> Started:
-        flat = Flat([tensor], reduced=True)
-        return self._start(_reducing(call, opts, flat), opts, [flat], [flat])
+        flat = Flat([tensor], reduced=True, factor=_factor(opts))
+        return self._start(_reducing(call, opts), opts, [flat], [flat])
 
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
         target = Flat(outputs, read=False)
-        return self._start(Call(operation="all_gather"), opts, [Flat([source]), target], [target])
+        counts = tuple(target.lengths) if len(set(target.lengths)) > 1 else ()
+        return self._start(Call(operation="all_gather", counts=counts), opts, [Flat([source]), target], [target])
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> Started:
-        source, target = Flat(parts, reduced=True), Flat([output], reduced=True, read=False)
-        call = Call(operation="reduce_scatter")
-        if len(parts) > 1:
-            call = msgspec.structs.replace(call, counts=tuple(source.lengths))
-        return self._start(_reducing(call, opts, source), opts, [source, target], [target])
+        source, target = Flat(parts, reduced=True, factor=_factor(opts)), Flat([output], reduced=True, read=False)
+        counts = tuple(source.lengths) if len(parts) > 1 else ()
+        call = _reducing(Call(operation="reduce_scatter", counts=counts), opts)
+        return self._start(call, opts, [source, target], [target])
 
     def _start(self, call: Call, opts: Any, flats: Sequence[Flat], filled: Sequence[Flat]) -> Started:
         limit_s = opts.timeout.total_seconds() if opts is not None else 0.0
@@ -270,7 +282,7 @@ class HcsimGroup(ProcessGroup):
         call = msgspec.structs.replace(call, timeout_s=limit_s)
         return self.line.start(call, [flat.array for flat in flats]), filled
 
-    def _work(self, started: Sequence[Started], results: list[Tensor]) -> Work:
+    def _work(self, started: Sequence[Started], results: list[Tensor]) -> PendingWork:
         def deliver() -> None:
             for _, filled in started:
                 for flat in filled:
@@ -286,20 +298,26 @@ def _listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def _reducing(call: Call, opts: Any, flat: Flat) -> Call:
-    """The call with the reduction that the options ask for. A factor is applied to the array first."""
+def _reducing(call: Call, opts: Any) -> Call:
+    """The call with the reduction that the options ask for."""
     chosen: Any = opts.reduceOp if opts is not None else ReduceOp.SUM
-    if chosen == ReduceOp.PREMUL_SUM:
-        flat.scale(chosen.factor)
     return msgspec.structs.replace(call, op=_REDUCTIONS[getattr(chosen, "op", chosen)])
 
 
+def _factor(opts: Any) -> Factor | None:
+    """What the options want everything to be multiplied by before it is summed."""
+    if opts is None or opts.reduceOp != ReduceOp.PREMUL_SUM:
+        return None
+    factor: Factor = opts.reduceOp.factor
+    return factor
+
+
 def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
-    """How many bytes of a tensor go to each rank."""
+    """How many elements of a tensor go to each rank."""
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if total % size:
             raise ValueError(f"{total} rows cannot be divided equally among {size} ranks: give split sizes")
         rows = [total // size] * size
-    row_bytes = tensor.numel() // total * tensor.element_size() if total else 0
-    return tuple(count * row_bytes for count in rows)
+    row = tensor.numel() // total if total else 0
+    return tuple(count * row for count in rows)

@@ -7,50 +7,56 @@ gaps, or one on a device go through a buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
 from hcsim.collectives.memory import Array
 
-_CARRIED = {torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16))}
-"""dtypes that torch does not give numpy, and what they travel as."""
-_NEVER_REDUCED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+Factor: TypeAlias = float | Tensor
+
+_AS_THEY_ARE = (
+    torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+"""dtypes that torch gives numpy."""
+_BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What any other travels as: it can be moved, and nothing can be computed with it."""
 
 
 class Flat:
     """Tensors, as one flat array."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, reduced: bool = False, read: bool = True) -> None:
-        """`reduced`: the call computes with the elements; otherwise they are moved, as bytes. `read`: it needs what is
-        in them now."""
+    def __init__(
+        self, tensors: Sequence[Tensor], *, reduced: bool = False, read: bool = True, factor: Factor | None = None
+    ) -> None:
+        """`reduced`: the call computes with the elements; otherwise they are moved. `read`: it needs what is in them
+        now. `factor`: the array has the tensors' elements times that; the tensors stay as they are until `back`."""
         first = tensors[0]
         for tensor in tensors:
             if tensor.dtype != first.dtype:
                 raise ValueError(f"the tensors of one call have one dtype, not {first.dtype} and {tensor.dtype}")
             if tensor.layout != torch.strided:
                 raise ValueError(f"a tensor with layout {tensor.layout} has to be made dense first")
-        if reduced and first.dtype in _NEVER_REDUCED:
-            raise ValueError(f"{first.dtype} cannot be reduced without losing nearly all of it: use bfloat16")
+        if reduced and first.dtype not in _AS_THEY_ARE and first.dtype != torch.bfloat16:
+            raise ValueError(f"{first.dtype} can be moved, not reduced: convert it to bfloat16 first")
         self._tensors = tensors
         self._pieces: list[Tensor] | None = None
-        self.lengths = [tensor.numel() * (1 if reduced else tensor.element_size()) for tensor in tensors]
-        """How many elements of the array each tensor has."""
-        if len(tensors) == 1 and _in_place(first):
+        self.lengths = [tensor.numel() for tensor in tensors]
+        """How many elements each tensor has."""
+        if len(tensors) == 1 and _in_place(first) and factor is None:
             whole = first.detach().view(-1)
         else:
-            whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype)
-            self._pieces = list(torch.split(whole, [tensor.numel() for tensor in tensors]))
+            whole = torch.empty(sum(self.lengths), dtype=first.dtype)
+            self._pieces = list(torch.split(whole, self.lengths))
             if read:
                 for piece, tensor in zip(self._pieces, tensors, strict=True):
                     piece.view(tensor.shape).copy_(tensor.detach())
-        self.array = _array(whole, reduced=reduced)
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply everything, before the call."""
-        np.multiply(self.array, np.asarray(factor, self.array.dtype), out=self.array)
+        if factor is not None:
+            whole.mul_(factor)
+        self.array = _array(whole)
 
     def back(self) -> None:
         """Put what the call has left in the array into the tensors."""
@@ -64,10 +70,8 @@ def _in_place(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _array(flat: Tensor, *, reduced: bool) -> Array:
-    if not reduced:
-        return flat.view(torch.uint8).numpy()
-    if flat.dtype in _CARRIED:
-        as_torch, as_numpy = _CARRIED[flat.dtype]
-        return flat.view(as_torch).numpy().view(as_numpy)
-    return flat.numpy()
+def _array(flat: Tensor) -> Array:
+    if flat.dtype in _AS_THEY_ARE:
+        return flat.numpy()
+    array: Array = flat.view(_BY_WIDTH[flat.element_size()]).numpy()
+    return array.view(ml_dtypes.bfloat16) if flat.dtype == torch.bfloat16 else array

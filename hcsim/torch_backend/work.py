@@ -1,17 +1,48 @@
-"""A call that torch waits for."""
+"""A call that torch waits for.
+
+A callback of its future may make further calls and wait for them, so it does not run in the thread that ends calls.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from hcsim.errors import DeadlineExceeded
 from hcsim.torch_backend.engine import Pending
 from hcsim.torch_backend.failures import translated
+
+S = TypeVar("S")
+
+
+class _Future(torch.futures.Future[list[Tensor]]):
+    """A future whose callbacks run in threads of their own."""
+
+    def then(self, callback: Callable[[torch.futures.Future[list[Tensor]]], S]) -> torch.futures.Future[S]:
+        """A future of what the callback makes of this one."""
+        after: torch.futures.Future[S] = torch.futures.Future()
+
+        def call() -> None:
+            try:
+                result = callback(self)
+            except Exception as error:
+                after.set_exception(error)  # type: ignore[arg-type]
+            else:
+                after.set_result(result)
+
+        self.add_done_callback(lambda _: call())
+        return after
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[list[Tensor]]], None]) -> None:
+        """Have it called with this future when it is done."""
+        super().add_done_callback(lambda _: threading.Thread(target=callback, args=(self,), daemon=True).start())
 
 
 class PendingWork(Work):
@@ -20,7 +51,7 @@ class PendingWork(Work):
     def __init__(self, pending: Sequence[Pending], results: list[Tensor], deliver: Callable[[], None]) -> None:
         """`results` are the tensors that hold what the calls come to, once `deliver` has put it there."""
         super().__init__()
-        self._pending = pending
+        self.pending = pending
         self._results = results
         self._deliver: Callable[[], None] | None = deliver
         self._delivering = threading.Lock()
@@ -36,17 +67,19 @@ class PendingWork(Work):
             for work in works:
                 work.wait()
 
-        pending = [pending for work in works for pending in work._pending]
+        pending = [pending for work in works for pending in work.pending]
         return cls(pending, [tensor for work in works for tensor in work._results], deliver)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are there; raises what went wrong."""
         limit_s = timeout.total_seconds() if timeout else 0.0
         try:
-            for pending in self._pending:
+            for pending in self.pending:
                 self._source = pending.wait(limit_s if limit_s > 0 else None)
             self._settle()
         except Exception as error:
+            if isinstance(error, DeadlineExceeded) and not self._over():
+                raise translated(error) from error  # of this wait alone
             if self._error is None:
                 self._error = translated(error)
             raise self._error from error
@@ -58,7 +91,7 @@ class PendingWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the calls are over, well or not."""
-        if not all(pending.done() for pending in self._pending):
+        if not self._over():
             return False
         self._look()
         return True
@@ -85,11 +118,15 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the results."""
         if self._future is None:
-            self._future = torch.futures.Future()
-            self._pending[-1].on_done(self._fulfil)
+            self._future = _Future()
+            self._follow(0)
         return self._future
 
-    def _fulfil(self) -> None:
+    def _follow(self, number: int) -> None:
+        """Keep the future's promise when the calls from that one on are over."""
+        if number < len(self.pending):
+            self.pending[number].on_done(lambda: self._follow(number + 1))
+            return
         assert self._future is not None
         self._look()
         if self._error is None:
@@ -97,13 +134,14 @@ class PendingWork(Work):
         else:
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
+    def _over(self) -> bool:
+        return all(pending.done() for pending in self.pending)
+
     def _look(self) -> None:
-        """See how the calls ended, which they have, all or at least the last one."""
+        """See how the calls ended, which they have."""
         if self._error is None:
-            try:
+            with suppress(Exception):  # kept by wait
                 self.wait()
-            except Exception as error:
-                self._error = error
 
     def _settle(self) -> None:
         with self._delivering:

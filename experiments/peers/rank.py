@@ -1,8 +1,7 @@
 """The process of one rank: `python -m experiments.peers.rank JOB RANK`, started by a team.
 
-It connects, says `Ready`, and then takes turns until the team hangs up. Commands come over a
-Unix socket, one line of JSON each, because launchers such as mpirun keep stdin and stdout for
-themselves. Between turns it sleeps in that socket and costs no CPU.
+It connects, says `Ready`, and then takes turns until the team hangs up. Between turns it sleeps in
+the crew's socket and costs no CPU.
 
 A turn loads the tensor, reduces once to warm up, then for each timed iteration passes a barrier
 and takes the time of one all-reduce. Timed tensors are zeros: they stay zeros however often they
@@ -20,12 +19,11 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
+from experiments.peers.crew import CONTROL
 from experiments.peers.memory import peak_bytes, reset_peak
 from experiments.peers.peer import Floats, Job, Rank
 from experiments.peers.roster import PEERS
 
-CONTROL = "control"
-"""The name of the team's socket in its folder."""
 _FIRST_ITERATIONS = 10
 _PERIOD = np.arange(251 * 1024, dtype=np.float32) % 251
 """One MiB of small whole numbers: sums over many ranks stay exact in float32."""

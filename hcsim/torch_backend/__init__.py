@@ -10,6 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hcsim.torch_backend.options import Options
+
+__all__ = ["DEVICES", "NAME", "Options", "register"]
+
 NAME = "hcsim"
 DEVICES = ["cpu", "cuda", "mps"]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
+from hcsim.torch_backend.compression import Compression, compressing
 
 ANY_SOURCE = -1
 
@@ -34,6 +35,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of an all_to_all: what we receive from each."""
     timeout_s: float | None = None
     """None: the group's."""
+    compression: Compression | None = None
+    """Of an all_reduce that is a sum or a mean: how its data travel. Of a memory: whose it is."""
 
 
 ARRAYS: dict[str, str] = {
@@ -48,15 +51,21 @@ ARRAYS: dict[str, str] = {
     "barrier": "",
     "send": "i",
     "recv": "o",
+    "memory_size": "",
+    "memory": "o",
+    "restore": "i",
 }
 """What each operation does with the arrays it is given: reads it (i), fills it (o), both (x). Those that only the root
 has come last and are left out elsewhere."""
 
 
 async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
-    """Do it. Returns who sent, for a message from anybody, and otherwise nothing of interest."""
+    """Do it. Returns who sent, for a message from anybody, how many bytes a memory has, and otherwise nothing of
+    interest."""
     within = group if call.timeout_s is None else group.within(call.timeout_s)
     match call.operation:
+        case "all_reduce" if call.compression is not None:
+            await compressing(group).all_reduce(within, arrays[0], call.op, call.compression)
         case "all_reduce":
             await within.all_reduce(arrays[0], call.op)
         case "reduce":
@@ -82,6 +91,8 @@ async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
             return await within.recv_any(arrays[0], tag=call.tag)
         case "recv":
             await within.recv(arrays[0], call.root, tag=call.tag)
+        case "memory_size" | "memory" | "restore" if call.compression is not None:
+            return _remember(group, call.operation, call.compression, arrays)
         case unknown:
             raise AssertionError(unknown)
     return call.root
@@ -90,3 +101,14 @@ async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
 def _at_root(arrays: Sequence[Array]) -> Array | None:
     """What only the root has."""
     return arrays[1] if len(arrays) > 1 else None
+
+
+def _remember(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
+    """What compression remembers, as bytes: their number, the bytes themselves, and back."""
+    if operation == "restore":
+        compressing(group).restore(of, arrays[0].tobytes())
+        return arrays[0].size
+    memory = compressing(group).memory(of.key)
+    if operation == "memory":
+        arrays[0][...] = np.frombuffer(memory, np.uint8)
+    return len(memory)

@@ -20,7 +20,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 from hcsim.torch_backend import DEVICES, NAME
 from hcsim.torch_backend.barrier import monitored_barrier
 from hcsim.torch_backend.calls import ANY_SOURCE, Call
+from hcsim.torch_backend.compression import Compression, check
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
+from hcsim.torch_backend.options import Options
 from hcsim.torch_backend.sparse import sum_sparse
 from hcsim.torch_backend.tensors import Factor, Flat
 from hcsim.torch_backend.work import PendingWork
@@ -40,30 +42,42 @@ _REDUCTIONS = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
+_COMPRESSED = ("sum", "mean")
+"""What the group's compression is for."""
 
 
 def create(options: Any, backend_options: object | None) -> ProcessGroup:
     """What torch asks of a backend when a group is made."""
-    if backend_options is not None:
-        raise ValueError(f"the backend hcsim has no options of type {type(backend_options).__name__}")
+    chosen = _options(backend_options)
     ranks = tuple(options.global_ranks_in_group)
     whole = dist.group.WORLD if ranks and dist.is_initialized() else None
     parent = whole.line if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
     place = Place(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
-    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s)
+    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s, chosen)
+
+
+def _options(given: object | None) -> Options:
+    if given is None:
+        return Options()
+    if not isinstance(given, Options):
+        raise ValueError(f"pg_options of the backend hcsim are hcsim.torch_backend.Options, not {type(given).__name__}")
+    if given.compression:
+        check(given.compression, remembered=False)
+    return given
 
 
 class HcsimGroup(ProcessGroup):
     """A process group whose calls a `Line` carries out."""
 
-    def __init__(self, line: Line, store: Store, timeout_s: float) -> None:
+    def __init__(self, line: Line, store: Store, timeout_s: float, options: Options) -> None:
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
         self.line = line
         self._store = store
         self._name = ""
         self._description = ""
         self._timeout_s = timeout_s
+        self._options = options
         self._together: list[PendingWork] | None = None
 
     # What torch asks of a group; its C++ side by the names in capitals, where a Python group has to answer for itself.
@@ -122,6 +136,12 @@ class HcsimGroup(ProcessGroup):
         if any(tensor.is_sparse for tensor in tensors):
             return PendingWork.of_all([sum_sparse(self, tensor, opts) for tensor in tensors])
         return self._work([self._reduce(tensor, opts, Call(operation="all_reduce")) for tensor in tensors], tensors)
+
+    def allreduce_compressed(self, tensor: Tensor, compression: Compression, *, mean: bool = True) -> PendingWork:
+        """The mean or the sum of everybody's tensors, in place, where they travel in this way."""
+        flat = Flat([tensor], reduced=True)
+        call = Call(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
+        return self._work([self._start(call, None, [flat], [flat])], [tensor])
 
     def reduce(self, tensors: Tensors, opts: Any) -> PendingWork:
         """Combine everybody's tensors; the root gets the result."""
@@ -262,7 +282,16 @@ class HcsimGroup(ProcessGroup):
 
     def _reduce(self, tensor: Tensor, opts: Any, call: Call) -> Started:
         flat = Flat([tensor], reduced=True, factor=_factor(opts))
-        return self._start(_reducing(call, opts), opts, [flat], [flat])
+        call = _reducing(call, opts)
+        if call.operation == "all_reduce" and call.op in _COMPRESSED and self._compresses(tensor):
+            chosen = self._options
+            how = Compression(spec=chosen.compression, seed=chosen.seed)
+            call = msgspec.structs.replace(call, compression=how)
+        return self._start(call, opts, [flat], [flat])
+
+    def _compresses(self, tensor: Tensor) -> bool:
+        large = tensor.numel() * tensor.element_size() >= self._options.least_bytes
+        return bool(self._options.compression) and large and tensor.is_floating_point()
 
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
         target = Flat(outputs, read=False)

@@ -1,0 +1,86 @@
+"""Compression with error feedback for DistributedDataParallel, as a communication hook.
+
+    ddp = DistributedDataParallel(model)
+    state = CompressionState(model, "topk:0.01+ef")
+    ddp.register_comm_hook(state, compression_hook)
+
+Gradients are told apart by their parameters' names, not by bucket, so what is owed to one survives torch's
+rebuilding of the buckets after the first step. The average is the same on every rank, bit for bit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from hcsim.torch_backend.calls import Call
+from hcsim.torch_backend.compression import Compression, check
+from hcsim.torch_backend.process_group import HcsimGroup
+
+
+class CompressionState:
+    """How one model's gradients are compressed, and where it is in its steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compression: str,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        name: str = "gradients",
+    ) -> None:
+        """The same on all ranks. Several models on one group need unlike names. `compression` as everywhere in the
+        toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef"; without "+ef" what is not sent is lost."""
+        check(compression, remembered=True)
+        group = process_group if process_group is not None else dist.group.WORLD
+        if not isinstance(group, HcsimGroup):
+            raise ValueError('this hook compresses on a process group of the backend "hcsim"; torch has its own others')
+        self.group = group
+        self.compression = compression
+        self._seed = seed
+        self._key = name
+        self._step = 0
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def describe(self, bucket: GradBucket) -> Compression:
+        """How this bucket goes out."""
+        tensors = tuple((self._names[each], tuple(each.shape)) for each in bucket.parameters())
+        how = Compression(
+            spec=self.compression, seed=self._seed, key=self._key, step=self._step, tensors=tensors,
+        )  # fmt: skip
+        if bucket.is_last():
+            self._step += 1
+        return how
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank still owes, and what else is remembered. Each rank has its own; call it between steps."""
+        call = Call(operation="memory_size", compression=self._whose())
+        memory = np.empty(self.group.line.start(call, []).wait(None), np.uint8)
+        self.group.line.start(Call(operation="memory", compression=self._whose()), [memory]).wait(None)
+        return {"compression": self.compression, "step": self._step, "memory": torch.from_numpy(memory)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if state["compression"] != self.compression:
+            raise ValueError(f"the state is of {state['compression']}, and this is {self.compression}")
+        memory = state["memory"].cpu().numpy()
+        self.group.line.start(Call(operation="restore", compression=self._whose()), [memory]).wait(None)
+        self._step = state["step"]
+
+    def _whose(self) -> Compression:
+        return Compression(spec=self.compression, seed=self._seed, key=self._key)
+
+
+def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients, compressed."""
+    work = state.group.allreduce_compressed(bucket.buffer(), state.describe(bucket))
+    return work.get_future().then(_first)
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]

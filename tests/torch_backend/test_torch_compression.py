@@ -1,0 +1,231 @@
+"""Compressed all-reduces: as a communication hook of DDP, and as an option of the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hcsim.compressors.base import Array, Ident
+from hcsim.compressors.registry import make
+from hcsim.rng import generator
+from hcsim.torch_backend import Options
+from hcsim.torch_backend.failures import CallFailed
+from hcsim.training.tasks.digits import digits, modules
+from tests.torch_backend.ranks import Meeting, Ranks
+
+WITH_FEEDBACK = ["topk:0.1+ef", "randomk:0.1+ef", "int8+ef", "onebit+ef", "powersgd:2+ef"]
+STEPS = 4
+
+
+def _gradients(rank: int, step: int, model: nn.Module) -> dict[str, Tensor]:
+    draws = generator(rank, "gradients", step)
+    return {
+        name: torch.from_numpy(draws.standard_normal(tuple(each.shape), np.float32))
+        for name, each in model.named_parameters()
+    }
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 8))
+
+
+def _hooked(model: nn.Module, spec: str, name: str = "gradients") -> tuple[DistributedDataParallel, Any]:
+    from hcsim.torch_backend.hooks import CompressionState, compression_hook
+
+    # Buckets so small that there are several, and others after the first step.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.008)
+    state = CompressionState(model, spec, name=name)
+    ddp.register_comm_hook(state, compression_hook)
+    return ddp, state
+
+
+def _step(ddp: DistributedDataParallel, wanted: dict[str, Tensor]) -> dict[str, Array]:
+    """A backward pass that yields these gradients on this rank: the averages that DDP makes of them."""
+    ddp.zero_grad()
+    ddp(torch.zeros(1, 40))  # DDP prepares its backward pass in the forward pass
+    loss = sum((wanted[name] * each).sum() for name, each in ddp.module.named_parameters())
+    loss.backward()
+    return {name: each.grad.numpy().copy() for name, each in ddp.module.named_parameters()}
+
+
+def _some_steps(spec: str) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+    model = _model()
+    ddp, state = _hooked(model, spec)
+    averages = [_step(ddp, _gradients(dist.get_rank(), step, model)) for step in range(STEPS)]
+    return averages, _remembered(state.state_dict())
+
+
+def _remembered(state: dict[str, Any]) -> dict[str, Array]:
+    kind = tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]
+    _, arrays = msgspec.msgpack.decode(state["memory"].numpy().tobytes(), type=kind)
+    return {name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()}
+
+
+@pytest.mark.parametrize("spec", WITH_FEEDBACK)
+def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
+    size = 3
+    answers = ranks.run(_some_steps, spec, size=size)
+    for name, _ in _model().named_parameters():
+        sent = sum(_gradients(rank, step, _model())[name].double() / size for rank in range(size) for step in range(STEPS))
+        delivered = sum(average[name].astype(np.float64) for average in answers[0][0])
+        owed = sum(residuals[f"own/residual/{name}"].astype(np.float64) for _, residuals in answers)
+        np.testing.assert_allclose(delivered + owed, sent.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", WITH_FEEDBACK)
+def test_all_ranks_get_the_same_bits(ranks: Ranks, spec: str) -> None:
+    answers = ranks.run(_some_steps, spec, size=3)
+    for step in range(STEPS):
+        for name, average in answers[0][0][step].items():
+            for averages, _ in answers[1:]:
+                assert np.array_equal(averages[step][name], average)
+
+
+def test_top_k_sends_what_the_toolkits_compressor_does_with_feedback(ranks: Ranks) -> None:
+    size, spec = 2, "topk:0.1+ef"
+    answers = ranks.run(_some_steps, spec, size=size)
+    compressors = [make(spec, seed=0, rank=rank) for rank in range(size)]
+    for step in range(STEPS):
+        for name, average in answers[0][0][step].items():
+            expected = np.zeros_like(average)
+            for rank, compressor in enumerate(compressors):
+                ours = _gradients(rank, step, _model())[name].numpy() * np.float32(1 / size)
+                compressor.add(compressor.encode(ours, Ident(name, step)), expected, Ident(name, step))
+            assert np.array_equal(average, expected)
+        for compressor in compressors:
+            compressor.commit(step)
+
+
+def _interrupted(spec: str) -> tuple[dict[str, Array], dict[str, Array]]:
+    model, rank = _model(), dist.get_rank()
+    ddp, state = _hooked(model, spec)
+    for step in range(2):
+        _step(ddp, _gradients(rank, step, model))
+    saved = state.state_dict()
+    other, other_state = _hooked(_model(), spec, name="another run")
+    other_state.load_state_dict(saved)
+    return _step(ddp, _gradients(rank, 2, model)), _step(other, _gradients(rank, 2, model))
+
+
+@pytest.mark.parametrize("spec", ["topk:0.1+ef", "powersgd:2+ef", "randomk:0.1+ef"])
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(ranks: Ranks, spec: str) -> None:
+    for uninterrupted, resumed in ranks.run(_interrupted, spec, size=2):
+        for name, average in uninterrupted.items():
+            assert np.array_equal(resumed[name], average)
+
+
+def _half_precision() -> tuple[torch.dtype, Tensor]:
+    model = nn.Linear(64, 32, bias=False).bfloat16()
+    ddp, _ = _hooked(model, "topk:0.5+ef")
+    with torch.no_grad():
+        model.weight.zero_()
+    ddp(torch.full((1, 64), dist.get_rank() + 1.0, dtype=torch.bfloat16)).sum().backward()
+    return model.weight.grad.dtype, model.weight.grad.float()
+
+
+def test_gradients_keep_their_dtype(ranks: Ranks) -> None:
+    for dtype, gradient in ranks.run(_half_precision, size=2):
+        assert dtype is torch.bfloat16
+        assert set(gradient.unique().tolist()) <= {0.0, 0.5, 1.0, 1.5}
+
+
+def _trained(spec: str) -> float:
+    task = digits()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    model = nn.Sequential(*modules())
+    ddp: nn.Module = _hooked(model, spec)[0] if spec else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(8):
+        order = generator(epoch, "order").permutation(len(task.training.targets))
+        for batch in np.array_split(order, len(order) // 64):
+            ours = torch.from_numpy(batch[rank::size])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(task.training.inputs[ours]), task.training.targets[ours]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        right = model(task.held_out.inputs).argmax(1) == task.held_out.targets
+    return float(right.float().mean())
+
+
+def test_one_percent_with_feedback_learns_the_digits_as_well_as_all_of_it(ranks: Ranks) -> None:
+    dense, compressed = (ranks.run(_trained, spec, size=2)[0] for spec in ("", "topk:0.01+ef"))
+    assert dense > 0.95
+    assert compressed > dense - 0.01
+
+
+def _reduced(meeting: Meeting, spec: str, op: str) -> tuple[Tensor, Tensor, Tensor]:
+    dist.init_process_group(
+        "hcsim", init_method=f"file://{meeting.file}", rank=meeting.rank, world_size=meeting.size,
+        pg_options=Options(compression=spec, least_bytes=4000),
+    )  # fmt: skip
+    large = [_values(meeting.rank, number) for number in range(3)]
+    works = [dist.all_reduce(each, op=getattr(dist.ReduceOp, op), async_op=True) for each in large]
+    small, whole = torch.full((9,), 1 / 3), torch.arange(5000) * (meeting.rank + 1)
+    dist.all_reduce(small)
+    dist.all_reduce(whole)
+    for work in works:
+        work.wait()
+    return torch.stack(large), small, whole
+
+
+def _values(rank: int, number: int) -> Tensor:
+    return torch.from_numpy(generator(rank, "values", number).standard_normal(5000, np.float32))
+
+
+@pytest.mark.parametrize(("spec", "error"), [("int8", 0.08), ("bf16", 0.05), ("zstd", 1e-6)])
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_a_group_may_compress_its_large_sums(ranks: Ranks, spec: str, error: float, op: str) -> None:
+    size = 3
+    answers = ranks.run(_reduced, spec, op, size=size, backend="")
+    expected = torch.stack([torch.stack([_values(rank, number) for rank in range(size)]).sum(0) for number in range(3)])
+    for large, small, whole in answers:
+        assert torch.equal(large, answers[0][0])
+        torch.testing.assert_close(large * (size if op == "AVG" else 1), expected, atol=size * error, rtol=0)
+        torch.testing.assert_close(small, torch.full((9,), 1.0))
+        assert torch.equal(whole, 6 * torch.arange(5000))
+    assert torch.equal(answers[0][0], expected / (size if op == "AVG" else 1)) == (spec == "zstd" and op == "SUM")
+
+
+def _refused(meeting: Meeting, spec: str) -> str:
+    try:
+        dist.init_process_group(
+            "hcsim", init_method=f"file://{meeting.file}", rank=meeting.rank, world_size=meeting.size,
+            pg_options=Options(compression=spec),
+        )  # fmt: skip
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"), [("topk:0.01+ef", "which one it is"), ("powersgd:4", "which one it is"), ("int9", "int8")]
+)
+def test_a_group_refuses_what_it_cannot_do(ranks: Ranks, spec: str, word: str) -> None:
+    assert word in ranks.run(_refused, spec, size=1, backend="")[0]
+
+
+def _with_a_nan() -> str:
+    model = _model()
+    ddp, _ = _hooked(model, "topk:0.1+ef")
+    gradients = _gradients(dist.get_rank(), 0, model)
+    if dist.get_rank() == 1:
+        gradients["1.weight"][3, 4] = float("nan")
+    try:
+        _step(ddp, gradients)
+    except (CallFailed, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_is_no_number_ends_the_step_everywhere_and_is_named(ranks: Ranks) -> None:
+    for said in ranks.run(_with_a_nan, size=2):
+        assert "1.weight" in said

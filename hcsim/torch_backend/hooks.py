@@ -45,7 +45,7 @@ class CompressionState:
         self._seed = seed
         self._key = name
         self._step = 0
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def describe(self, bucket: GradBucket) -> Compression:
         """How this bucket goes out."""

@@ -22,6 +22,7 @@ from tests.torch_backend.ranks import Meeting, Ranks
 
 WITH_FEEDBACK = ["topk:0.1+ef", "randomk:0.1+ef", "int8+ef", "onebit+ef", "powersgd:2+ef"]
 STEPS = 4
+EPOCHS = 12
 
 
 def _gradients(rank: int, step: int, model: nn.Module) -> dict[str, Tensor]:
@@ -74,7 +75,9 @@ def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
     size = 3
     answers = ranks.run(_some_steps, spec, size=size)
     for name, _ in _model().named_parameters():
-        sent = sum(_gradients(rank, step, _model())[name].double() / size for rank in range(size) for step in range(STEPS))
+        sent = sum(
+            _gradients(rank, step, _model())[name].double() / size for rank in range(size) for step in range(STEPS)
+        )
         delivered = sum(average[name].astype(np.float64) for average in answers[0][0])
         owed = sum(residuals[f"own/residual/{name}"].astype(np.float64) for _, residuals in answers)
         np.testing.assert_allclose(delivered + owed, sent.numpy(), atol=1e-4)
@@ -144,7 +147,7 @@ def _trained(spec: str) -> float:
     model = nn.Sequential(*modules())
     ddp: nn.Module = _hooked(model, spec)[0] if spec else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for epoch in range(8):
+    for epoch in range(EPOCHS):
         order = generator(epoch, "order").permutation(len(task.training.targets))
         for batch in np.array_split(order, len(order) // 64):
             ours = torch.from_numpy(batch[rank::size])

@@ -1,0 +1,131 @@
+"""All-reduce over two levels of torch groups: within each machine on one backend, between machines on another.
+
+    two = Hierarchy.of([[0, 1], [2, 3]], within="gloo", between="hcsim")
+    two.all_reduce(tensor)
+    ddp.register_comm_hook(two, hierarchy_hook)
+
+Machines of one size: the i-th of a machine's n ranks gets the machine's sum of the i-th part (reduce-scatter), those
+that have the same part sum it up between the machines, and the parts are gathered within. So of m machines every rank
+sends 2 (m - 1) / m of an n-th of the data to others, and all ranks of a machine at once. Machines of unlike sizes:
+everything is summed up at the first rank of each machine; those exchange, and tell the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup, ReduceOp
+
+from hcsim.torch_backend import NAME
+from hcsim.torch_backend.options import Options
+
+_SPLIT_FROM_BYTES = 1 << 16
+"""Smaller data take the way with fewer calls."""
+_OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+
+class Hierarchy:
+    """This rank's machine, and the others."""
+
+    def __init__(self, within: ProcessGroup, between: ProcessGroup | None, *, ranks: int, alike: bool) -> None:
+        """`between` are the ranks with our place in each machine; None where we have none (`alike`: machines are of
+        one size, so all have). `ranks`: in all machines."""
+        self._within = within
+        self._between = between
+        self._ranks = ranks
+        self._alike = alike
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hcsim-hierarchy")
+
+    @classmethod
+    def of(
+        cls,
+        machines: Sequence[Sequence[int]],
+        *,
+        within: str | None = None,
+        between: str = NAME,
+        options: Options | None = None,
+    ) -> "Hierarchy":
+        """Make the groups. All ranks of the program call this, with the same machines; `within` None: the backend of
+        the program's group. `options` are for the groups between machines."""
+        places = [sorted(machine) for machine in machines]
+        everyone = sorted(rank for machine in places for rank in machine)
+        if everyone != list(range(dist.get_world_size())):
+            raise ValueError(f"every rank is on one machine, not {machines}")
+        alike = len({len(machine) for machine in places}) == 1
+        us = dist.get_rank()
+        # Every rank takes part in making every group, its own or not.
+        local = [(machine, dist.new_group(machine, backend=within)) for machine in places]
+        across = list(zip(*places, strict=True)) if alike else [tuple(machine[0] for machine in places)]
+        far = [(ranks, dist.new_group(list(ranks), backend=between, pg_options=options)) for ranks in across]
+        ours = next((group for ranks, group in far if us in ranks), None)
+        return cls(next(group for ranks, group in local if us in ranks), ours, ranks=len(everyone), alike=alike)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
+        """Combine everybody's tensors, in place; the same bits on every rank."""
+        if op not in _OPS:
+            raise ValueError(f"{op} is not combined in two levels; sum, avg, min, max and product are")
+        if not tensor.is_contiguous():
+            raise ValueError("the tensor has gaps: pass tensor.contiguous()")
+        summed = ReduceOp.SUM if op == ReduceOp.AVG else op
+        flat = tensor.detach().view(-1)
+        if not self._alike:
+            self._by_the_first(flat, summed)
+        elif flat.numel() * flat.element_size() < _SPLIT_FROM_BYTES:
+            self._by_all(flat, summed)
+        else:
+            whole = flat.numel() // self._within.size() * self._within.size()
+            self._by_parts(flat[:whole], summed)
+            if whole < flat.numel():
+                self._by_all(flat[whole:], summed)
+        if op == ReduceOp.AVG:
+            flat /= self._ranks
+
+    def start(self, tensor: Tensor, op: ReduceOp.RedOpType) -> torch.futures.Future[Tensor]:
+        """The same, while the caller goes on; one after the other."""
+        devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        stream = _same_stream(tensor)
+
+        def work() -> None:
+            try:
+                with stream():
+                    self.all_reduce(tensor, op)
+                    future.set_result(tensor)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        self._worker.submit(work)
+        return future
+
+    def _by_parts(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
+        part = torch.empty(flat.numel() // self._within.size(), dtype=flat.dtype, device=flat.device)
+        dist.reduce_scatter_single(part, flat, op, self._within)
+        dist.all_reduce(part, op, self._between)
+        dist.all_gather_single(flat, part, self._within)
+
+    def _by_all(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
+        dist.all_reduce(flat, op, self._within)
+        dist.all_reduce(flat, op, self._between)
+
+    def _by_the_first(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
+        dist.reduce(flat, op=op, group=self._within, group_dst=0)
+        if self._between is not None:
+            dist.all_reduce(flat, op, self._between)
+        dist.broadcast(flat, group=self._within, group_src=0)
+
+
+def hierarchy_hook(state: Hierarchy, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients in two levels, for DDP."""
+    return state.start(bucket.buffer(), ReduceOp.AVG)
+
+
+def _same_stream(tensor: Tensor) -> Callable[[], AbstractContextManager[object]]:
+    """What our thread does on a CUDA device goes behind what the caller has already asked of it there."""
+    if tensor.device.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.current_stream(tensor.device)
+    return lambda: torch.cuda.stream(stream)

@@ -23,7 +23,7 @@ from hcsim.torch_backend.calls import Call, perform
 from hcsim.torch_backend.engine import Place
 from hcsim.torch_backend.way import Way, way_of
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.mesh import Membership
+from hcsim.transport.mesh import Membership, Wire
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -152,7 +152,8 @@ class LocalEngine:
         listener = self.run(self._host.listen(address_at(self._way.hosts, 0)))
         port = listener.address.rpartition(":")[2]
         addresses = _meet(place, store, address_at(self._way.hosts, int(port)))
-        us = Membership(place.rank, addresses, name=place.name)
+        # A rank may call late, as long as the group's own time allows: ranks open links when they first need them.
+        us = Membership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
         group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
         self._groups.append(group)
         return LocalLine(self, group)

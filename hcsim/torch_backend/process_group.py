@@ -24,6 +24,7 @@ from hcsim.torch_backend.compression import Compression, check
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
 from hcsim.torch_backend.options import Options
 from hcsim.torch_backend.sparse import sum_sparse
+from hcsim.torch_backend.staging import Staging
 from hcsim.torch_backend.tensors import Factor, Flat
 from hcsim.torch_backend.work import PendingWork
 
@@ -77,6 +78,7 @@ class HcsimGroup(ProcessGroup):
         self._name = ""
         self._description = ""
         self._timeout_s = timeout_s
+        self._staging = Staging()
         self._options = options
         self._together: list[PendingWork] | None = None
 
@@ -272,6 +274,7 @@ class HcsimGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave, in an orderly way."""
+        self._staging.close()
         self.line.close()
 
     def abort(self) -> None:
@@ -309,7 +312,8 @@ class HcsimGroup(ProcessGroup):
         if limit_s <= 0:
             limit_s = self._timeout_s
         call = msgspec.structs.replace(call, timeout_s=limit_s)
-        return self.line.start(call, [flat.array for flat in flats]), filled
+        arrays = [flat.array for flat in flats]
+        return self._staging.start(flats, lambda: self.line.start(call, arrays)), filled
 
     def _work(self, started: Sequence[Started], results: list[Tensor]) -> PendingWork:
         def deliver() -> None:

@@ -1,7 +1,8 @@
 """Tensors as the flat arrays that a call works on, and back.
 
 One tensor that lies in this machine's memory in one piece is its array: nothing is copied. Several tensors, one with
-gaps, or one on a device go through a buffer.
+gaps, or one on a device go through a buffer. CUDA fills and empties it on the stream that the program uses, while the
+program goes on; `copied` waits until it is filled.
 """
 
 from __future__ import annotations
@@ -44,26 +45,42 @@ class Flat:
             raise ValueError(f"{first.dtype} can be moved, not reduced: convert it to bfloat16 first")
         self._tensors = tensors
         self._pieces: list[Tensor] | None = None
+        self._filled: torch.cuda.Event | None = None
         self.lengths = [tensor.numel() for tensor in tensors]
         """How many elements each tensor has."""
         if len(tensors) == 1 and _in_place(first) and factor is None:
             whole = first.detach().view(-1)
         else:
-            whole = torch.empty(sum(self.lengths), dtype=first.dtype)
+            on_cuda = first.device.type == "cuda"
+            whole = torch.empty(sum(self.lengths), dtype=first.dtype, pin_memory=on_cuda)
             self._pieces = list(torch.split(whole, self.lengths))
             if read:
                 for piece, tensor in zip(self._pieces, tensors, strict=True):
-                    piece.view(tensor.shape).copy_(tensor.detach())
+                    piece.view(tensor.shape).copy_(tensor.detach(), non_blocking=on_cuda)
+                if on_cuda:
+                    self._filled = torch.cuda.current_stream(first.device).record_event()
+        if factor is not None:
+            self.copied()
         if factor is not None:
             whole.mul_(factor)
         self.array = _array(whole)
 
+    @property
+    def staged(self) -> bool:
+        """Whether the array may still be waiting for its elements."""
+        return self._filled is not None
+
+    def copied(self) -> None:
+        """Return when the elements are in the array."""
+        if self._filled is not None:
+            self._filled.synchronize()
+
     def back(self) -> None:
-        """Put what the call has left in the array into the tensors."""
+        """Put what the call has left in the array into the tensors; on CUDA, ahead of what the program does next."""
         if self._pieces is not None:
             with torch.no_grad():
                 for piece, tensor in zip(self._pieces, self._tensors, strict=True):
-                    tensor.detach().copy_(piece.view(tensor.shape))
+                    tensor.detach().copy_(piece.view(tensor.shape), non_blocking=tensor.device.type == "cuda")
 
 
 def _in_place(tensor: Tensor) -> bool:

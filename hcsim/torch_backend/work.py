@@ -118,7 +118,9 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the results."""
         if self._future is None:
-            self._future = _Future()
+            self._future = _Future(
+                devices=sorted({t.device for t in self._results if t.device.type == "cuda"}, key=str)
+            )
             self._follow(0)
         return self._future
 

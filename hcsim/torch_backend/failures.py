@@ -20,13 +20,20 @@ class CallTimedOut(CallFailed):
     """It took longer than the group's timeout, or than the call's own."""
 
 
+_WHAT_TO_DO = " (this group has ended: destroy_process_group(), then init_process_group() with whoever is left)"
+
+
 def translated(error: BaseException) -> BaseException:
     """The error as torch's users expect it."""
     if isinstance(error, UsageError):
         return ValueError(str(error))
     peer = error.peer if isinstance(error, CollectiveError) else None
-    if isinstance(error, CollectiveTimeout | DeadlineExceeded):
-        return CallTimedOut(str(error), peer)
+    if isinstance(error, CollectiveTimeout):
+        return CallTimedOut(str(error) + _WHAT_TO_DO, peer)
+    if isinstance(error, CollectiveError):
+        return CallFailed(str(error) + _WHAT_TO_DO, peer)
+    if isinstance(error, DeadlineExceeded):
+        return CallTimedOut(str(error))
     if isinstance(error, Exception):
-        return CallFailed(str(error) or repr(error), peer)
+        return CallFailed(str(error) or repr(error))
     return error

@@ -1,6 +1,8 @@
 """A call that torch waits for.
 
 A callback of its future may make further calls and wait for them, so it does not run in the thread that ends calls.
+torch's C++ side, which is where DDP waits, knows a future's error only if a callback raised it: so the future is what
+becomes of another one.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,31 +19,6 @@ from torch.distributed import Work
 from hcsim.errors import DeadlineExceeded
 from hcsim.torch_backend.engine import Pending
 from hcsim.torch_backend.failures import translated
-
-S = TypeVar("S")
-
-
-class _Future(torch.futures.Future[list[Tensor]]):
-    """A future whose callbacks run in threads of their own."""
-
-    def then(self, callback: Callable[[torch.futures.Future[list[Tensor]]], S]) -> torch.futures.Future[S]:
-        """A future of what the callback makes of this one."""
-        after: torch.futures.Future[S] = torch.futures.Future()
-
-        def call() -> None:
-            try:
-                result = callback(self)
-            except Exception as error:
-                after.set_exception(error)  # type: ignore[arg-type]
-            else:
-                after.set_result(result)
-
-        self.add_done_callback(lambda _: call())
-        return after
-
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[list[Tensor]]], None]) -> None:
-        """Have it called with this future when it is done."""
-        super().add_done_callback(lambda _: threading.Thread(target=callback, args=(self,), daemon=True).start())
 
 
 class PendingWork(Work):
@@ -118,23 +94,24 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the results."""
         if self._future is None:
-            self._future = _Future(
-                devices=sorted({t.device for t in self._results if t.device.type == "cuda"}, key=str)
-            )
-            self._follow(0)
+            devices = sorted({t.device for t in self._results if t.device.type == "cuda"}, key=str)
+            over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
+            self._future = over.then(self._outcome)
+            self._follow(0, over)
         return self._future
 
-    def _follow(self, number: int) -> None:
-        """Keep the future's promise when the calls from that one on are over."""
+    def _follow(self, number: int, over: torch.futures.Future[None]) -> None:
+        """Keep the promise when the calls from that one on are over."""
         if number < len(self.pending):
-            self.pending[number].on_done(lambda: self._follow(number + 1))
-            return
-        assert self._future is not None
-        self._look()
-        if self._error is None:
-            self._future.set_result(self._results)
+            self.pending[number].on_done(lambda: self._follow(number + 1, over))
         else:
-            self._future.set_exception(self._error)  # type: ignore[arg-type]
+            threading.Thread(target=over.set_result, args=(None,), name="hcsim callbacks", daemon=True).start()
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        self._look()
+        if self._error is not None:
+            raise self._error
+        return self._results
 
     def _over(self) -> bool:
         return all(pending.done() for pending in self.pending)

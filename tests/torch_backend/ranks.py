@@ -25,6 +25,13 @@ LIMIT_S = 150.0
 CALL_LIMIT_S = 90.0
 """The timeout of the groups."""
 
+_PRELOADED = [
+    "hcsim.torch_backend.local",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
 _context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 
 
@@ -61,7 +68,7 @@ class Ranks:
     """The processes."""
 
     def __init__(self) -> None:
-        _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "hcsim.torch_backend.local"])
+        _context.set_forkserver_preload(_PRELOADED)
         self._seats: list[tuple[Any, Connection] | None] = []
 
     def run(self, function: Callable[..., Any], *args: object, size: int, backend: str = "hcsim") -> list[Any]:

@@ -94,7 +94,9 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the results."""
         if self._future is None:
-            devices = sorted({t.device for t in self._results if t.device.type == "cuda"}, key=str)
+            devices: list[int | str | torch.device] = sorted(
+                {t.device for t in self._results if t.device.type == "cuda"}, key=str
+            )
             over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
             self._future = over.then(self._outcome)
             self._follow(0, over)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hcsim.cluster.view import Member, View
-from hcsim.config import Training
+from hcsim.config import Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.training.elastic.train import Extras, elastic_train
 from hcsim.training.run import Point, Report, Run
@@ -141,3 +141,15 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
     assert first.sha256 == second.sha256
     ends = [train(on_switch("abc"), CONVEX, plan=[(step, "ab")]).sha256() for step in (3, 4)]
     assert first.sha256 in ends
+
+
+def test_over_the_internet_a_step_of_three_takes_hardly_longer_than_one_of_four() -> None:
+    """A vote crosses the line between the homes once, also where the members are no power of two."""
+    homes = load_scenario("two-homes-wan")
+    chosen = Training(task="convex", strategy="ddp", steps=20, evaluate_every=20)
+
+    def duration_s(*first: str) -> float:
+        return max(r.duration_s for r in train(homes, chosen, first=first).results.values() if isinstance(r, Report))
+
+    three, four = duration_s("anna-1", "ben-1", "ben-2"), duration_s("anna-1", "anna-2", "ben-1", "ben-2")
+    assert three < 1.1 * four

@@ -287,8 +287,9 @@ class Worker:
         return line
 
     async def _connect(self) -> Line[Answer]:
-        await self.reachable.wait()
-        channel = await self._host.connect(self._address, timeout_s=self.connect_timeout_s)
+        while not (address := self._address):  # it may be gone again by the time that we wake up
+            await self.reachable.wait()
+        channel = await self._host.connect(address, timeout_s=self.connect_timeout_s)
         return Line(channel, self._host.clock, answer, silence_s=self._policy.silence_s)
 
     async def _introduce(self, line: Line[Answer]) -> Welcome | Refused:

@@ -1,16 +1,18 @@
 """What a torch program asks of a group, as data: one call, and the flat arrays that it reads and fills.
 
-A call is carried out by `perform` where the group is: in the program's own process, or, for a program on a
+A call is carried out, by `begin` or `perform`, where the group is: in the program's own process, or, for a program on a
 virtual machine, in the simulator's. Nothing here knows torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from hcsim.collectives.dispatch import Pending
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
 from hcsim.torch_backend.compression import Compression, compressing
@@ -59,43 +61,52 @@ ARRAYS: dict[str, str] = {
 has come last and are left out elsewhere."""
 
 
-async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
-    """Do it. Returns who sent, for a message from anybody, how many bytes a memory has, and otherwise nothing of
-    interest."""
-    within = group if call.timeout_s is None else group.within(call.timeout_s)
+def begin(group: Group, call: Call, arrays: Sequence[Array]) -> Pending[Any]:
+    """Start it: mostly the group's own operation, with no task around it. `outcome` says what its result means."""
+    within = group if call.timeout_s in (None, group.options.timeout_s) else group.within(call.timeout_s)
     match call.operation:
         case "all_reduce" if call.compression is not None:
-            await compressing(group).all_reduce(within, arrays[0], call.op, call.compression)
+            work = compressing(group).all_reduce(within, arrays[0], call.op, call.compression)
+            return group.host.spawn(work, name="compressed all_reduce")
         case "all_reduce":
-            await within.all_reduce(arrays[0], call.op)
+            return within.all_reduce(arrays[0], call.op)
         case "reduce":
-            await within.reduce(arrays[0], call.root, call.op)
+            return within.reduce(arrays[0], call.root, call.op)
         case "broadcast":
-            await within.broadcast(arrays[0], call.root)
+            return within.broadcast(arrays[0], call.root)
         case "all_gather":
-            await within.all_gather(arrays[0], call.counts or None, into=arrays[1])
+            return within.all_gather(arrays[0], call.counts or None, into=arrays[1])
         case "gather":
-            await within.gather(arrays[0], call.root, call.counts or None, into=_at_root(arrays))
+            return within.gather(arrays[0], call.root, call.counts or None, into=_at_root(arrays))
         case "scatter":
-            await within.scatter(_at_root(arrays), arrays[0], call.root)
+            return within.scatter(_at_root(arrays), arrays[0], call.root)
         case "reduce_scatter":
-            await within.reduce_scatter(arrays[0], call.op, call.counts or None, into=arrays[1])
+            return within.reduce_scatter(arrays[0], call.op, call.counts or None, into=arrays[1])
         case "all_to_all":
             cuts = np.cumsum(call.counts)[:-1]
-            await within.all_to_all(np.split(arrays[0], cuts), call.received, into=arrays[1])
+            return within.all_to_all(np.split(arrays[0], cuts), call.received, into=arrays[1])
         case "barrier":
-            await within.barrier()
+            return within.barrier()
         case "send":
-            await within.send(arrays[0], call.root, tag=call.tag)
+            return within.send(arrays[0], call.root, tag=call.tag)
         case "recv" if call.root == ANY_SOURCE:
-            return await within.recv_any(arrays[0], tag=call.tag)
+            return within.recv_any(arrays[0], tag=call.tag)
         case "recv":
-            await within.recv(arrays[0], call.root, tag=call.tag)
+            return within.recv(arrays[0], call.root, tag=call.tag)
         case "memory_size" | "memory" | "restore" if call.compression is not None:
-            return _remember(group, call.operation, call.compression, arrays)
+            return group.host.spawn(_remember(group, call.operation, call.compression, arrays), name=call.operation)
         case unknown:
             raise AssertionError(unknown)
-    return call.root
+
+
+def outcome(call: Call, result: object) -> int:
+    """Who sent, for a message from anybody; how many bytes a memory has; otherwise nothing of interest."""
+    return result if isinstance(result, int) else call.root
+
+
+async def perform(group: Group, call: Call, arrays: Sequence[Array]) -> int:
+    """Do it, to its outcome."""
+    return outcome(call, await begin(group, call, arrays))
 
 
 def _at_root(arrays: Sequence[Array]) -> Array | None:
@@ -103,7 +114,7 @@ def _at_root(arrays: Sequence[Array]) -> Array | None:
     return arrays[1] if len(arrays) > 1 else None
 
 
-def _remember(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
+async def _remember(group: Group, operation: str, of: Compression, arrays: Sequence[Array]) -> int:
     """What compression remembers, as bytes: their number, the bytes themselves, and back."""
     if operation == "restore":
         compressing(group).restore(of, arrays[0].tobytes())

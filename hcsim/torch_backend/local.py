@@ -19,7 +19,7 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
-from hcsim.torch_backend.calls import Call, perform
+from hcsim.torch_backend.calls import Call, begin, outcome
 from hcsim.torch_backend.engine import Place
 from hcsim.torch_backend.way import Way, way_of
 from hcsim.transport.admission import AdmittedHost
@@ -35,7 +35,7 @@ _LEAVE_S = 5.0
 class LocalPending:
     """A call on its way in the loop's thread."""
 
-    __slots__ = ("_acts", "_error", "_guard", "_over", "_source")
+    __slots__ = ("_acts", "_error", "_guard", "_outcome", "_over")
 
     def __init__(self) -> None:
         self._over = threading.Lock()
@@ -43,7 +43,7 @@ class LocalPending:
         self._guard = threading.Lock()
         self._acts: list[Callable[[], None]] | None = []
         self._error: BaseException | None = None
-        self._source = 0
+        self._outcome = 0
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -56,7 +56,7 @@ class LocalPending:
         self._over.release()
         if self._error is not None:
             raise self._error
-        return self._source
+        return self._outcome
 
     def on_done(self, act: Callable[[], None]) -> None:
         """See `Pending.on_done`; the thread is the loop's, or the caller's."""
@@ -66,14 +66,9 @@ class LocalPending:
                 return
         act()
 
-    def finish(self, task: asyncio.Task[int]) -> None:
+    def finish(self, outcome: int, error: BaseException | None = None) -> None:
         """The call is over."""
-        if task.cancelled():
-            self._error = ConfigError("the process group was shut down")
-        elif (error := task.exception()) is not None:
-            self._error = error
-        else:
-            self._source = task.result()
+        self._outcome, self._error = outcome, error
         with self._guard:
             acts, self._acts = self._acts or [], None
         self._over.release()
@@ -124,13 +119,24 @@ class LocalLine:
         return not self._under_way
 
     def _begin(self, call: Call, arrays: Sequence[Array], pending: LocalPending) -> None:
+        """In the loop's thread. The operation's own task is all there is: one around it would only take time."""
+        try:
+            task = begin(self._group, call, arrays)
+        except Exception as error:
+            pending.finish(0, error)
+            return
         self._under_way += 1
-        task = self._group.host.spawn(perform(self._group, call, arrays), name=f"torch {call.operation}")
-        task.add_done_callback(self._ended)
-        task.add_done_callback(pending.finish)
 
-    def _ended(self, _: asyncio.Task[int]) -> None:
-        self._under_way -= 1
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._under_way -= 1
+            if task.cancelled():
+                pending.finish(0, ConfigError("the process group was shut down"))
+            elif (error := task.exception()) is not None:
+                pending.finish(0, error)
+            else:
+                pending.finish(outcome(call, task.result()))
+
+        task.add_done_callback(ended)
 
 
 class LocalEngine:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hcsim.calls.call import perform
 from hcsim.errors import HcsimError
 from hcsim.runtime.device import Work
 from hcsim.scripts.conversation import (
@@ -36,7 +37,6 @@ from hcsim.scripts.failures import failure_of
 from hcsim.scripts.lines import Lines
 from hcsim.scripts.processes import Process
 from hcsim.scripts.store import StoreLine
-from hcsim.torch_backend.calls import perform
 from hcsim.virtual.host import VirtualHost
 
 Say = Callable[[int, str], None]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from hcsim.torch_backend.calls import Call
+from hcsim.calls.call import Call
 
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hcsim.calls.call import Call
 from hcsim.errors import CollectiveTimeout, HcsimError
-from hcsim.torch_backend.calls import Call
 from hcsim.torch_backend.engine import Line, Pending
 from hcsim.torch_backend.failures import CallTimedOut, translated
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from hcsim.calls.call import Call
 from hcsim.collectives.memory import Array
-from hcsim.torch_backend.calls import Call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from hcsim.torch_backend.calls import Call
-from hcsim.torch_backend.compression import Compression, check
+from hcsim.calls.call import Call
+from hcsim.calls.compression import Compression, check
 from hcsim.torch_backend.process_group import HcsimGroup
 
 

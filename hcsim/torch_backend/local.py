@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hcsim.calls.call import Call, begin, outcome
 from hcsim.collectives.group import Group, Options
 from hcsim.collectives.memory import Array
 from hcsim.errors import ConfigError, DeadlineExceeded
@@ -19,7 +20,6 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
-from hcsim.torch_backend.calls import Call, begin, outcome
 from hcsim.torch_backend.engine import Place
 from hcsim.torch_backend.way import Way, way_of
 from hcsim.transport.admission import AdmittedHost

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
 
+from hcsim.calls.call import ANY_SOURCE, Call
+from hcsim.calls.compression import Compression, check
 from hcsim.torch_backend import DEVICES, NAME
 from hcsim.torch_backend.barrier import monitored_barrier
-from hcsim.torch_backend.calls import ANY_SOURCE, Call
-from hcsim.torch_backend.compression import Compression, check
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
 from hcsim.torch_backend.options import Options
 from hcsim.torch_backend.sparse import sum_sparse

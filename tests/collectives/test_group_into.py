@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Phantom, Wire
+from hcsim.calls.call import Call, perform
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.layout import WORTH_SPARING
 from hcsim.collectives.memory import Array
 from hcsim.collectives.plan import offsets, split
 from hcsim.errors import UsageError
-from hcsim.torch_backend.calls import Call, perform
 
 WORLDS = [1, 2, 3, 4, 5, 7]
 TINY = Wire(segment_bytes=64)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hcsim.calls.call import ARRAYS, Call
 from hcsim.collectives.memory import Array
 from hcsim.errors import DeadlineExceeded
 from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started
 from hcsim.scripts.failures import raised
 from hcsim.scripts.rank.simulator import Simulator
-from hcsim.torch_backend.calls import ARRAYS, Call
 from hcsim.torch_backend.engine import Place
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hcsim.calls.compression import Compression, compressing
 from hcsim.collectives.dispatch import Pending
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
-from hcsim.torch_backend.compression import Compression, compressing
 
 ANY_SOURCE = -1
 

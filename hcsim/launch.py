@@ -221,7 +221,7 @@ async def train_in_cluster(
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
     async with real_member(node, tell) as (host, credentials):
-        me = _real_self(host, node, plan.cluster, credentials)
+        me = real_self(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
             host,
@@ -263,7 +263,8 @@ async def real_member(
         yield host, credentials(key, secret, secrets.randbits(47))
 
 
-def _real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Self:
+def real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Self:
+    """This machine, as it introduces itself to the others."""
     hosts = node.hosts or reachable_at(host.interfaces())
     return Self(
         proved.key.node_id,

@@ -169,8 +169,16 @@ def run(
             from hcsim.cli.script import run_script
 
             no_script = {**job, **both, **learned, "save": save, "device": device, "rank": rank, "peers": peers}
-            elsewhere = {f"--{name}": value for name, value in no_script.items()}
-            options.refuse("without a script", {**elsewhere, "--real": real or None, "--cluster": cluster})
+            options.refuse("without a script", {f"--{name}": value for name, value in no_script.items()})
+            if real:
+                from hcsim.cli.script import run_script_together
+
+                options.refuse("in a virtual run", {"--scenario": where, "--trace": trace, "--metrics": metrics})
+                options.refuse("without a script; start it on every machine", {"--hosts": hosts, "--state": state})
+                here = options.here(cluster, name, at, None, "cpu", metrics_port)
+                done = run_script_together(here, options.cluster(None, nodes), Path(scenario), arguments or [])
+                raise typer.Exit(0 if done else FAILED)
+            options.refuse("with --real", {"--cluster": cluster, "--name": name, "--at": at})
             home = options.script_scenario(where, seed, nodes)
             done = run_script(Path(scenario), arguments or [], home, wire, trace, metrics)
             raise typer.Exit(0 if done else FAILED)

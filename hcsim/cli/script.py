@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,7 +15,10 @@ from rich.table import Table
 
 from hcsim.cli import screen
 from hcsim.cli.virtual import writable, writer
-from hcsim.config import Scenario
+from hcsim.config import Cluster, Scenario
+from hcsim.launch import RealNode
+from hcsim.real.keys import load_secret
+from hcsim.scripts.member import Ended, Script, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
 from hcsim.transport.mesh import Wire
 
@@ -69,6 +74,38 @@ def run_script(
     screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
     screen.say(f"trace sha256 {run.trace_sha256}")
     return run.succeeded
+
+
+def run_script_together(here: RealNode, cluster: Cluster, path: Path, arguments: Sequence[str]) -> bool:
+    """Run this machine's rank of a script on a real cluster; whether it came to a good end.
+
+    What the script writes appears as it is; what we have to say goes to standard error."""
+    load_secret(here.home, here.cluster)  # whoever has joined no cluster need not wait
+    script = Script.read(path, arguments)
+    ended = asyncio.run(_together(here, cluster, script))
+    if ended.code:
+        how = f"was ended by {signal.Signals(-ended.code).name}" if ended.code < 0 else f"ended with {ended.code}"
+        screen.note(f"rank {ended.rank} of {ended.world}: the script {how}")
+    return ended.code == 0
+
+
+async def _together(here: RealNode, cluster: Cluster, script: Script) -> Ended:
+    leaving = asyncio.Event()
+    running = asyncio.ensure_future(run_in_cluster(here, cluster, script, tell=screen.note, leaving=leaving))
+
+    def interrupted() -> None:
+        if leaving.is_set():
+            running.cancel()
+        leaving.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted)
+    missing = cluster.needed - 1
+    screen.note(f"waiting for {missing} other node{'s' if missing > 1 else ''}" if missing else "this member is alone")
+    try:
+        return await running
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _show_ranks(run: ScriptRun) -> None:

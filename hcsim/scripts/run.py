@@ -16,6 +16,7 @@ from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
 from hcsim.scripts.lines import Directory, Lines
 from hcsim.scripts.nursery import Seat
 from hcsim.scripts.processes import Process, Processes
+from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreLine, StoreService
 from hcsim.scripts.utilisation import Load, loads, sent_bytes
 from hcsim.telemetry.metrics import HostMetrics
@@ -87,6 +88,7 @@ def simulate_script(
         raise ConfigError(f"{loaded.name} has no [[node]]: there is nobody to run {script.name}")
     path = str(script.resolve())
     names = [node.name for node in loaded.nodes]
+    store = f"{names[0]}:{STORE_PORT}"
     directory = Directory(names, wire or Wire())
     records = [Record(rank, name) for rank, name in enumerate(names)]
 
@@ -99,12 +101,12 @@ def simulate_script(
         async def on_host(host: VirtualHost) -> None:
             rank = names.index(host.name)
             if rank == 0:
-                host.spawn(StoreService().serve(host), name="store")
+                host.spawn(StoreService().serve(host, store), name="store")
             seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), host.life)
             process = world.running[host.name] = started.start(seat)
             record = records[rank]
             lines[host] = Lines(host, rank, directory)
-            attendant = Attendant(host, process, lines[host], StoreLine(host, names[0]), record)
+            attendant = Attendant(host, process, lines[host], StoreLine(host, names[0], store), record)
             left = await attendant.attend(partial(say, rank))
             del world.running[host.name]
             code = started.end(process, at_once=False)

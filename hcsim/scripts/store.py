@@ -1,4 +1,4 @@
-"""torch's key-value store, as it is simulated: kept at the machine of rank 0, and called from the others.
+"""torch's key-value store: kept at the machine of rank 0, and called from the others. In both worlds.
 
 As under torchrun it outlives the scripts, but not the machine.
 """
@@ -47,11 +47,11 @@ class StoreService:
         self._queues: dict[str, deque[bytes]] = {}
         self._changed = asyncio.Condition()
 
-    async def serve(self, host: Host) -> None:
-        """Answer whoever calls, for as long as the host lives."""
+    async def serve(self, host: Host, address: str) -> None:
+        """Answer whoever calls there, for as long as the host lives."""
         registry = Registry()
         registry.serve(_STORE, self.do)
-        listener = await host.listen(f"{host.name}:{PORT}")
+        listener = await host.listen(address)
         while True:
             Endpoint(host, await listener.accept(), registry)
 
@@ -119,9 +119,10 @@ class StoreService:
 class StoreLine:
     """One rank's way to the store, opened when it is first used."""
 
-    def __init__(self, host: Host, keeper: str) -> None:
+    def __init__(self, host: Host, keeper: str, address: str) -> None:
         self._host = host
         self._keeper = keeper
+        self._address = address
         self._endpoint: Endpoint | None = None
 
     async def do(self, asked: Stored) -> Reply:
@@ -132,7 +133,7 @@ class StoreLine:
         try:
             async with self._host.clock.timeout(limit_s):
                 if self._endpoint is None or self._endpoint.ended.done():
-                    channel = await self._host.connect(f"{self._keeper}:{PORT}", timeout_s=limit_s)
+                    channel = await self._host.connect(self._address, timeout_s=limit_s)
                     self._endpoint = Endpoint(self._host, channel)
                 return await self._endpoint.call(_STORE, request)
         except TimeoutError:

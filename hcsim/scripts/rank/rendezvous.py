@@ -1,4 +1,4 @@
-"""torch.distributed as it is on the simulated cluster: everybody meets at its store, and every backend is hcsim."""
+"""torch.distributed as it is on our clusters: everybody meets at one store, and every backend is hcsim."""
 
 from __future__ import annotations
 
@@ -14,34 +14,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from hcsim.scripts.rank.store import SimulatedStore
+from hcsim.scripts.rank.store import RemoteStore
 from hcsim.torch_backend import NAME
 
-MASTER_PORT = 29500
 _LEFT_ALONE = (NAME, "fake")
 
 
-def environment(rank: int, world: int, first: str, life: int) -> dict[str, str]:
-    """What torchrun would have set: one process on each machine."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": str(rank),
-        "GROUP_WORLD_SIZE": str(world),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": first,
-        "MASTER_PORT": str(MASTER_PORT),
-        "TORCHELASTIC_RUN_ID": "hcsim",
-        "TORCHELASTIC_RESTART_COUNT": str(life - 1),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
-
-
-def install(store: SimulatedStore) -> None:
+def install(store: RemoteStore) -> None:
     """Have torch meet at this store, whatever address a script gives, and make groups of ours."""
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:

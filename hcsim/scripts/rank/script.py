@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hcsim.scripts.arena import Arena
 from hcsim.scripts.conversation import Answer, Conversation, Left, Stepped
+from hcsim.scripts.environment import environment
 from hcsim.scripts.nursery import Seat
 from hcsim.scripts.rank import output, rendezvous
 from hcsim.scripts.rank.clock import Clock
 from hcsim.scripts.rank.counting import Counter
 from hcsim.scripts.rank.engine import RemoteEngine
 from hcsim.scripts.rank.simulator import Simulator
-from hcsim.scripts.rank.store import SimulatedStore
+from hcsim.scripts.rank.store import RemoteStore
 from hcsim.torch_backend.engine import use_engine
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
@@ -39,12 +40,12 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     output.install(simulator)
     clock = Clock(simulator, counter)
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator))
-    store = SimulatedStore(simulator)  # held here: torch's own reference is to its C++ half
+    store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
     rendezvous.install(store)
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
     torch.set_num_threads(1)
-    os.environ.update(rendezvous.environment(seat.rank, seat.world, seat.first, seat.life))
+    os.environ.update(environment(seat.rank, seat.world, seat.first, seat.life))
     sys.argv = [seat.script, *seat.arguments]
     sys.path[0] = str(Path(seat.script).parent)
     clock.install()

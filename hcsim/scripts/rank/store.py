@@ -1,27 +1,34 @@
-"""torch's key-value store, kept by the simulator at the machine of rank 0."""
+"""torch's key-value store, kept at the machine of rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from hcsim.errors import CallRefused, DeadlineExceeded
-from hcsim.scripts.conversation import Stored
+from hcsim.scripts.conversation import Answer, Stored
 from hcsim.scripts.failures import raised
-from hcsim.scripts.rank.simulator import Simulator
 
 
-class SimulatedStore(Store):
-    """Each operation is a round trip over the simulated network; a wait takes simulated time.
+class Attendant(Protocol):
+    """Whoever carries out what a rank asks for."""
+
+    def ask(self, message: Stored, /) -> Answer:
+        """Ask, and wait for the answer."""
+
+
+class RemoteStore(Store):
+    """Each operation is a round trip over the network, a simulated one for a simulated rank.
 
     torch calls some methods by the names that they have in C++."""
 
-    def __init__(self, simulator: Simulator, prefix: str = "") -> None:
+    def __init__(self, attendant: Attendant, prefix: str = "") -> None:
         super().__init__()
-        self._simulator = simulator
+        self._attendant = attendant
         self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -89,8 +96,8 @@ class SimulatedStore(Store):
         """It has: append, multi_get, multi_set."""
         return True
 
-    def clone(self) -> SimulatedStore:
-        """There is one line to the simulator, which all use."""
+    def clone(self) -> RemoteStore:
+        """There is one line, which all use."""
         return self
 
     deleteKey = delete_key  # noqa: N815
@@ -107,7 +114,7 @@ class SimulatedStore(Store):
         allowed: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         named = tuple(self._prefix + key for key in keys)
         encoded = tuple(value.encode() if isinstance(value, str) else bytes(value) for value in values)
-        answer = self._simulator.ask(Stored(operation, named, encoded, amount, allowed.total_seconds()))
+        answer = self._attendant.ask(Stored(operation, named, encoded, amount, allowed.total_seconds()))
         if answer.failure is not None:
             error = raised(answer.failure)
             kind = DistStoreError if isinstance(error, DeadlineExceeded | CallRefused) else DistNetworkError

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import runpy
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from hcsim.scripts.conversation import Answer, Conversation, HungUp, Stored
@@ -15,21 +17,27 @@ from hcsim.scripts.rank.store import RemoteStore
 
 
 class Member:
-    """The process that has found the cluster, and keeps or reaches the store for us."""
+    """The process that has found the cluster, and keeps or reaches the store for us. When it ends, so do we."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._turn = threading.Lock()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="hcsim member", daemon=True).start()
 
     def ask(self, message: Stored) -> Answer:
         """Ask, and wait for the answer."""
         with self._turn:
-            try:
+            with suppress(HungUp):  # the listener hears of that
                 self._conversation.say(message)
-                answer: Answer = self._conversation.hear()
-            except HungUp:
-                os._exit(1)  # whoever started us is gone
-        return answer
+            return self._answers.get()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._answers.put(self._conversation.hear())
+        except HungUp:
+            os._exit(1)
 
 
 def _main(descriptor: str, script: str, *arguments: str) -> None:

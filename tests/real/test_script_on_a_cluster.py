@@ -1,0 +1,89 @@
+"""A torch script on real machines that find each other: what it computes there is what it computes in simulation."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hcsim.scripts.run import simulate_script
+from tests.real.namespaces import Process
+from tests.real.together import Together, together
+from tests.switches import on_switch
+
+SCRIPT = """
+import hashlib, sys, torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+replica = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    replica(torch.randn(8, 32, generator=generator)).square().mean().backward()
+    optimizer.step()
+    print(f"step {step}", flush=True)
+data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+print("learned", hashlib.sha256(data).hexdigest(), flush=True)
+dist.destroy_process_group()
+"""
+TOO_LONG = 100_000
+
+
+@pytest.fixture
+def ab(tmp_path: Path) -> Iterator[tuple[Together, Path]]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with together(tmp_path, "ab") as cluster:
+        yield cluster, script
+
+
+def start(cluster: Together, script: Path, steps: int) -> list[Process]:
+    return [
+        cluster.lan[name].hcsim("run", "--real", str(script), "--nodes", "2", "--name", name, "--", str(steps))
+        for name in "ab"
+    ]
+
+
+def learned(text: str) -> str:
+    found = re.search(r"learned (\w+)", text)
+    assert found is not None, text
+    return found[1]
+
+
+def test_a_script_learns_the_same_on_real_machines_and_on_simulated_ones(ab: tuple[Together, Path]) -> None:
+    cluster, script = ab
+    processes = start(cluster, script, 10)
+    for process in processes:
+        assert process.ends() == 0, process.text
+    said: list[str] = []
+    simulate_script(on_switch(["x", "y"]), script, ["10"], say=lambda rank, stream, text: said.append(text))
+    assert {learned(process.text) for process in processes} == {learned("".join(said))}
+
+
+@pytest.mark.namespaces_long
+def test_when_a_machine_dies_the_script_on_the_other_hears_which_and_ends(ab: tuple[Together, Path]) -> None:
+    cluster, script = ab
+    first, second = start(cluster, script, TOO_LONG)
+    first.says("step 5")
+    rank = 0 if "this machine is rank 0" in second.text else 1
+    second.kill()
+    assert first.ends() != 0
+    assert re.search(rf"CallFailed: .*rank {rank}", first.text), first.text
+
+
+@pytest.mark.namespaces_long
+def test_an_interrupt_ends_the_script_and_leaves_nothing_behind(ab: tuple[Together, Path]) -> None:
+    cluster, script = ab
+    first, second = start(cluster, script, TOO_LONG)
+    first.says("step 5")
+    second.send(signal.SIGINT)
+    assert second.ends() != 0
+    assert first.ends() != 0
+    assert "KeyboardInterrupt" in second.text

@@ -36,6 +36,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel, the second dimension."""
+        self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         normalised: Tensor
@@ -62,6 +63,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
             raise ValueError(f"batch normalisation needs at least two dimensions, not {x.dim()}")
+        if x.shape[1] != self.num_features:
+            raise ValueError(f"this normalises {self.num_features} channels, and the input has {x.shape[1]}")
 
 
 class _Normalise(torch.autograd.Function):
@@ -70,13 +73,14 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, mean, deviations = _merged(x, group)
-        variance = deviations / max(float(count), 1.0)
+        computed = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+        variance = (deviations / max(float(count), 1.0)).to(computed)
         scale = torch.rsqrt(variance + eps)
-        centred = x - _by_channel(mean, x)
+        near = mean.to(computed)  # and what rounding took from the mean, which is much where the mean is large
+        centred = (x - _by_channel(near, x)) - _by_channel((mean - near).to(computed), x)
         hat = centred * _by_channel(scale, x)
         ctx.save_for_backward(hat, scale, weight)
         ctx.count, ctx.group = float(count), group
-        ctx.set_materialize_grads(False)
         normalised = hat if weight is None or bias is None else hat * _by_channel(weight, x) + _by_channel(bias, x)
         ctx.mark_non_differentiable(count, mean, variance)
         return normalised.to(x.dtype), count, mean, variance
@@ -86,13 +90,14 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         hat, scale, weight = ctx.saved_tensors
         dims = [dim for dim in range(hat.dim()) if dim != 1]
+        grad, narrow = grad.to(hat.dtype), grad.dtype
         of_bias, of_weight = grad.sum(dims), (grad * hat).sum(dims)
         sums = torch.stack([of_bias, of_weight])
         dist.all_reduce(sums, group=ctx.group)
         everyones = sums / max(ctx.count, 1.0)
         inner = grad - _by_channel(everyones[0], grad) - hat * _by_channel(everyones[1], grad)
         of_input = inner * _by_channel(scale if weight is None else scale * weight, grad)
-        return of_input.to(grad.dtype), *((None, None) if weight is None else (of_weight, of_bias)), None, None
+        return of_input.to(narrow), *((None, None) if weight is None else (of_weight, of_bias)), None, None
 
 
 def _merged(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +121,7 @@ def _merged(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor,
         deviations = deviations + theirs[channels + 1 :] + apart.square() * (count * theirs[0] / total)
         mean = mean + apart * (theirs[0] / total)
         count = total
-    computed = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    return count, mean.to(computed), deviations.to(computed)
+    return count, mean, deviations
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:

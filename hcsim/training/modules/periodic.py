@@ -72,9 +72,9 @@ class DiLoCo:
         """Talk now, whatever the number of steps: at the end of a run, say. Ranks count by the samples they saw."""
         if not self._steps:
             return
-        seen = torch.tensor([float(self._samples)], device=self._anchor.device)
+        seen = torch.tensor([self._samples], device=self._anchor.device)
         dist.all_reduce(seen, group=self._group)
-        weight = self._samples * dist.get_world_size(self._group) / float(seen)
+        weight = self._samples * dist.get_world_size(self._group) / max(int(seen), 1)
         went = (self._anchor - _flat(self._parameters)).mul_(weight)
         self._exchange(went)
         self._anchor.grad = went

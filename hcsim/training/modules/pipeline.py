@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ class Pipeline:
         self._schedule: Schedule = schedule
         self._microbatches = microbatches
         self._dtype, self._device = dtype, torch.device(device)
+        # The stage before us sends microbatch n + this much once it has our gradient of microbatch n - 1.
+        self._waits_behind = microbatches if schedule == "gpipe" else self._world - self._rank
         self.most_kept = 0
         """How many microbatches were under way here at once, at most."""
 
@@ -76,17 +78,19 @@ class Pipeline:
         coming = self._cut(inputs) if first and inputs is not None else None
         wanted = self._cut(targets) if last and targets is not None else None
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
-        sending: deque[tuple[dist.Work, Tensor]] = deque()
+        ahead: deque[_Sending] = deque()
+        back: deque[_Sending] = deque()
         total = 0.0
         for kind, number in turns(self._schedule, self._rank, self._world, self._microbatches):
             if kind == "F":
                 entered = coming[number] if coming is not None else self._receive()
+                _let_go(back, number - self._waits_behind)
                 left = self._stage(entered)
                 if wanted is not None and loss_of is not None:
                     left = loss_of(left, wanted[number]) / self._microbatches
                     total += float(left.detach())
                 else:
-                    self._send(left, self._rank + 1, sending)
+                    ahead.append(self._send(number, left, self._rank + 1))
                 kept[number] = (None if first else entered), left
                 self.most_kept = max(self.most_kept, len(kept))
             else:
@@ -95,12 +99,13 @@ class Pipeline:
                 if not last:
                     grad = torch.empty_like(left)
                     dist.recv(grad, group_src=self._rank + 1, group=self._group)
+                    _let_go(ahead, number + 1)
                 torch.autograd.backward(left, grad)
                 if given is not None:
-                    assert given.grad is not None
-                    self._send(given.grad, self._rank - 1, sending)
-        while sending:
-            sending.popleft()[0].wait()
+                    upstream = torch.zeros_like(given) if given.grad is None else given.grad
+                    back.append(self._send(number, upstream, self._rank - 1))
+        _let_go(ahead, self._microbatches)
+        _let_go(back, self._microbatches)
         return total if last else None
 
     def _cut(self, batch: Tensor) -> tuple[Tensor, ...]:
@@ -114,9 +119,23 @@ class Pipeline:
         dist.recv(entered, group_src=self._rank - 1, group=self._group)
         return entered.requires_grad_()
 
-    def _send(self, tensor: Tensor, to: int, sending: deque[tuple[dist.Work, Tensor]]) -> None:
-        """Without waiting: the neighbour may be sending to us. The tensor is kept until it has left."""
+    def _send(self, number: int, tensor: Tensor, to: int) -> _Sending:
+        """Without waiting: the neighbour may be sending to us."""
         moved = tensor.detach().contiguous()
-        work = dist.isend(moved, group_dst=to, group=self._group)
+        return _Sending(number, dist.isend(moved, group_dst=to, group=self._group), moved)
+
+
+class _Sending(NamedTuple):
+    """A tensor that is on its way, and stays until it has left."""
+
+    number: int
+    work: dist.Work | None
+    tensor: Tensor
+
+
+def _let_go(sending: deque[_Sending], below: int) -> None:
+    """Forget what the neighbour has received by now: of microbatches below that number."""
+    while sending and sending[0].number < below:
+        work = sending.popleft().work
         if work is not None:
-            sending.append((work, moved))
+            work.wait()

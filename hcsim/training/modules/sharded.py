@@ -10,6 +10,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,16 +44,16 @@ class Sharded(nn.Module):
     def __init__(self, block: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         named = dict(_own_parameters(block))
-        kinds = {(parameter.dtype, parameter.device) for parameter in named.values()}
+        kinds = {(parameter.dtype, parameter.device, parameter.requires_grad) for parameter in named.values()}
         if len(kinds) != 1:
             raise ValueError(
-                f"a sharded block has parameters of one dtype on one device, and some; not {len(kinds)} kinds"
+                "a sharded block has parameters of one dtype on one device, all of them frozen or none, and some; "
+                f"not {len(kinds)} kinds"
             )
         self._group = group
         self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self.pieces = tuple(_laid_out(named))
-        self._length = max(piece.hi for piece in self.pieces)
-        share = -(-self._length // self._world)
+        share = -(-max(piece.hi for piece in self.pieces) // self._world)
         with torch.no_grad():
             first = next(iter(named.values()))
             whole = first.new_zeros(share * self._world)
@@ -64,13 +65,19 @@ class Sharded(nn.Module):
             owner, _, last = name.rpartition(".")
             delattr(block.get_submodule(owner), last)
         self.block = block
-        self.shard = nn.Parameter(shard)
+        self.shard = nn.Parameter(shard, requires_grad=first.requires_grad)
         self._whole: Tensor | None = None
+
+    @property
+    def places(self) -> tuple[Piece, ...]:
+        """The pieces without those that are others under a second name."""
+        return tuple({(piece.lo, piece.hi): piece for piece in reversed(self.pieces)}.values())[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own, with the whole parameters."""
+        self._whole = None  # a backward pass that failed may have left an old one
         whole: Tensor = _Gather.apply(self.shard, self)  # type: ignore[no-untyped-call]
-        place = whole.untyped_storage().data_ptr()
+        place, version = whole.untyped_storage().data_ptr(), self.shard._version
 
         def pack(tensor: Tensor) -> Tensor | _Held:
             if tensor.untyped_storage().data_ptr() != place:
@@ -80,17 +87,21 @@ class Sharded(nn.Module):
         def unpack(held: Tensor | _Held) -> Tensor:
             if isinstance(held, Tensor):
                 return held
+            if self.shard._version != version:
+                raise RuntimeError("a sharded block's parameters have changed between its forward and backward pass")
             return self._gathered().as_strided(*held)
 
         parameters = {piece.name: whole[piece.lo : piece.hi].view(piece.shape) for piece in self.pieces}
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            result = functional_call(self.block, parameters, args, kwargs)
-        self._whole = None
-        return result
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return functional_call(self.block, parameters, args, kwargs)
+        finally:
+            self._whole = None
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """The whole parameters under the block's own names, on every rank. All ranks call this."""
+        self._whole = None
         whole = self._gathered()
         self._whole = None
         return {piece.name: whole[piece.lo : piece.hi].view(piece.shape).clone() for piece in self.pieces}
@@ -138,17 +149,20 @@ class _Gather(torch.autograd.Function):
 
 
 def clip_grad_norm(model: nn.Module, most: float, group: dist.ProcessGroup | None = None) -> float:
-    """Scale the averaged gradients so that their norm, over all shards, is at most that; returns what it was."""
-    shards = [
-        module.shard for module in model.modules() if isinstance(module, Sharded) and module.shard.grad is not None
-    ]
-    squares = torch.stack([shard.grad.float().square().sum() for shard in shards if shard.grad is not None]).sum()
+    """Scale the averaged gradients so that their norm, over all shards, is at most that; returns what it was.
+
+    Parameters outside of all blocks count, too; their gradients are to be the same on all ranks by then."""
+    shards = [module.shard for module in model.modules() if isinstance(module, Sharded)]
+    ours = [parameter.grad for parameter in shards if parameter.grad is not None]
+    others = [p.grad for p in model.parameters() if p.grad is not None and not any(p is shard for shard in shards)]
+    squares = torch.zeros((), device=shards[0].device if shards else None)
+    for grad in ours:
+        squares += grad.float().square().sum()
     dist.all_reduce(squares, group=group)
-    norm = float(squares.sqrt())
+    norm = math.sqrt(float(squares) + sum(float(grad.float().square().sum()) for grad in others))
     if norm > most:
-        for shard in shards:
-            assert shard.grad is not None
-            shard.grad.mul_(most / norm)
+        for grad in (*ours, *others):
+            grad.mul_(most / norm)
     return norm
 
 

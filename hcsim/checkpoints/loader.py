@@ -2,84 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_tensors
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from hcsim.checkpoints.parts import Part, complete, parts_in, read_data, steps_in, write_part
-from hcsim.checkpoints.state import HasState, Names, put_together, restore_random_state
+from hcsim.checkpoints.optimizer import restore_optimizer
+from hcsim.checkpoints.parts import Part, check_data, complete, data_file, parts_in, steps_in, write_part
+from hcsim.checkpoints.plain import dtype_of, put_together
+from hcsim.checkpoints.random_numbers import restore_random_state
+from hcsim.checkpoints.ranges import Names
+from hcsim.checkpoints.saver import HasState
+from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError
 
 
 class Checkpoint:
-    """One step that was saved, whole and verified."""
+    """One step that was saved, whole and verified. `load` gives it; tensors are read when they are asked for."""
 
     def __init__(self, folder: Path, parts: Mapping[int, Part]) -> None:
         self._folder = folder
         self._parts = parts
-        self._data: dict[int, dict[str, Tensor]] = {}
-        first = parts[0]
-        self.step = first.step
-        self.world = first.world
+        self._files: dict[int, Any] = {}
+        self.step = parts[0].step
+        self.world = parts[0].world
         """How many ranks saved it."""
-        self.plain: dict[str, Any] = dict(first.plain)
+        same: dict[str, Any] = put_together(parts[0].plain, lambda path: self._own_tensor(0, path))
+        self.plain: dict[str, Any] = same["given"]
+        """What `save` was given beside the step."""
+        self._optimizer: Mapping[str, Any] | None = same["optimizer"]
 
     @classmethod
     def open(cls, folder: Path | str, step: int | None = None) -> Checkpoint:
-        """A step in one folder; without one, the newest that is whole."""
-        folder = Path(folder)
-        for found in steps_in(folder) if step is None else [step]:
-            parts = {part.rank: part for part in parts_in(folder, found)}
-            if parts and complete(parts):
-                return cls(folder, parts)
-        raise CheckpointError(_nothing(folder, step))
+        """What is whole in one folder, whoever else there is: to look at, say, or to use a model that was trained."""
+        return cls(Path(folder), _chosen(Path(folder), step, lambda mine: [mine])[0])
 
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor."""
-        piece = next((part.pieces[name] for part in self._parts.values() if name in part.pieces), None)
-        if piece is None:
-            raise CheckpointError(f"the checkpoint of step {self.step} has no {name}")
-        count = 1
-        for size in piece.shape:
-            count *= size
-        return self.elements(name, 0, count).view(piece.shape)
-
-    def elements(self, name: str, lo: int, hi: int) -> Tensor:
-        """Some elements of a tensor, from whichever parts have them."""
-        found: Tensor | None = None
-        have = 0
-        for rank, part in self._parts.items():
-            piece = part.pieces.get(name)
-            if piece is None:
-                continue
-            if found is None:
-                found = torch.empty(hi - lo, dtype=getattr(torch, piece.dtype))
-            first, last = max(lo, piece.lo), min(hi, piece.hi)
-            if first < last:
-                found[first - lo : last - lo] = self._of(rank)[name][first - piece.lo : last - piece.lo]
-                have += last - first
-        if found is None or have != hi - lo:
-            raise CheckpointError(f"the checkpoint of step {self.step} has not all of {name}")
-        return found
+    def model(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers by their names, as `nn.Module.load_state_dict` takes them."""
+        names = sorted({name for part in self._parts.values() for name in part.pieces if name.startswith("model/")})
+        return {name.removeprefix("model/"): self._tensor(name) for name in names}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is none of that name."""
         return next((part.pieces[name].shape for part in self._parts.values() if name in part.pieces), None)
 
-    def own(self, rank: int, name: str) -> Any:
-        """The state of that name that a rank alone had."""
-        part = self._parts[rank]
+    def elements(self, name: str, lo: int, hi: int) -> Tensor:
+        """Some elements of a tensor, from whichever parts have them."""
+        pieces = {rank: part.pieces[name] for rank, part in self._parts.items() if name in part.pieces}
+        if not pieces:
+            raise CheckpointError(f"the checkpoint of step {self.step} has no {name}")
+        found = torch.empty(hi - lo, dtype=dtype_of(next(iter(pieces.values())).dtype))
+        have = 0
+        for rank, piece in pieces.items():
+            first, last = max(lo, piece.lo), min(hi, piece.hi)
+            if first < last:
+                values = self._file(rank).get_slice(name)[first - piece.lo : last - piece.lo]
+                found[first - lo : last - lo] = values
+                have += last - first
+        if have != hi - lo:
+            raise CheckpointError(f"the checkpoint of step {self.step} has not all of {name}")
+        return found
 
-        def tensor(path: str) -> Tensor:
-            return self._of(rank)[path].view(part.pieces[path].shape)
-
-        return put_together(part.own_plain[name], tensor)
-
+    @torch.no_grad()
     def restore(
         self,
         model: nn.Module,
@@ -88,25 +79,28 @@ class Checkpoint:
         also: Mapping[str, HasState] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Put it into a model and what belongs to it, however many ranks there are. What was one rank's alone goes to
-        that rank again; where there are fewer ranks now, a state with a method `absorb` also takes what the others had.
-        """
-        rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        with torch.no_grad():
-            self._fill_model(model)
-            if optimizer is not None:
-                self._fill_optimizer(optimizer, model)
+        """Put it into a model and what belongs to it, however many ranks there are.
+
+        What a rank alone had goes to that rank again, and so do its random numbers. A rank that is new has what rank
+        0 had, but for a state with a method `absorb`: that one begins empty, and where there are fewer ranks now, it
+        also takes what the others had."""
+        rank, world = place(group)
+        self._restore_model(model)
+        if optimizer is not None:
+            if self._optimizer is None:
+                raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
+            restore_optimizer(optimizer, model, self._optimizer, self)
         for name, state in (also or {}).items():
-            if rank < self.world:
-                state.load_state_dict(self.own(rank, name))
             absorb = getattr(state, "absorb", None)
+            if rank < self.world or absorb is None:
+                state.load_state_dict(self._own(rank if rank < self.world else 0, name))
             if absorb is not None:
                 for gone in range(rank + world, self.world, world):
-                    absorb(self.own(gone, name))
+                    absorb(self._own(gone, name))
         if rank < self.world:
-            restore_random_state(self.own(rank, "random"))
+            restore_random_state(self._own(rank, "random"))
 
-    def _fill_model(self, model: nn.Module) -> None:
+    def _restore_model(self, model: nn.Module) -> None:
         ranges = [*Names(model).ranges()]
         for part in ranges:
             there = self.shape(f"model/{part.name}")
@@ -116,32 +110,28 @@ class Checkpoint:
                     + ("it is missing" if there is None else f"{list(there)}")
                 )
         for part in ranges:
-            part.values.copy_(self.elements(f"model/{part.name}", part.lo, part.lo + part.values.numel()))
+            part.values.copy_(self.elements(f"model/{part.name}", part.lo, part.hi).view(part.values.shape))
 
-    def _fill_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        saved = self.plain.get("optimizer")
-        if saved is None:
-            raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
-        names = Names(model)
-        for name, parameter in model.named_parameters():
-            counts = saved["counts"].get(names.within(name)[0], {})
-            state = {key: _number(*number) for key, number in counts.items()}
-            for key in saved["moments"]:
-                moment = torch.zeros_like(parameter)
-                parts = [part._replace(name=f"optimizer/{key}/{part.name}") for part in names.like(name, moment)]
-                if all(self.shape(part.name) is not None for part in parts):
-                    for part in parts:
-                        part.values.copy_(self.elements(part.name, part.lo, part.lo + part.values.numel()))
-                    state[key] = moment
-            if state:
-                optimizer.state[parameter] = state
-        for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    def _tensor(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        assert shape is not None
+        return self.elements(name, 0, math.prod(shape)).view(shape)
 
-    def _of(self, rank: int) -> dict[str, Tensor]:
-        if rank not in self._data:
-            self._data[rank] = load_tensors(read_data(self._folder, self._parts[rank]))
-        return self._data[rank]
+    def _own(self, rank: int, name: str) -> Any:
+        """The state of that name that a rank alone had."""
+        states = dict(self._parts[rank].own["$dict"])
+        if name not in states:
+            raise CheckpointError(f"the checkpoint of step {self.step} has no state called {name}")
+        return put_together(states[name], lambda path: self._own_tensor(rank, path))
+
+    def _own_tensor(self, rank: int, path: str) -> Tensor:
+        tensor: Tensor = self._file(rank).get_tensor(path)
+        return tensor.view(self._parts[rank].pieces[path].shape)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._files:
+            self._files[rank] = safe_open(data_file(self._folder, self._parts[rank]), framework="pt")
+        return self._files[rank]
 
 
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
@@ -149,69 +139,83 @@ def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGrou
 
     A rank whose folder lacks parts, or has damaged ones, gets them from the others and keeps them."""
     folder = Path(folder)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Checkpoint.open(folder, step)
-    holders: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(holders, _held(folder, step), group=group)
-    chosen = _newest(holders)
-    if chosen is None:
-        raise CheckpointError(_nothing(folder, step) + ", nor with what the other ranks have")
-    for rank in sorted(chosen):
-        _spread(folder, chosen[rank], holders, group)
-    return Checkpoint(folder, chosen)
+    parts, sound = _chosen(folder, step, lambda mine: gathered(mine, group))
+    for part in parts.values():
+        _spread(folder, part, [rank for rank, held in enumerate(sound) if part.rank in held], group)
+    return Checkpoint(folder, parts)
 
 
-def _held(folder: Path, step: int | None) -> list[Part]:
-    """The parts that this machine has, with the bytes that were saved."""
-    sound = []
+def _chosen(
+    folder: Path, step: int | None, gather: Callable[[bytes], list[bytes]]
+) -> tuple[dict[int, Part], list[list[int]]]:
+    """The parts of the newest whole saving, and which of them each rank has. What is damaged is named."""
+    mine: list[Part] = []
+    troubles: list[str] = []
     for found in steps_in(folder) if step is None else [step]:
-        for part in parts_in(folder, found):
-            try:
-                read_data(folder, part)
-            except CheckpointError:
-                continue
-            sound.append(part)
-    return sound
+        parts, damaged = parts_in(folder, found)
+        mine += parts
+        troubles += damaged
+    described = _decoded(gather(msgspec.msgpack.encode(mine)), list[Part])
+    for parts_of in _savings(described):
+        sound, damaged = _sound(folder, [part for part in parts_of.values() if part in mine])
+        troubles += damaged
+        held = _decoded(gather(msgspec.msgpack.encode(sound)), list[int])
+        if {rank for ranks in held for rank in ranks} == parts_of.keys():
+            if troubles:
+                warnings.warn("; ".join(troubles) + f": step {parts_of[0].step} is loaded", stacklevel=3)
+            return parts_of, held
+    said = _decoded(gather(msgspec.msgpack.encode(troubles)), list[str])
+    raise CheckpointError(_nothing(folder, step, described, [each for ours in said for each in ours]))
 
 
-def _newest(holders: list[list[Part]]) -> dict[int, Part] | None:
+def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
+    """All savings of which every part is somewhere, the newest first."""
     savings: dict[tuple[int, str], dict[int, Part]] = {}
-    for part in (part for parts in holders for part in parts):
+    for part in (part for parts in described for part in parts):
         savings.setdefault((part.step, part.saving), {})[part.rank] = part
-    for _, parts in sorted(savings.items(), reverse=True):
+    for _, parts in sorted(savings.items(), key=lambda item: item[0], reverse=True):
         if complete(parts):
-            return parts
-    return None
+            yield dict(sorted(parts.items()))
 
 
-def _spread(folder: Path, part: Part, holders: list[list[Part]], group: dist.ProcessGroup | None) -> None:
+def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
+    """The ranks of the parts whose data are here as they were saved, and what is wrong with the others."""
+    sound, troubles = [], []
+    for part in parts:
+        try:
+            check_data(folder, part)
+        except CheckpointError as error:
+            troubles.append(str(error))
+        else:
+            sound.append(part.rank)
+    return sound, troubles
+
+
+def _spread(folder: Path, part: Part, having: list[int], group: dist.ProcessGroup | None) -> None:
     """Let those that lack a part have it from the first that has it."""
-    having = [rank for rank, parts in enumerate(holders) if part in parts]
-    if len(having) == len(holders):
+    rank, world = place(group)
+    if len(having) == world:
         return
     room = torch.empty(part.size_bytes, dtype=torch.uint8)
-    if dist.get_rank(group) == having[0]:
-        room = torch.frombuffer(bytearray(read_data(folder, part)), dtype=torch.uint8)
+    if rank == having[0]:
+        room = as_tensor(data_file(folder, part).read_bytes())
     dist.broadcast(room, group_src=having[0], group=group)
-    if dist.get_rank(group) not in having:
+    if rank not in having:
         write_part(folder, part, room.numpy().tobytes())
 
 
-def _nothing(folder: Path, step: int | None) -> str:
-    there = ", ".join(f"step {found}: {_missing(folder, found)}" for found in steps_in(folder)[:3])
-    what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-    return f"{folder}: there is {what} here{f' ({there})' if there else ''}"
+def _decoded(everyones: Sequence[bytes], kind: Any) -> list[Any]:
+    return [msgspec.msgpack.decode(each, type=kind) for each in everyones]
 
 
-def _missing(folder: Path, step: int) -> str:
-    parts = [*parts_in(folder, step)]
-    if not parts:
-        return "no part is whole"
-    if len({part.saving for part in parts}) > 1:
-        return "its parts are of several savings"
-    lacking = sorted({*range(parts[0].world)} - {part.rank for part in parts})
-    return f"the part of rank {', '.join(map(str, lacking))} is missing"
-
-
-def _number(dtype: str, value: Any) -> Any:
-    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]], troubles: Sequence[str]) -> str:
+    """What there is instead of a whole checkpoint."""
+    said = list(troubles)
+    for found in sorted({part.step for parts in described for part in parts}, reverse=True)[:3]:
+        parts = [part for each in described for part in each if part.step == found]
+        if len({part.saving for part in parts}) > 1:
+            said.append(f"the parts of step {found} are of several savings")
+        elif lacking := sorted({*range(parts[0].world)} - {part.rank for part in parts}):
+            said.append(f"of step {found} the part of rank {', '.join(map(str, lacking))} is missing")
+    what = "no whole checkpoint" + ("" if step is None else f" of step {step}")
+    return f"{folder}: there is {what} here" + (f": {'; '.join(dict.fromkeys(said))}" if said else "")

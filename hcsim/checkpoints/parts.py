@@ -1,6 +1,6 @@
 """What a checkpoint is on disk: one part for each rank that saved it.
 
-    FOLDER/step-00000100/rank-2-of-4.safetensors   tensors, and pieces of tensors
+    FOLDER/step-00000100/rank-2-of-4.safetensors   tensors, and pieces of tensors, flat
     FOLDER/step-00000100/rank-2-of-4.json          what they are, and the file's SHA-256; written last
 
 A part counts once its JSON file is there, which happens after its data are safe on the disk. A checkpoint counts when
@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import secrets
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     """Of the data file."""
     pieces: dict[str, Piece]
-    """By the tensor's name; each is in the data file under that name, flat."""
-    own: tuple[str, ...] = ()
-    """Names of tensors that are this rank's alone: the state of its random numbers, what it has not sent yet."""
-    plain: dict[str, Any] = {}
-    """Numbers and words, the same on all ranks."""
-    own_plain: dict[str, Any] = {}
-    """This rank's alone."""
+    """By the tensor's name; each is in the data file under that name."""
+    plain: Any = None
+    """Numbers and words that are the same on all ranks, as `taken_apart` gives them."""
+    own: Any = None
+    """What is this rank's alone: its random numbers, what it has not sent yet."""
 
     @property
     def stem(self) -> str:
@@ -67,6 +67,11 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def data_file(folder: Path, part: Part) -> Path:
+    """Where a part's tensors are."""
+    return step_folder(folder, part.step) / f"{part.stem}.safetensors"
+
+
 def steps_in(folder: Path) -> list[int]:
     """Steps of which there is something, the newest first."""
     if not folder.is_dir():
@@ -77,42 +82,53 @@ def steps_in(folder: Path) -> list[int]:
 
 def write_part(folder: Path, part: Part, data: bytes) -> None:
     """Put it on the disk: all or nothing, and the description last."""
-    where = step_folder(folder, part.step)
+    where = data_file(folder, part)
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        _write(where / f"{part.stem}.safetensors", data)
-        _write(where / f"{part.stem}.json", _sealed(part))
+        where.parent.mkdir(parents=True, exist_ok=True)
+        _write(where, data)
+        _write(where.with_suffix(".json"), _sealed(part))
     except OSError as error:
         raise CheckpointError(f"{where}: the checkpoint cannot be written: {error.strerror}") from None
 
 
-def parts_in(folder: Path, step: int) -> Iterator[Part]:
-    """The parts of a step that are described here. One whose description is damaged is as good as not there."""
+def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
+    """The parts of a step that are described here, and what is wrong with descriptions that do not count."""
+    parts, troubles = [], []
     for path in sorted(step_folder(folder, step).glob("rank-*.json")):
-        part = _unsealed(path.read_bytes())
-        if part is not None and part.step == step and path.stem == part.stem:
-            yield part
+        try:
+            part = _unsealed(path.read_bytes())
+        except OSError as error:
+            troubles.append(f"{path}: cannot be read: {error.strerror}")
+        except ValueError as error:
+            troubles.append(f"{path}: {error}")
+        else:
+            if part.step == step and path.stem == part.stem:
+                parts.append(part)
+            else:
+                troubles.append(f"{path}: this describes {part.stem} of step {part.step}")
+    return parts, troubles
 
 
-def read_data(folder: Path, part: Part) -> bytes:
-    """A part's data, as they were saved, or an error."""
-    path = step_folder(folder, part.step) / f"{part.stem}.safetensors"
+def check_data(folder: Path, part: Part) -> None:
+    """Raise unless a part's data are the bytes that were saved."""
+    path = data_file(folder, part)
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            size_bytes, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) != part.size_bytes or hashlib.sha256(data).hexdigest() != part.sha256:
+    if size_bytes != part.size_bytes:
+        raise CheckpointError(f"{path}: {size_bytes} bytes are there, and {part.size_bytes} were saved")
+    if digest.hexdigest() != part.sha256:
         raise CheckpointError(f"{path}: these are not the bytes that were saved (their SHA-256 differs)")
-    return data
 
 
-def remove_part(folder: Path, step: int, stem: str) -> None:
-    """Take a part away, description first; and the step's folder with its last part."""
+def remove_step(folder: Path, step: int) -> None:
+    """Take a step away, descriptions first. Other ranks may be doing the same."""
     where = step_folder(folder, step)
-    for suffix in (".json", ".safetensors"):
-        (where / f"{stem}{suffix}").unlink(missing_ok=True)
-    if where.is_dir() and not any(where.iterdir()):
-        where.rmdir()
+    for description in sorted(where.glob("*.json")):
+        description.unlink(missing_ok=True)
+    shutil.rmtree(where, ignore_errors=True)
 
 
 def complete(parts: Mapping[int, Part]) -> bool:
@@ -122,7 +138,7 @@ def complete(parts: Mapping[int, Part]) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.part")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two ranks may hold a copy in one folder
     with open(beside, "wb") as file:
         file.write(data)
         file.flush()
@@ -136,15 +152,15 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sealed(part: Part) -> bytes:
-    body = msgspec.json.encode(part)
-    return msgspec.json.format(body) + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+    body = msgspec.json.format(msgspec.json.encode(part))
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
-def _unsealed(data: bytes) -> Part | None:
-    body, _, seal = data.rstrip(b"\n").rpartition(b"\n")
-    try:
-        part = msgspec.json.decode(body, type=Part)
-    except msgspec.DecodeError:
-        return None
-    whole = part.format == FORMAT and hashlib.sha256(msgspec.json.encode(part)).hexdigest().encode() == seal
-    return part if whole else None
+def _unsealed(data: bytes) -> Part:
+    body, _, seal = data.removesuffix(b"\n").rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != seal:
+        raise ValueError("this is not what was written (its SHA-256 differs)")
+    part = msgspec.json.decode(body, type=Part)  # its DecodeError is a ValueError
+    if part.format != FORMAT:
+        raise ValueError(f"this is a {part.format!r}, and {FORMAT!r} can be read")
+    return part

@@ -7,16 +7,31 @@ import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from hcsim.checkpoints.parts import Part, Piece, parts_in, remove_part, steps_in, write_part
-from hcsim.checkpoints.state import HasState, Names, Range, optimizer_plain, optimizer_ranges, random_state, taken_apart
+from hcsim.checkpoints.optimizer import optimizer_plain, optimizer_ranges
+from hcsim.checkpoints.parts import Part, Piece, remove_step, steps_in, write_part
+from hcsim.checkpoints.plain import dtype_name, taken_apart
+from hcsim.checkpoints.random_numbers import random_state
+from hcsim.checkpoints.ranges import Names, Range
+from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError
+
+
+class HasState(Protocol):
+    """A learning-rate schedule, a communication hook with residuals, a data loader…"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and words, in dictionaries and lists."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Go on from there."""
 
 
 class Saver:
@@ -34,122 +49,185 @@ class Saver:
         keep: int = 2,
     ) -> None:
         """`also` names whatever else has a state. With `copies`, each part is written by that many ranks, so that
-        it outlives a machine whose folder is its own. The newest `keep` steps stay."""
-        self._rank, self._world = (
-            (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        )
+        it outlives a machine whose folder is its own. Beside the newest step stay the `keep` before it."""
+        self._rank, self._world = place(group)
         if not 1 <= copies <= self._world:
             raise CheckpointError(f"{self._world} ranks hold 1 to {self._world} copies of a part, not {copies}")
         if keep < 1:
-            raise CheckpointError(f"at least the newest step stays, not {keep}")
+            raise CheckpointError(f"at least one step stays beside the newest, not {keep}")
+        if "random" in (also or {}):
+            raise CheckpointError("the state called random is that of the generators: call yours something else")
         self._folder = Path(folder)
         self._model, self._optimizer, self._also = model, optimizer, dict(also or {})
         self._group, self._copies, self._keep = group, copies, keep
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._step: int | None = None
+        self._whole: list[int] = []
+        """Steps that are on the disk of every rank."""
 
     def save(self, step: int, **plain: Any) -> None:
         """Save this step; `plain` are numbers and words, the same on all ranks. All ranks call this.
 
-        Returns when a copy has been taken. Raises what went wrong with the saving before, if anything did."""
-        self.wait()
-        part, data = self._part(step, plain)
-        mine = [(part, data), *self._others(part, data)]
-        self._writing = threading.Thread(target=self._write, args=(step, mine), name="hcsim checkpoint")
+        Returns when a copy has been taken. Raises, on all ranks, what went wrong with the saving before or with
+        taking the copy, on any of them; nothing is saved then."""
+        trouble: BaseException | None = None
+        taken: Snapshot | None = None
+        try:
+            self.wait()
+            taken = snapshot(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
+        except Exception as error:
+            trouble = error
+        saving = self._agreed(taken, trouble)
+        assert taken is not None
+        if self._step is not None:
+            self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
+        self._step = step
+        pruned = min(self._whole) if len(self._whole) == self._keep else 0
+        parts = self._exchanged(*taken.packed(saving)) if self._copies > 1 else None
+        self._writing = threading.Thread(target=self._write, args=(taken, saving, parts, pruned), name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
-        """Return when everything is on the disk; raises what went wrong."""
+        """Return when everything of this rank is on the disk; raises what went wrong."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._step = self._error, None, None
             raise error
 
-    def _part(self, step: int, plain: dict[str, Any]) -> tuple[Part, bytes]:
-        ranges = [part._replace(name=f"model/{part.name}") for part in Names(self._model).ranges()]
-        if self._optimizer is not None:
-            ranges += optimizer_ranges(self._optimizer, self._model)
-            plain = {**plain, "optimizer": optimizer_plain(self._optimizer, self._model)}
-        states = {"random": random_state(), **{name: state.state_dict() for name, state in self._also.items()}}
-        own: dict[str, Tensor] = {}
-        own_plain = {name: taken_apart(state, f"own/{name}", own) for name, state in states.items()}
-        chosen = [part for part in ranges if not part.shared or self._writes(part, ranges)]
-        tensors = {part.name: part.values for part in chosen} | {name: value.reshape(-1) for name, value in own.items()}
-        data = save({name: _copy(tensor) for name, tensor in tensors.items()})
-        pieces = {part.name: _piece(part.values, part.shape, part.lo) for part in chosen}
-        pieces |= {name: _piece(tensor.reshape(-1), tuple(tensor.shape), 0) for name, tensor in own.items()}
-        return Part(
-            saving=self._agreed(),
-            step=step,
-            rank=self._rank,
-            world=self._world,
-            size_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            pieces=pieces,
-            own=tuple(own),
-            plain=plain,
-            own_plain=own_plain,
-        ), data
+    def _agreed(self, taken: Snapshot | None, trouble: BaseException | None) -> str:
+        """A number for this saving, which all ranks can do."""
+        ours = _Word(secrets.token_hex(16), str(trouble) if trouble else "", taken.everyones if taken else "")
+        words = [
+            msgspec.msgpack.decode(word, type=_Word) for word in gathered(msgspec.msgpack.encode(ours), self._group)
+        ]
+        troubles = [f"rank {rank}: {word.trouble}" for rank, word in enumerate(words) if word.trouble]
+        if troubles:
+            self._step = None
+            raise CheckpointError("; ".join(troubles)) from trouble
+        if len({word.everyones for word in words}) > 1:
+            raise CheckpointError("the ranks hold different tensors, though none of them is divided among them")
+        return words[0].number
 
-    def _writes(self, part: Range, ranges: list[Range]) -> bool:
-        """Whether a tensor that all ranks hold is ours to write: the largest are dealt out first, to who has least."""
-        loads = [0] * self._world
-        for other in sorted(
-            (each for each in ranges if each.shared), key=lambda each: (-each.values.nbytes, each.name)
-        ):
-            writer = loads.index(min(loads))
-            loads[writer] += other.values.nbytes
-            if other.name == part.name:
-                return writer == self._rank
-        raise AssertionError(part.name)
-
-    def _agreed(self) -> str:
-        """A number for this saving."""
-        number = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
-        if self._world > 1:
-            dist.broadcast(number, group_src=0, group=self._group)
-        return bytes(number.tolist()).hex()
-
-    def _others(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
-        """The parts of the ranks before us, of which we hold copies."""
-        held = []
+    def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
+        """Our part, and those of the ranks before us, of which we hold copies."""
+        theirs = [
+            msgspec.msgpack.decode(each, type=Part) for each in gathered(msgspec.msgpack.encode(part), self._group)
+        ]
+        held = [(part, data)]
         for distance in range(1, self._copies):
-            everyone: list[Any] = [None] * self._world
-            dist.all_gather_object(everyone, (part, len(data)), group=self._group)
-            before = (self._rank - distance) % self._world
-            theirs, length = everyone[before]
-            room = torch.empty(length, dtype=torch.uint8)
-            after = (self._rank + distance) % self._world
-            sending = dist.isend(_bytes(data), group_dst=after, group=self._group)
+            before, after = (self._rank - distance) % self._world, (self._rank + distance) % self._world
+            room = torch.empty(theirs[before].size_bytes, dtype=torch.uint8)
+            sending = dist.isend(as_tensor(data), group_dst=after, group=self._group)
             dist.recv(room, group_src=before, group=self._group)
             if sending is not None:
                 sending.wait()
-            held.append((theirs, room.numpy().tobytes()))
+            held.append((theirs[before], room.numpy().tobytes()))
         return held
 
-    def _write(self, step: int, parts: list[tuple[Part, bytes]]) -> None:
+    def _write(self, taken: Snapshot, saving: str, parts: list[tuple[Part, bytes]] | None, pruned: int) -> None:
+        """On a thread of its own. What is older than the steps that stay goes before the new one comes."""
         try:
-            for part, data in parts:
+            for older in steps_in(self._folder):
+                if older < pruned:
+                    remove_step(self._folder, older)
+            for part, data in parts or [taken.packed(saving)]:
                 write_part(self._folder, part, data)
-            stems = [part.stem for part, _ in parts]
-            whole = [older for older in steps_in(self._folder) if older <= step]
-            for older in whole[self._keep :]:
-                for part in list(parts_in(self._folder, older)):
-                    if part.stem in stems or part.world != self._world:
-                        remove_part(self._folder, older, part.stem)
         except BaseException as error:
             self._error = error
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says before a saving."""
+
+    number: str
+    trouble: str
+    everyones: str
 
 
-def _piece(values: Tensor, shape: tuple[int, ...], lo: int) -> Piece:
-    return Piece(str(values.dtype).removeprefix("torch."), shape, lo, lo + values.numel())
+class Snapshot(NamedTuple):
+    """A rank's part of the state at one moment, in memory of its own."""
+
+    step: int
+    rank: int
+    world: int
+    tensors: dict[str, Tensor]
+    pieces: dict[str, Piece]
+    plain: Any
+    own: Any
+    everyones: str
+    """A digest of the names and shapes of what all ranks hold."""
+
+    def packed(self, saving: str) -> tuple[Part, bytes]:
+        """As it is written."""
+        data = save(self.tensors)
+        part = Part(
+            saving=saving,
+            step=self.step,
+            rank=self.rank,
+            world=self.world,
+            size_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            pieces=self.pieces,
+            plain=self.plain,
+            own=self.own,
+        )
+        return part, data
 
 
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def snapshot(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    also: Mapping[str, HasState] | None = None,
+    plain: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Snapshot:
+    """Copy what this rank has to save."""
+    if step < 0:
+        raise CheckpointError(f"steps are counted from 0, and this is {step}")
+    rank, world = place(group)
+    ranges = [part._replace(name=f"model/{part.name}") for part in Names(model).ranges()]
+    of_optimizer = None
+    if optimizer is not None:
+        ranges += optimizer_ranges(optimizer, model)
+        of_optimizer = optimizer_plain(optimizer, model)
+    beside: dict[str, Tensor] = {}
+    states = {name: state.state_dict() for name, state in (also or {}).items()}
+    own_plain = taken_apart({**states, "random": random_state()}, "own", beside)
+    same_plain = taken_apart({"given": dict(plain or {}), "optimizer": of_optimizer}, "plain", beside)
+    ours = [*_dealt(ranges, rank, world)]
+    ours += [Range(name, tensor, tuple(tensor.shape), 0, "us") for name, tensor in beside.items()]
+    named = sorted((part.name, part.shape) for part in ranges if part.held_by == "all")
+    return Snapshot(
+        step=step,
+        rank=rank,
+        world=world,
+        tensors={part.name: _copy(part.name, part.values) for part in ours},
+        pieces={part.name: Piece(dtype_name(part.values.dtype), part.shape, part.lo, part.hi) for part in ours},
+        plain=same_plain,
+        own=own_plain,
+        everyones=hashlib.sha256(msgspec.json.encode(named)).hexdigest(),
+    )
+
+
+def _dealt(ranges: list[Range], rank: int, world: int) -> list[Range]:
+    """Those that are ours to write. Of what all ranks hold, the largest are dealt out first, to who has least."""
+    ours = [part for part in ranges if part.held_by == "us" or (part.held_by == "first" and rank == 0)]
+    loads = [0] * world
+    everyones = [part for part in ranges if part.held_by == "all"]
+    for part in sorted(everyones, key=lambda part: (-part.values.nbytes, part.name)):
+        writer = loads.index(min(loads))
+        loads[writer] += part.values.nbytes
+        if writer == rank:
+            ours.append(part)
+    return ours
+
+
+def _copy(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.complex128:
+        raise CheckpointError(f"{name} is complex128, which a safetensors file cannot hold")
+    return tensor.detach().reshape(-1).to("cpu", copy=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import pytest
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
 from hcsim.config import AnyFault
 from tests.switches import on_switch
+from tests.torch_backend.ranks import Ranks
 
 Program = Callable[[Group], Awaitable[Any]]
 GUARD_S = 30.0
@@ -95,3 +96,11 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 def addresses() -> Callable[[int], list[str]]:
     """Loopback addresses with free ports."""
     return free_addresses
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes of a torch program, started when the first test needs them."""
+    processes = Ranks()
+    yield processes
+    processes.close()

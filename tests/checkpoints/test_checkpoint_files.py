@@ -1,0 +1,182 @@
+"""A checkpoint on disk is whole or it does not count: what dies, is cut, flipped or mixed is named and passed over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hcsim.checkpoints.loader import Checkpoint, load
+from hcsim.checkpoints.parts import Part, parts_in, step_folder, steps_in, write_part
+from hcsim.checkpoints.saver import Saver, snapshot
+from hcsim.errors import CheckpointError
+from tests.torch_backend.ranks import Killed, Meeting, Ranks
+
+
+def layer(value: float) -> nn.Linear:
+    made = nn.Linear(2, 1)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def save(folder: Path, *steps: int) -> None:
+    """Each step's weight is its number."""
+    made = layer(0)
+    saver = Saver(folder, made, keep=100)
+    for step in steps:
+        nn.init.constant_(made.weight, float(step))
+        saver.save(step)
+    saver.wait()
+
+
+def weight(checkpoint: Checkpoint) -> float:
+    made = layer(-1)
+    checkpoint.restore(made)
+    assert torch.equal(made.weight, checkpoint.model()["weight"])
+    return float(made.weight.detach()[0, 0])
+
+
+def die_at(meeting: Meeting, folder: str, suffix: str) -> None:
+    """End at the moment when the second step's file of that kind is about to get its name."""
+    save(Path(folder), 1)
+    sys.addaudithook(
+        lambda event, args: os._exit(9) if event == "os.rename" and str(args[1]).endswith(suffix) else None
+    )
+    save(Path(folder), 2)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_who_dies_while_saving_leaves_the_step_before(ranks: Ranks, tmp_path: Path, suffix: str) -> None:
+    assert ranks.answers(die_at, str(tmp_path), suffix, size=1, backend="") == [Killed()]
+    assert steps_in(tmp_path) == [2, 1]
+    found = load(tmp_path)
+    assert (found.step, weight(found)) == (1, 1.0)
+    with pytest.raises(CheckpointError, match="no whole checkpoint of step 2"):
+        load(tmp_path, 2)
+    save(tmp_path, 2)
+    assert weight(load(tmp_path)) == 2.0
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink])
+@pytest.mark.parametrize("file", ["rank-0-of-1.safetensors", "rank-0-of-1.json"])
+def test_a_damaged_file_is_named_and_the_step_before_is_used(tmp_path: Path, damage: object, file: str) -> None:
+    save(tmp_path, 1, 2)
+    path = step_folder(tmp_path, 2) / file
+    assert callable(damage)
+    damage(path)
+    gone = damage is Path.unlink and file.endswith(".json")  # then the part was never written, for all we know
+    if gone:
+        assert weight(load(tmp_path)) == 1.0
+    else:
+        with pytest.warns(UserWarning, match=f"{path}.*: step 1 is loaded"):
+            assert weight(load(tmp_path)) == 1.0
+    with pytest.raises(CheckpointError, match="no whole checkpoint of step 2" if gone else str(path)):
+        load(tmp_path, 2)
+    shutil.rmtree(step_folder(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="no whole checkpoint" if gone else str(path)):
+        load(tmp_path)
+
+
+def test_every_flipped_byte_of_a_description_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    path = step_folder(tmp_path, 3) / "rank-0-of-1.json"
+    sound = path.read_bytes()
+    for at in range(0, len(sound) - 1, 7):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        assert parts_in(tmp_path, 3)[0] == []
+    path.write_bytes(sound)
+    assert len(parts_in(tmp_path, 3)[0]) == 1
+
+
+def part_of(rank: int, world: int, step: int, saving: str) -> tuple[Part, bytes]:
+    taken = snapshot(step, layer(float(step)))
+    return taken._replace(rank=rank, world=world).packed(saving)
+
+
+def test_parts_of_two_savings_are_never_one_checkpoint(tmp_path: Path) -> None:
+    write_part(tmp_path, *part_of(0, 2, 5, "a"))
+    write_part(tmp_path, *part_of(1, 2, 5, "b"))
+    with pytest.raises(CheckpointError, match="the parts of step 5 are of several savings"):
+        load(tmp_path)
+    write_part(tmp_path, *part_of(0, 2, 5, "b"))
+    assert load(tmp_path).step == 5
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_part(tmp_path, *part_of(1, 3, 5, "a"))
+    with pytest.raises(CheckpointError, match="of step 5 the part of rank 0, 2 is missing"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no whole checkpoint here$"):
+        load(tmp_path / "elsewhere")
+
+
+def test_a_part_of_another_step_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(step_folder(tmp_path, 1), step_folder(tmp_path, 2))
+    with pytest.warns(UserWarning, match="this describes rank-0-of-1 of step 1"):
+        assert load(tmp_path).step == 1
+
+
+def test_savings_by_other_numbers_of_ranks_stand_side_by_side(tmp_path: Path) -> None:
+    write_part(tmp_path, *part_of(0, 1, 5, "b"))
+    write_part(tmp_path, *part_of(0, 2, 5, "c"))  # the newer saving was never finished
+    assert load(tmp_path).world == 1
+
+
+def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
+    part, data = part_of(0, 1, 5, "a")
+    fields = {name: getattr(part, name) for name in part.__struct_fields__}
+    write_part(tmp_path, Part(**{**fields, "format": "hcsim checkpoint part 9"}), data)
+    with pytest.raises(CheckpointError, match="'hcsim checkpoint part 9', and 'hcsim checkpoint part 1' can be read"):
+        load(tmp_path)
+
+
+def test_the_newest_step_and_those_that_stay(tmp_path: Path) -> None:
+    made = layer(0)
+    saver = Saver(tmp_path, made, keep=2)
+    (tmp_path / "step-x").mkdir()
+    for step in (10, 20, 30, 40, 100_000_000):
+        saver.save(step)
+    saver.wait()
+    assert steps_in(tmp_path) == [100_000_000, 40, 30]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_step_that_was_not_finished_does_not_count_among_those_that_stay(tmp_path: Path) -> None:
+    write_part(tmp_path, *part_of(0, 2, 20, "a"))
+    save(tmp_path, 10)
+    saver = Saver(tmp_path, layer(0), keep=1)
+    saver.save(15)
+    saver.save(25)
+    saver.wait()
+    assert steps_in(tmp_path) == [25, 20, 15]
+    saver.save(35)
+    saver.wait()
+    assert steps_in(tmp_path) == [35, 25]
+
+
+def test_tensors_can_be_read_by_other_programs(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    save(tmp_path, 7)
+    read = load_file(step_folder(tmp_path, 7) / "rank-0-of-1.safetensors")
+    assert torch.equal(read["model/weight"], torch.tensor([7.0, 7.0]))

@@ -1,0 +1,176 @@
+"""Several processes: they go on to the same bits, help each other out with parts, and hear of each other's trouble."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hcsim.checkpoints.loader import load
+from hcsim.checkpoints.parts import step_folder, steps_in
+from hcsim.checkpoints.saver import Saver
+from hcsim.errors import CheckpointError
+from hcsim.training.modules.periodic import DiLoCo
+from tests.checkpoints.programs import adam, model, same, sharded, tensors, train
+from tests.torch_backend.ranks import Ranks
+
+
+def replicated(seed: int = 1) -> nn.Module:
+    small = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    torch.manual_seed(seed)
+    for parameter in small.parameters():
+        nn.init.normal_(parameter)
+    return DistributedDataParallel(small)
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"sharded": sharded, "replicated": replicated}
+
+
+def interrupted(kind: str, folder: str, mine: bool) -> None:
+    """Train, save, train on; then begin anew from what was saved, and come to the same."""
+    where = Path(folder) / str(dist.get_rank() if mine else "")
+    ours = MODELS[kind](1)
+    optimizer = adam(ours)
+    torch.manual_seed(10 + dist.get_rank())
+    train(ours, optimizer, 2)
+    saver = Saver(where, ours, optimizer)
+    saver.save(2, epoch=1)
+    train(ours, optimizer, 3)
+    saver.save(5)
+    saver.wait()
+    dist.barrier()
+    again = MODELS[kind](2)
+    fresh = adam(again)
+    found = load(where, 2)
+    found.restore(again, fresh)
+    assert (found.step, found.world, found.plain) == (2, dist.get_world_size(), {"epoch": 1})
+    train(again, fresh, 3)
+    same(tensors(again, fresh), tensors(ours, optimizer))
+
+
+@pytest.mark.parametrize(("kind", "size", "mine"), [("sharded", 3, False), ("replicated", 2, True)])
+def test_training_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, kind: str, size: int, mine: bool) -> None:
+    ranks.run(interrupted, kind, str(tmp_path), mine, size=size)
+
+
+def test_it_runs_on_gloo_too(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(interrupted, "sharded", str(tmp_path), True, size=2, backend="gloo")
+
+
+def save_alone_and_copied(folder: str) -> list[Tensor]:
+    ours = sharded()
+    optimizer = adam(ours)
+    torch.manual_seed(dist.get_rank())
+    train(ours, optimizer, 1)
+    saver = Saver(Path(folder) / str(dist.get_rank()), ours, optimizer, copies=2)
+    saver.save(4)
+    train(ours, optimizer, 1)
+    saver.save(8)
+    saver.wait()
+    return [value for block in (ours[0], ours[1]) for value in block.full_parameters().values()]  # type: ignore[operator]
+
+
+def load_mine(folder: str, step: int) -> list[Tensor]:
+    where = Path(folder) / str(dist.get_rank())
+    again = sharded(seed=3)
+    found = load(where)
+    assert found.step == step
+    found.restore(again, adam(again))
+    assert len(list(step_folder(where, step).glob("*.json"))) == 3  # we keep what the others gave us
+    return [value for block in (again[0], again[1]) for value in block.full_parameters().values()]  # type: ignore[operator]
+
+
+def test_a_machine_that_lost_its_disk_has_its_part_from_another(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(save_alone_and_copied, str(tmp_path), size=3)[0]
+    assert [len(list(step_folder(tmp_path / str(rank), 8).glob("*.json"))) for rank in range(3)] == [2, 2, 2]
+    shutil.rmtree(tmp_path / "1")
+    for found in ranks.run(load_mine, str(tmp_path), 8, size=3):
+        assert all(map(torch.equal, found, saved))
+    # Both copies of a part are damaged: the step before it is used, by all.
+    for rank in range(3):
+        for path in step_folder(tmp_path / str(rank), 8).glob("rank-2-*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    ranks.run(load_mine, str(tmp_path), 4, size=3)
+
+
+def one_disk_is_full(folder: str) -> None:
+    rank = dist.get_rank()
+    where = Path(folder) / str(rank)
+    saver = Saver(where, model())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        saver.save(1)
+        with pytest.raises(CheckpointError, match=r"^rank 1: .*cannot be written: File too large$"):
+            saver.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert steps_in(where) == [1]
+    with pytest.raises(CheckpointError, match="of step 1 the part of rank 1 is missing"):
+        load(where)
+    saver.save(3)
+    saver.wait()
+    dist.barrier()
+    assert load(where).step == 3
+
+    state = {"state": object()} if rank == 0 else {}
+    with pytest.raises(CheckpointError, match=r"^rank 0: .* is a object"):
+        saver.save(4, **state)
+    unlike = Saver(where, nn.Linear(2, 2 + rank))
+    with pytest.raises(CheckpointError, match="hold different tensors"):
+        unlike.save(5)
+
+
+def test_all_ranks_hear_that_one_cannot_save_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(one_disk_is_full, str(tmp_path), size=2)
+
+
+def diloco(folder: str) -> None:
+    """The outer optimizer's state is saved in the middle of a period."""
+
+    def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+        torch.manual_seed(seed)
+        small = nn.Linear(5, 2)
+        return small, torch.optim.SGD(small.parameters(), lr=0.01), DiLoCo(small, every=3)
+
+    def go(small: nn.Module, inner: torch.optim.Optimizer, outer: DiLoCo, steps: int) -> None:
+        for _ in range(steps):
+            train(small, inner, 1)
+            outer.step()
+
+    ours = begun(1)
+    torch.manual_seed(20 + dist.get_rank())
+    go(*ours, 4)
+    saver = Saver(folder, *ours[:2], also={"outer": ours[2]})
+    with pytest.raises(AssertionError):  # between two exchanges the ranks differ, and the model is saved once
+        _check_alike(ours[0])
+    go(*ours, 2)
+    saver.save(6)
+    go(*ours, 3)
+    saver.wait()
+    dist.barrier()
+    again = begun(2)
+    load(folder).restore(*again[:2], also={"outer": again[2]})
+    go(*again, 3)
+    same(tensors(*again[:2]), tensors(*ours[:2]))
+
+
+def _check_alike(of: nn.Module) -> None:
+    for parameter in of.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        everyone = torch.tensor([int(torch.equal(first, parameter.detach()))])
+        dist.all_reduce(everyone, dist.ReduceOp.MIN)
+        assert int(everyone)
+
+
+def test_an_outer_optimizer_goes_on_too(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(diloco, str(tmp_path), size=2)

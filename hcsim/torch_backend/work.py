@@ -94,9 +94,8 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the results."""
         if self._future is None:
-            devices: list[int | str | torch.device] = sorted(
-                {t.device for t in self._results if t.device.type == "cuda"}, key=str
-            )
+            cuda = {each.device for each in self._results if each.device.type == "cuda"}
+            devices: list[int | str | torch.device] = [*sorted(cuda, key=str)]
             over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
             self._future = over.then(self._outcome)
             self._follow(0, over)

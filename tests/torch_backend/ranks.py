@@ -160,3 +160,5 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], meeting: Meetin
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # By this count torch names groups, alike on all ranks; a group that could not be made has been counted.
+        dist.distributed_c10d._world.group_count = 0

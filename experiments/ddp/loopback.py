@@ -37,7 +37,7 @@ def measure(ranks: int, rounds: int) -> Row:
     with ExitStack() as stack:
         teams = {backend: stack.enter_context(team(backend, ranks)) for backend in BACKENDS}
         measured = {backend: Measured() for backend in BACKENDS}
-        _check({backend: crew.take(WARM_UP, Timed) for backend, crew in teams.items()})
+        check({backend: crew.take(WARM_UP, Timed) for backend, crew in teams.items()})
         for number in range(rounds):
             for backend in BACKENDS if number % 2 else reversed(BACKENDS):
                 measured[backend].add(teams[backend].take(TURN, Timed))
@@ -52,7 +52,7 @@ def measure(ranks: int, rounds: int) -> Row:
     return row
 
 
-def _check(reports: dict[str, list[Timed]]) -> None:
+def check(reports: dict[str, list[Timed]]) -> None:
     """All ranks have the same parameters, and all backends nearly."""
     sums = {backend: {report.checksum for report in of_ranks} for backend, of_ranks in reports.items()}
     for backend, values in sums.items():

@@ -158,7 +158,8 @@ def clip_grad_norm(model: nn.Module, most: float, group: dist.ProcessGroup | Non
     squares = torch.zeros((), device=shards[0].device if shards else None)
     for grad in ours:
         squares += grad.float().square().sum()
-    dist.all_reduce(squares, group=group)
+    if shards:
+        dist.all_reduce(squares, group=group)
     norm = math.sqrt(float(squares) + sum(float(grad.float().square().sum()) for grad in others))
     if norm > most:
         for grad in (*ours, *others):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from experiments.study.grid import load_sweep
 from hcsim.cli.app import app
 from hcsim.config import FAULTS, Training, parse_scenario
+from tests.torch_backend.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,6 +60,28 @@ def test_the_program_runs_in_the_real_world(program: Path) -> None:
         for process in processes:
             process.kill()
     assert outputs == [f"rank {rank} of 2 has 0.5\n" for rank in range(2)]
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def execute(code: str) -> None:
+    exec(code, {})
+
+
+def test_the_module_runs_on_two_ranks(ranks: Ranks) -> None:
+    [code] = re.findall(r"^```py\n(.*?)^```", section("Modules"), re.DOTALL | re.MULTILINE)
+    ranks.run(execute, code, size=2)
+
+
+def test_the_checkpoint_is_saved_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"^```py\n(.*?)^```", section("Checkpoints"), re.DOTALL | re.MULTILINE)
+    execute(code)
+    assert capsys.readouterr().out == "100 0.25 torch.Size([2, 8])\n"
 
 
 def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

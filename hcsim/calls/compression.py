@@ -24,7 +24,7 @@ import numpy as np
 
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
-from hcsim.compressors.base import Compressor
+from hcsim.compressors.base import Compressor, State
 from hcsim.compressors.feedback import Feedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
@@ -34,6 +34,8 @@ from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import Ledger
 
 BUCKETS = 256
+OWN = "own/"
+"""How the names of what a rank alone remembers begin."""
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,20 +148,18 @@ class Compressing:
         if kept is None:
             return b""
         kept.settle()
-        arrays = {name: (a.dtype.str, a.shape, a.tobytes()) for name, a in kept.compressor.state().items()}
-        return msgspec.msgpack.encode((kept.spec, arrays))
+        return _packed(kept.spec, kept.compressor.state())
 
     def restore(self, how: Compression, memory: bytes) -> None:
         """Remember what another object remembered under its key, as far as it is this compressor's."""
         if not memory:
             self._kept.pop(how.key, None)
             return
-        spec, arrays = msgspec.msgpack.decode(memory, type=tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]])
+        spec, state = _unpacked(memory)
         if spec != how.spec:
             raise UsageError(f"what was remembered by {spec} is of no use to {how.spec}")
         self._kept.pop(how.key, None)
-        compressor = self._of(how).compressor
-        compressor.restore({n: np.frombuffer(raw, kind).reshape(shape) for n, (kind, shape, raw) in arrays.items()})
+        self._of(how).compressor.restore(state)
 
     def _of(self, how: Compression) -> _Kept:
         kept = self._kept.get(how.key)
@@ -176,6 +176,36 @@ class Compressing:
             check(how.spec, remembered=False)
             made = self._plain[how.spec, how.seed] = make(how.spec, seed=how.seed, rank=self._rank)
         return made
+
+
+def without_debts(memory: bytes) -> bytes:
+    """A memory less what its rank alone owes: what one that joins begins with."""
+    if not memory:
+        return memory
+    spec, state = _unpacked(memory)
+    return _packed(spec, {name: array for name, array in state.items() if not name.startswith(OWN)})
+
+
+def with_debts_of(memory: bytes, gone: bytes) -> bytes:
+    """A memory that also owes what another rank owed, which is gone."""
+    if not memory or not gone:
+        return memory or gone
+    (spec, state), (their_spec, theirs) = _unpacked(memory), _unpacked(gone)
+    if spec != their_spec:
+        raise UsageError(f"what was remembered by {their_spec} is of no use to {spec}")
+    for name, array in theirs.items():
+        if name.startswith(OWN):
+            state[name] = np.add(state[name], array) if name in state else array
+    return _packed(spec, state)
+
+
+def _packed(spec: str, state: State) -> bytes:
+    return msgspec.msgpack.encode((spec, {name: (a.dtype.str, a.shape, a.tobytes()) for name, a in state.items()}))
+
+
+def _unpacked(memory: bytes) -> tuple[str, State]:
+    spec, arrays = msgspec.msgpack.decode(memory, type=tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]])
+    return spec, {name: np.frombuffer(raw, kind).reshape(shape) for name, (kind, shape, raw) in arrays.items()}
 
 
 def _placed(tensors: tuple[tuple[str, tuple[int, ...]], ...], length: int) -> tuple[Tensor, ...]:

@@ -82,8 +82,8 @@ class Checkpoint:
         """Put it into a model and what belongs to it, however many ranks there are.
 
         What a rank alone had goes to that rank again, and so do its random numbers. A rank that is new has what rank
-        0 had, but for a state with a method `absorb`: that one begins empty, and where there are fewer ranks now, it
-        also takes what the others had."""
+        0 had, and is asked to `forget()` what is rank 0's alone, if it can; where there are fewer ranks now, a state
+        with a method `absorb` also takes what those had that are gone: residuals that are still to be sent, say."""
         rank, world = place(group)
         self._restore_model(model)
         if optimizer is not None:
@@ -91,12 +91,12 @@ class Checkpoint:
                 raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
             restore_optimizer(optimizer, model, self._optimizer, self)
         for name, state in (also or {}).items():
-            absorb = getattr(state, "absorb", None)
-            if rank < self.world or absorb is None:
-                state.load_state_dict(self._own(rank if rank < self.world else 0, name))
-            if absorb is not None:
+            state.load_state_dict(self._own(rank if rank < self.world else 0, name))
+            if rank >= self.world and hasattr(state, "forget"):
+                state.forget()
+            if hasattr(state, "absorb"):
                 for gone in range(rank + world, self.world, world):
-                    absorb(self._own(gone, name))
+                    state.absorb(self._own(gone, name))
         if rank < self.world:
             restore_random_state(self._own(rank, "random"))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from hcsim.calls.call import Call
-from hcsim.calls.compression import Compression, check
+from hcsim.calls.compression import Compression, check, with_debts_of, without_debts
 from hcsim.torch_backend.process_group import HcsimGroup
 
 
@@ -68,9 +68,21 @@ class CompressionState:
         """Go on from there."""
         if state["compression"] != self.compression:
             raise ValueError(f"the state is of {state['compression']}, and this is {self.compression}")
-        memory = state["memory"].cpu().numpy()
-        self.group.line.start(Call(operation="restore", compression=self._whose()), [memory]).wait(None)
+        self._remember(state["memory"].cpu().numpy().tobytes())
         self._step = state["step"]
+
+    def forget(self) -> None:
+        """Owe nothing: the state that was loaded is another rank's, which still owes it."""
+        self._remember(without_debts(self.state_dict()["memory"].numpy().tobytes()))
+
+    def absorb(self, state: Mapping[str, Any]) -> None:
+        """Owe, too, what a rank owed that is gone."""
+        ours = self.state_dict()["memory"].numpy().tobytes()
+        self._remember(with_debts_of(ours, state["memory"].cpu().numpy().tobytes()))
+
+    def _remember(self, memory: bytes) -> None:
+        call = Call(operation="restore", compression=self._whose())
+        self.group.line.start(call, [np.frombuffer(bytearray(memory), np.uint8)]).wait(None)
 
     def _whose(self) -> Compression:
         return Compression(spec=self.compression, seed=self._seed, key=self._key)

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from hcsim.checkpoints.loader import load
 from hcsim.checkpoints.parts import step_folder, steps_in
 from hcsim.checkpoints.saver import Saver
 from hcsim.errors import CheckpointError
+from hcsim.torch_backend.hooks import CompressionState, compression_hook
 from hcsim.training.modules.periodic import DiLoCo
 from tests.checkpoints.programs import adam, model, same, sharded, tensors, train
 from tests.torch_backend.ranks import Ranks
@@ -161,6 +164,40 @@ def diloco(folder: str) -> None:
     load(folder).restore(*again[:2], also={"outer": again[2]})
     go(*again, 3)
     same(tensors(*again[:2]), tensors(*ours[:2]))
+
+
+def compressed(folder: str, step: int) -> dict[str, float]:
+    """Load what others saved, if they did, and save it as ours; what this rank owes, summed up by parameter."""
+    torch.manual_seed(1)
+    small = nn.Linear(64, 8)
+    ddp = DistributedDataParallel(small)
+    state = CompressionState(small, "topk:0.02+ef")
+    ddp.register_comm_hook(state, compression_hook)
+    if step:
+        load(folder).restore(ddp, also={"compression": state})
+    else:
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            ddp(torch.randn(4, 64)).square().sum().backward()
+    saver = Saver(folder, ddp, also={"compression": state})
+    saver.save(step + 1)
+    saver.wait()
+    memory = state.state_dict()["memory"].numpy().tobytes()
+    _, arrays = msgspec.msgpack.decode(memory, type=tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]])
+    ddp(torch.randn(4, 64)).square().sum().backward()  # they agree on the step, and go on
+    return {name: float(np.frombuffer(raw, kind).astype(float).sum()) for name, (kind, _, raw) in arrays.items()}
+
+
+def test_what_compression_owes_is_owed_once_by_however_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    totals = []
+    for step, size in enumerate((3, 2, 4, 1)):
+        owed = ranks.run(compressed, str(tmp_path), step, size=size)
+        names = sorted({name for each in owed for name in each})
+        totals.append({name: sum(each.get(name, 0.0) for each in owed) for name in names})
+    assert list(totals[0]) == ["own/residual/bias", "own/residual/weight"]
+    assert all(abs(total) > 0.1 for total in totals[0].values())
+    for later in totals[1:]:
+        assert later == pytest.approx(totals[0], rel=1e-4)
 
 
 def _check_alike(of: nn.Module) -> None:

@@ -160,6 +160,9 @@ class Residual:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.values = state["values"].clone()
 
+    def forget(self) -> None:
+        self.values.zero_()
+
     def absorb(self, state: dict[str, Tensor]) -> None:
         self.values += state["values"]
 

@@ -3,7 +3,8 @@
 Each wrapped block keeps one flat shard of its parameters. For its forward pass the whole is gathered, and let go
 again; what autograd would keep of it for the backward pass is kept as "which part of which block", and gathered anew
 when it is asked for. The gradient of the whole is averaged and scattered into the shard's. An optimizer that treats
-elements alike (SGD, Adam and their kin) sees the shards as its parameters.
+elements alike (SGD, Adam and their kin) sees the shards as its parameters. Activation checkpointing goes around a
+block, not into it, and weights are tied within a block.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -63,7 +64,7 @@ class Sharded(nn.Module):
             shard = whole[self.rank * share : (self.rank + 1) * share].clone()
         for name in named:  # the block keeps its structure and its buffers, and none of the numbers
             owner, _, last = name.rpartition(".")
-            delattr(block.get_submodule(owner), last)
+            block.get_submodule(owner).register_parameter(last, None)
         self.block = block
         self.shard = nn.Parameter(shard, requires_grad=first.requires_grad)
         self._whole: Tensor | None = None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from hcsim.training.modules.sharded import Sharded, clip_grad_norm
 from tests.torch_backend.ranks import Ranks
@@ -170,15 +171,25 @@ def edges() -> None:
     with pytest.raises(ValueError, match="all of them frozen or none"):
         Sharded(mixed)
 
+    # Recomputed in the backward pass; and it can be shown.
+    again = Sharded(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    assert "Linear(in_features=3" in repr(again)
+    grads = []
+    for through in (again, lambda x: checkpoint(again, x, use_reentrant=False)):
+        inputs = torch.ones(2, 3, requires_grad=True)
+        through(inputs).sum().backward()
+        grads.append(inputs.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+
     # One element, more ranks: some hold padding alone; the same block twice in one pass.
     tiny = Sharded(nn.Linear(1, 1, bias=False))
     twice = tiny(tiny(torch.full((1, 1), 3.0)))
     weight = float(tiny.full_parameters()["weight"])
     assert float(twice) == pytest.approx(3 * weight**2)
     twice.sum().backward()
-    grads = [torch.zeros(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(grads, tiny.shard.grad)  # type: ignore[arg-type]
-    assert [float(grad) for grad in grads] == pytest.approx([6 * weight, *[0.0] * (len(grads) - 1)])
+    shares = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, tiny.shard.grad)  # type: ignore[arg-type]
+    assert [float(share) for share in shares] == pytest.approx([6 * weight, *[0.0] * (len(shares) - 1)])
 
 
 def test_names_shapes_frozen_and_changed_parameters_and_shards_of_nothing(ranks: Ranks) -> None:

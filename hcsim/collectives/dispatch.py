@@ -75,10 +75,13 @@ class Dispatch:
         bucket = request.bucket
         lanes, signature = self._planned(request, memory)
         ticket = self._ticket(request.operation, bucket, self._count("", 0, bucket), signature)
-        line = self._lines[bucket] = [task for task in self._lines.get(bucket, ()) if not task.done()]
+        line = self._lines.setdefault(bucket, [])
         before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
         task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before)
         line.append(task)
+        task.add_done_callback(
+            line.remove
+        )  # not only when the next one comes: it holds what the caller may want to free
         return task
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:

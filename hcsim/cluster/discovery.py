@@ -103,6 +103,8 @@ class Discovery:
             await self._announce()
         while True:
             await self._host.clock.sleep(self._config.peer_timeout_s)
+            if self._announced:  # whoever was cut off when we began has not heard of us
+                await self._say_again()
             for key in list(self._wanted):
                 self._call(key)
 
@@ -140,6 +142,12 @@ class Discovery:
         else:
             self._announced = True
             self._start(self._browse(), "browse")
+
+    async def _say_again(self) -> None:
+        try:
+            await self._host.lan.advertise(self._us.service())
+        except HcsimError as error:
+            self._host.trace("not announced", str(error))
 
     async def _browse(self) -> None:
         async for sighting in self._host.lan.browse():

@@ -7,6 +7,7 @@ the program returned or the exception that ended it.
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,10 @@ from tests.torch_backend.ranks import Ranks
 
 Program = Callable[[Group], Awaitable[Any]]
 GUARD_S = 30.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # What a shell starts in the background ignores interrupts, and so would everything that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Cluster(Protocol):

@@ -104,7 +104,10 @@ def test_no_process_is_left_when_the_simulator_ends(tmp_path: Path, how: signal.
         assert simulator.stderr is not None
         pid = int(simulator.stderr.readline())
         simulator.send_signal(how)
-        simulator.wait(timeout=60)
+        try:
+            simulator.wait(timeout=60)
+        finally:
+            simulator.kill()
         for _ in range(1000):
             if not _lives(pid):
                 break

@@ -14,7 +14,7 @@ from hcsim.cli.app import app
 from hcsim.cluster.coordinator import Worker
 from hcsim.real.host import RealHost, RealOptions
 
-LIMIT_S = 60
+LIMIT_S = 240
 
 
 def test_workers_meet_at_a_coordinator_that_is_a_process_of_its_own():

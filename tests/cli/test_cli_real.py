@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 
-LIMIT_S = 60
+LIMIT_S = 240
 JOB = ("--size", "3000 B", "--repeat", "2", "--operation", "all_gather")
 
 

@@ -105,7 +105,7 @@ def test_no_process_is_left_when_the_simulator_ends(tmp_path: Path, how: signal.
         pid = int(simulator.stderr.readline())
         simulator.send_signal(how)
         try:
-            simulator.wait(timeout=60)
+            simulator.wait(timeout=240)
         finally:
             simulator.kill()
         for _ in range(1000):

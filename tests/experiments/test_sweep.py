@@ -115,7 +115,7 @@ def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Pa
     while process.poll() is None and len(list((out / ".cells").glob("*.json"))) < 3:
         pass
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 130, said
     assert "interrupted: finished cells are kept" in said
     assert "Traceback" not in said

@@ -1,16 +1,17 @@
 """The torch.distributed backend `hcsim`: `init_process_group("hcsim")`, in both worlds.
 
-Importing this registers it. Where hcsim is installed, torch does that by itself.
+Importing this registers it. Where hcsim is installed, torch does that by itself, at the end of its own import; which
+may be one that began here, so torch is imported last, when all that it looks for is there.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, Any
 
 from hcsim.torch_backend.options import Options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["DEVICES", "NAME", "Options", "register"]
 
@@ -20,6 +21,8 @@ DEVICES = ["cpu", "cuda", "mps"]
 
 def register() -> None:
     """Tell torch.distributed of the backend; the second time nothing happens."""
+    import torch.distributed as dist
+
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
 

@@ -53,6 +53,13 @@ dist.destroy_process_group()
     assert done.stdout.split() == ["hcsim", "3.0"], done.stderr
 
 
+def test_the_backend_may_be_imported_before_torch(installed: dict[str, str]) -> None:
+    """torch then looks for it in the middle of its own import."""
+    program = "import hcsim.torch_backend, torch.distributed as dist; print('HCSIM' in dist.Backend._plugins)"
+    done = run("-c", program, environment=installed)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
 def test_torchrun_starts_it_again_and_it_goes_on_from_its_checkpoint(installed: dict[str, str], tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = run(*torchrun, "-m", "tests.torch_backend.resumed", str(tmp_path), environment=installed)

@@ -58,7 +58,12 @@ def run(
         list[str] | None, typer.Argument(help="What a script is given, after --.", show_default=False)
     ] = None,
     where: Annotated[
-        Text, typer.Option("--scenario", help="For a script: the cluster that it runs on, a file or a shipped one.")
+        Text,
+        typer.Option(
+            "--scenario",
+            help="For a script: the cluster that it runs on, a file or a shipped one.",
+            rich_help_panel=_WHERE,
+        ),
     ] = None,
     real: Annotated[
         bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.", rich_help_panel=_WHERE)

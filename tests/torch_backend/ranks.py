@@ -84,6 +84,7 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             file = str(Path(folder) / "store")
             for rank in range(size):
+                self._tidy(rank)
                 self._pipe(rank).send((function, args, Meeting(rank, size, backend, file)))
             return self._collect(size)
 
@@ -122,6 +123,12 @@ class Ranks:
             theirs.close()
             seat = self._seats[rank] = process, ours
         return seat[1]
+
+    def _tidy(self, rank: int) -> None:
+        """A process that has ended since its last task, by what that left behind, has its successor."""
+        seat = self._seats[rank] if rank < len(self._seats) else None
+        if seat is not None and (not seat[0].is_alive() or seat[1].poll()):
+            self._vacate(rank)
 
     def _vacate(self, rank: int) -> None:
         if (seat := self._seats[rank]) is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from hcsim.errors import CheckpointError
+from hcsim.real.store import write_whole
 
 FORMAT = "hcsim checkpoint part 1"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -85,8 +85,8 @@ def write_part(folder: Path, part: Part, data: bytes) -> None:
     where = data_file(folder, part)
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
-        _write(where, data)
-        _write(where.with_suffix(".json"), _sealed(part))
+        write_whole(where, data)
+        write_whole(where.with_suffix(".json"), _sealed(part))
     except OSError as error:
         raise CheckpointError(f"{where}: the checkpoint cannot be written: {error.strerror}") from None
 
@@ -135,20 +135,6 @@ def complete(parts: Mapping[int, Part]) -> bool:
     """Whether these, by rank, are all parts of one saving."""
     kinds = {(part.saving, part.step, part.world) for part in parts.values()}
     return len(kinds) == 1 and sorted(parts) == list(range(next(iter(parts.values())).world))
-
-
-def _write(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two ranks may hold a copy in one folder
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too
-    finally:
-        os.close(folder)
 
 
 def _sealed(part: Part) -> bytes:

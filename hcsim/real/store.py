@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from hcsim.errors import ConfigError
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file by one with these bytes: all or nothing, also when the power goes."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
 
 
 class FileStore:
@@ -26,14 +46,9 @@ class FileStore:
     def save(self, name: str, data: bytes) -> None:
         """See `runtime.store.Store.save`."""
         path = self._folder / name
-        beside = path.with_name(f".{name}.part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            write_whole(path, data)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 

@@ -31,6 +31,7 @@ from hcsim.scripts.conversation import Answer, Conversation, HungUp, Stored
 from hcsim.scripts.environment import environment
 from hcsim.scripts.failures import failure_of
 from hcsim.scripts.store import StoreLine, StoreService
+from hcsim.training.elastic.train import next_view
 
 _BEGUN = "hcsim/begun"
 _ENDED = "hcsim/ended"
@@ -80,7 +81,9 @@ async def run_in_cluster(
         inside = admitted(host, credentials, tell)
         node = Node(inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"})
         async with running(node):
-            view = await _formed(node, leaving)
+            view = await next_view(inside, node, -1, leaving)
+            if view is None:
+                raise HcsimError("left before the script began")
             async with _meeting(inside, node, view) as store:
                 members = await _begin(store, node, view, tell)
                 us = members.index(node.us.node)
@@ -89,21 +92,6 @@ async def run_in_cluster(
                 await _end(store, us, len(members))
             await node.leave()
             return Ended(us, len(members), code)
-
-
-async def _formed(node: Node, leaving: asyncio.Event | None) -> View:
-    if leaving is None:
-        return await node.view(after=-1)
-    view, left = asyncio.ensure_future(node.view(after=-1)), asyncio.ensure_future(leaving.wait())
-    left.add_done_callback(lambda _: view.cancel())
-    try:
-        return await view
-    except asyncio.CancelledError:
-        if leaving.is_set():
-            raise HcsimError("left before the script began") from None
-        raise
-    finally:
-        left.cancel()
 
 
 @asynccontextmanager

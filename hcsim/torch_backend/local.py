@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hcsim.calls.call import Call, begin, outcome
 from hcsim.collectives.group import Group, Options
 from hcsim.collectives.memory import Array
-from hcsim.errors import ConfigError, DeadlineExceeded
+from hcsim.errors import CollectiveError, DeadlineExceeded
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
 from hcsim.runtime.address import address_at
@@ -105,7 +105,7 @@ class LocalLine:
     def close(self) -> None:
         """See `Line.close`."""
         if not self._part:
-            self._engine.run(self._group.close())
+            self._engine.close(self._group)
 
     def abort(self) -> None:
         """See `Line.abort`; where nothing is under way, nothing is given up."""
@@ -130,7 +130,7 @@ class LocalLine:
         def ended(task: asyncio.Task[Any]) -> None:
             self._under_way -= 1
             if task.cancelled():
-                pending.finish(0, ConfigError("the process group was shut down"))
+                pending.finish(0, CollectiveError("the process group was shut down"))
             elif (error := task.exception()) is not None:
                 pending.finish(0, error)
             else:
@@ -163,6 +163,11 @@ class LocalEngine:
         group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
         self._groups.append(group)
         return LocalLine(self, group)
+
+    def close(self, group: Group) -> None:
+        """Leave a group that was opened here."""
+        self.run(group.close())
+        self._groups.remove(group)
 
     def hand_over(self, act: Callable[..., object], *args: object) -> None:
         """Have the loop's thread call it, after all that was handed over before."""

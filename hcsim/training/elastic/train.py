@@ -80,7 +80,7 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch, patience = -1, _Patience(host, part)
     try:
-        while (view := await _next_view(host, conductor, epoch, part.leaving)) is not None:
+        while (view := await next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
             if await _follow(host, conductor, view, wire, part, patience):
@@ -201,7 +201,7 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
     return member
 
 
-async def _next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
+async def next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
     """The next view; None once this member wants to leave, while there is none."""
     if leaving is None:
         return await conductor.view(after=after)

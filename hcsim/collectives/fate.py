@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
 from hcsim.collectives.wiring import Ticket
-from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError
+from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
-from hcsim.transport.mesh import Mesh
+from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ class Fate:
         self._meter = Meter(mesh.host)
         self.error: HcsimError | None = None
         self.followers: list[Follower] = []
+        self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[Any], None] = {}
         self._cutting = False
@@ -104,8 +105,9 @@ class Fate:
                 await work.run()
             sent_bytes = work.sent_bytes
         except CollectiveError as error:
-            await self._broken(error)
-            raise
+            reason = await self._heard_out(ticket, error)
+            await self._broken(reason)
+            raise reason from error.__cause__
         except TimeoutError:
             peer, phase = work.blame()
             late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
@@ -122,6 +124,23 @@ class Fate:
             self._meter.end(ticket.name, began_s, sent_bytes)
         return result()
 
+    async def _heard_out(self, ticket: Ticket, error: CollectiveError) -> CollectiveError:
+        """A peer that hangs up may have said why just before, and that its hanging up is not the reason."""
+        if not isinstance(error.__cause__, ChannelError):
+            return error
+        try:
+            async with self.mesh.host.clock.timeout(ABORT_TIMEOUT_S):
+                await self._failing.wait()
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            self.fail(error)
+            raise
+        told = self.error
+        if isinstance(told, CollectiveError) and told.phase == _TOLD:
+            return CollectiveError(f"{ticket} failed: {told}", peer=told.peer, phase=_TOLD)
+        return error
+
     async def _broken(self, error: CollectiveError) -> None:
         self.fail(error)
         await self.ended()
@@ -130,6 +149,7 @@ class Fate:
         """Break the group, for this reason; only the first one counts."""
         if self.error is None:
             self.error = error
+            self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
             self._end((Kind.ABORT, str(error)), error)
 
@@ -162,16 +182,14 @@ class Fate:
 
     def _aborted(self, link: Link, header: Header, text: str) -> None:
         reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
-        self.fail(
-            CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase="told by a peer")
-        )
+        self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase=_TOLD))
 
     def cutting(self) -> None:
         """An operation is being cancelled, which may cut a frame: what breaks now is not the reason for anything."""
         self._cutting = True
 
     def _left_behind(self, rank: int, epoch: int) -> None:
-        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase="told by a peer"))
+        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase=_TOLD))
 
     def _link_failed(self, link: Link, error: HcsimError) -> None:
         # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.
@@ -188,3 +206,4 @@ class Fate:
 
 
 _GAVE_UP = "rank {} gave up: "
+_TOLD = "told by a peer"

@@ -12,8 +12,10 @@ from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.dispatch import IN_FLIGHT
 from hcsim.collectives.measure import partners
 from hcsim.config import parse_scenario
-from hcsim.errors import CollectiveError
-from hcsim.runtime.channel import Phantom
+from hcsim.errors import ChannelBroken, CollectiveError
+from hcsim.runtime.channel import Payload, Phantom
+from hcsim.runtime.frame import Header
+from hcsim.transport.link import Link
 
 MIB = 2**20
 LONG_S = 60.0
@@ -94,6 +96,25 @@ def test_a_peer_learns_why_a_group_ends_that_had_nothing_to_do_with_it(virtual):
 
     told = virtual.outcome(3, program, options=Options(timeout_s=10.0)).values()[1]
     assert told == "rank 0 gave up: recv #0 was cancelled on rank 0"
+
+
+def test_a_peer_that_gives_up_and_hangs_up_is_not_the_reason(virtual, monkeypatch):
+    """A send may fail at its closed end before the words that it sent ahead are read."""
+
+    async def hung_up(link: Link, header: Header, payload: Payload) -> None:
+        raise ChannelBroken("connection reset", peer=f"rank {link.peer_rank}")
+
+    async def program(group: Group) -> str:
+        await group.barrier()
+        if group.rank == 1:
+            group.fail("the link to rank 2 failed", peer=2)
+        elif group.rank == 0:
+            monkeypatch.setattr(Link, "send", hung_up)
+            return str(await failure(group.send(np.ones(1), 1)))
+        return ""
+
+    told = virtual.outcome(3, program, options=Options(timeout_s=10.0)).values()[0]
+    assert told == "send #0 failed: rank 1 gave up: the link to rank 2 failed"
 
 
 def test_any_exception_on_one_rank_fails_the_operation_on_all_at_once(virtual, monkeypatch):

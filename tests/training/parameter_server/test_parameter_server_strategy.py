@@ -96,7 +96,9 @@ def test_every_mode_learns_and_all_ranks_end_with_the_servers_model(cluster, str
     assert len({report.sha256 for report in reports}) == 1
     assert {report.steps for report in reports} == {60}
     scores = [point.score for point in reports[0].points if point.score is not None]
-    assert scores[-1].gap < 0.75 * scores[0].gap  # real asynchronous workers may be late when it is first looked at
+    # Against the untrained model: real asynchronous workers may be late when the trained one is first looked at.
+    convex = task("convex")
+    assert scores[-1].gap < 0.5 * convex.score(convex.replica(SEED).parameters).gap
 
 
 def test_the_learning_rate_is_scaled_by_the_ranks_and_warms_up(virtual):

@@ -12,6 +12,8 @@ as its slowest rank. A cell is the median over the iterations of all rounds.
 All have one thread for arithmetic and no binding to cores. `ratio_X` is hcsim's time over X's:
 below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied, its tensor
 included, beyond `X_idle_bytes`: the most that an idle rank occupied, which reduced one number.
+
+`--peers hcsim,gloo,bare` puts a ring in C over bare sockets beside them: what TCP itself costs here.
 """
 
 from __future__ import annotations
@@ -156,26 +158,33 @@ def row(ranks: int, size_bytes: int, measured: dict[str, Measured]) -> Row:
 
 def time_table(rows: list[Row]) -> Table:
     """Milliseconds, and hcsim's time over each of the others'."""
-    others = [name for name in PEERS if name != "hcsim"]
-    result = _table("all-reduce of float32 over loopback TCP, ms", [*PEERS, *(f"÷ {name}" for name in others)])
+    names = _measured(rows)
+    others = [name for name in names if name != "hcsim"]
+    result = _table("all-reduce of float32 over loopback TCP, ms", [*names, *(f"÷ {name}" for name in others)])
     for cell in rows:
-        times = [_number(cell[f"{name}_s"], 1e-3) for name in PEERS]
+        times = [_number(cell[f"{name}_s"], 1e-3) for name in names]
         result.add_row(*_place(cell), *times, *(_number(cell[f"ratio_{name}"]) for name in others))
     return result
 
 
 def memory_table(rows: list[Row]) -> Table:
     """Megabytes that a rank occupied beyond an idle one."""
-    result = _table("peak memory of a rank beyond an idle one, MB", [*PEERS])
+    names = _measured(rows)
+    result = _table("peak memory of a rank beyond an idle one, MB", names)
     for cell in rows:
-        result.add_row(*_place(cell), *(_number(cell[f"{name}_peak_bytes"], _UNITS["MB"]) for name in PEERS))
+        result.add_row(*_place(cell), *(_number(cell[f"{name}_peak_bytes"], _UNITS["MB"]) for name in names))
     return result
+
+
+def _measured(rows: list[Row]) -> list[str]:
+    """Whoever has a time in some cell."""
+    return [name for name in PEERS if any(cell[f"{name}_s"] is not None for cell in rows)]
 
 
 def _table(title: str, columns: list[str]) -> Table:
     result = Table(title=title, box=box.SIMPLE_HEAD)
     for heading in ["ranks", "size", *columns]:
-        result.add_column(heading, justify="right")
+        result.add_column(heading, justify="right", no_wrap=True)
     return result
 
 
@@ -248,7 +257,9 @@ def main(
     sizes: Annotated[
         str, typer.Option(help="Sizes of the tensor; 1 KB is 1024 bytes.")
     ] = "4KB,64KB,1MB,16MB,64MB,256MB",
-    peers: Annotated[str, typer.Option(help="Whom to measure; there is hcsim_tls too.")] = ",".join(UNASKED),
+    peers: Annotated[
+        str, typer.Option(help="Whom to measure; there are hcsim_tls and bare (the limit) too.")
+    ] = ",".join(UNASKED),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Rounds in which every peer takes a turn.")] = 5,
     algorithm: Annotated[str, typer.Option(help="hcsim's algorithm.")] = "auto",
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,

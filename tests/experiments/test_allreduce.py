@@ -16,14 +16,13 @@ from experiments.peers.rank import Turn, count_wrong, pattern
 from experiments.peers.roster import PEERS
 from experiments.peers.team import TeamFailed, running
 
+NAMES = ("hcsim", "hcsim_tls", "gloo", "mlx", "mpi", "bare")
 COLUMNS = {
-    "ranks", "size_bytes",
-    "hcsim_s", "hcsim_tls_s", "gloo_s", "mlx_s", "mpi_s",
-    "ratio_hcsim_tls", "ratio_gloo", "ratio_mlx", "ratio_mpi",
-    "hcsim_peak_bytes", "hcsim_tls_peak_bytes", "gloo_peak_bytes", "mlx_peak_bytes", "mpi_peak_bytes",
-    "hcsim_idle_bytes", "hcsim_tls_idle_bytes", "gloo_idle_bytes", "mlx_idle_bytes", "mpi_idle_bytes",
-    "hcsim_iterations", "hcsim_tls_iterations", "gloo_iterations", "mlx_iterations", "mpi_iterations",
-}  # fmt: skip
+    "ranks",
+    "size_bytes",
+    *(f"ratio_{name}" for name in NAMES[1:]),
+    *(f"{name}_{what}" for name in NAMES for what in ("s", "peak_bytes", "idle_bytes", "iterations")),
+}
 
 
 def run(*arguments: str) -> Result:
@@ -89,11 +88,14 @@ def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
     assert "4 KB" in result.output
 
 
-def test_hcsim_is_measured_with_tls_when_somebody_asks_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hcsim_tls", "bare"])
+def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path: Path, name: str) -> None:
+    if reason := PEERS[name].missing():
+        pytest.skip(reason)
     output = tmp_path / "rows.json"
-    result = run("--ranks", "2", "--sizes", "4KB", "--peers", "hcsim_tls", "--repeat", "1", "--json", str(output))
+    result = run("--ranks", "3", "--sizes", "4KB", "--peers", name, "--repeat", "1", "--json", str(output))
     assert result.exit_code == 0, result.output
-    assert json.loads(output.read_text())[0]["hcsim_tls_s"] > 0
+    assert json.loads(output.read_text())[0][f"{name}_s"] > 0
 
 
 def test_the_ratio_is_ours_over_theirs() -> None:

@@ -160,90 +160,11 @@ def run(
     ] = None,
 ) -> None:
     """Run a job, train, or run a torch script: in a scenario's virtual cluster; or with --real on real machines."""
+    asked = locals()
     with plainly():
-        from hcsim.cli import options
-        from hcsim.cli.attended import read_job
+        from hcsim.cli.request import Asked, perform
 
-        both = {"algorithm": algorithm, "timeout": timeout}
-        job = {"operation": operation, "size": size, "dtype": dtype, "repeat": repeat}
-        learned = {
-            "task": task, "strategy": strategy, "compressor": compressor, "steps": steps, "batch": batch, "lr": lr,
-        }  # fmt: skip
-        wire = options.wire(stripes, segment, wait)
-        if scenario is not None and scenario.endswith(".py"):
-            from hcsim.cli.script import run_script
-
-            no_script = {**job, **both, **learned, "save": save, "device": device, "rank": rank, "peers": peers}
-            options.refuse("without a script", {f"--{name}": value for name, value in no_script.items()})
-            if real:
-                from hcsim.cli.script import run_script_together
-
-                options.refuse("in a virtual run", {"--scenario": where, "--trace": trace, "--metrics": metrics})
-                options.refuse("without a script; start it on every machine", {"--hosts": hosts, "--state": state})
-                here = options.here(cluster, name, at, None, "cpu", metrics_port)
-                done = run_script_together(here, options.cluster(None, nodes), Path(scenario), arguments or [])
-                raise typer.Exit(0 if done else FAILED)
-            options.refuse("with --real", {"--cluster": cluster, "--name": name, "--at": at})
-            home = options.script_scenario(where, seed, nodes)
-            done = run_script(Path(scenario), arguments or [], home, wire, trace, metrics)
-            raise typer.Exit(0 if done else FAILED)
-        options.refuse("with a script (a file that ends with .py)", {"--scenario": where, "--": arguments or None})
-        text, attended = read_job() if scenario == "-" else (None, False)
-        chosen = options.scenario(scenario, seed, {**job, **both}, needed=not real, text=text)
-        settings = options.training(chosen.training if chosen else None, learned, both)
-        if settings is None:
-            options.refuse("where something is learned (--task)", {"--save": save, "--device": device})
-        else:
-            options.refuse("where nothing is learned", {f"--{name}": value for name, value in job.items()})
-        place_in_cluster = {"--cluster": cluster, "--name": name, "--at": at, "--state": state, "--hosts": hosts}
-        options.refuse("with --hosts", {"--remote-hcsim": remote_hcsim if hosts is None else None})
-        if real and rank is None and peers is None:
-            from hcsim.cli.together import train_together
-            from hcsim.node import Plan
-
-            options.refuse("in a virtual run", {"--trace": trace, "--metrics": metrics})
-            manual = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca, "--wait": wait}
-            options.refuse("with --peers and --rank", {**manual, "--insecure": insecure or None})
-            here = options.here(cluster, name, at, state, device, metrics_port)
-            others = options.others(hosts, remote_hcsim)
-            together = options.cluster(chosen.cluster if chosen else None, nodes, len(others.hosts))
-            begin = seed if seed is not None else chosen.seed if chosen else 1
-            plan = Plan(together, options.to_learn(settings), begin, wire)
-            done = train_together(here, plan, save, others, attended=attended)
-        elif real:
-            options.refuse("without --peers and --rank", {**place_in_cluster, "--nodes": nodes})
-            only_virtual = {"--trace": trace, "--metrics": metrics, "--seed": seed if settings is None else None}
-            options.refuse("in a virtual run", only_virtual)
-            tls = options.tls(tls_cert, tls_key, tls_ca)
-            place = options.Place(options.peers(peers), rank, tls, insecure, options.metrics_at(metrics_port))
-            if settings is not None:
-                from hcsim.cli.train import train_real
-
-                begin = chosen.seed if chosen else 1 if seed is None else seed
-                done = train_real(settings, begin, place, wire, device or "auto", save)
-            else:
-                from hcsim.cli.real import run_real
-
-                done = run_real(options.real_job(chosen, {**job, **both}), place, wire)
-        else:
-            tls_files = {"--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-ca": tls_ca}
-            only_real = {"--peers": peers, "--rank": rank, "--wait": wait, **tls_files, "--insecure": insecure or None}
-            options.refuse("with --real", {**only_real, "--device": device, "--metrics-port": metrics_port})
-            options.refuse("with --real", place_in_cluster)
-            from hcsim.cli.virtual import Files, run_virtual
-
-            files = Files(trace, metrics)
-            assert chosen is not None  # it was needed
-            if settings is not None and (chosen.cluster is not None or nodes is not None):
-                from hcsim.cli.together import simulate_together
-
-                done = simulate_together(options.clustered(chosen, nodes), settings, wire, files, save)
-            elif settings is not None:
-                from hcsim.cli.train import train_virtual
-
-                done = train_virtual(chosen, settings, wire, files, save)
-            else:
-                done = run_virtual(chosen, wire, files)
+        done = perform(Asked(**asked))
     if not done:
         raise typer.Exit(FAILED)
 

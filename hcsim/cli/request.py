@@ -1,0 +1,181 @@
+"""`hcsim run`: from all that was asked for to the one kind of run that it means.
+
+Each kind takes its options and refuses by name those that only another one has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from hcsim.cli import options
+from hcsim.cli.attended import read_job
+from hcsim.config import Scenario, Training
+from hcsim.transport.mesh import Wire
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The arguments and options of `hcsim run`, as they were typed."""
+
+    scenario: str | None
+    arguments: list[str] | None
+    where: str | None
+    real: bool
+    seed: int | None
+    operation: str | None
+    size: str | None
+    dtype: str | None
+    repeat: int | None
+    task: str | None
+    strategy: str | None
+    compressor: str | None
+    steps: int | None
+    batch: int | None
+    lr: float | None
+    device: str | None
+    algorithm: str | None
+    timeout: str | None
+    stripes: int | None
+    segment: str | None
+    nodes: int | None
+    cluster: str | None
+    name: str | None
+    at: str | None
+    state: Path | None
+    hosts: str | None
+    remote_hcsim: str | None
+    peers: str | None
+    rank: int | None
+    wait: str | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_ca: Path | None
+    insecure: bool
+    save: Path | None
+    trace: Path | None
+    metrics: Path | None
+    metrics_port: str | None
+
+    def these(self, *names: str) -> dict[str, object]:
+        """Some of them by name; what was not given is None."""
+        return {name: None if (value := getattr(self, name)) is False else value for name in names}
+
+    def refuse(self, where: str, *names: str) -> None:
+        """These say something only there."""
+        options.refuse(where, {f"--{name.replace('_', '-')}": value for name, value in self.these(*names).items()})
+
+    @property
+    def wire(self) -> Wire:
+        """How messages travel."""
+        return options.wire(self.stripes, self.segment, self.wait)
+
+
+_JOB = ("operation", "size", "dtype", "repeat")
+_EXCHANGE = ("algorithm", "timeout")
+_LEARNED = ("task", "strategy", "compressor", "steps", "batch", "lr")
+_IN_CLUSTER = ("cluster", "name", "at", "state", "hosts")
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+_BY_HAND = (*_TLS, "wait", "insecure")
+_VIRTUAL = ("trace", "metrics")
+
+
+def perform(asked: Asked) -> bool:
+    """Do it; whether all went well."""
+    wire = asked.wire
+    if asked.scenario is not None and asked.scenario.endswith(".py"):
+        asked.refuse("without a script", *_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
+        return _script_together(asked) if asked.real else _script(asked, wire)
+    options.refuse(
+        "with a script (a file that ends with .py)", {"--scenario": asked.where, "--": asked.arguments or None}
+    )
+    text, attended = read_job() if asked.scenario == "-" else (None, False)
+    changes = asked.these(*_JOB, *_EXCHANGE)
+    chosen = options.scenario(asked.scenario, asked.seed, changes, needed=not asked.real, text=text)
+    given = chosen.training if chosen else None
+    settings = options.training(given, asked.these(*_LEARNED), asked.these(*_EXCHANGE))
+    if settings is None:
+        asked.refuse("where something is learned (--task)", "save", "device")
+    else:
+        asked.refuse("where nothing is learned", *_JOB)
+    if asked.hosts is None:
+        asked.refuse("with --hosts", "remote_hcsim")
+    if not asked.real:
+        assert chosen is not None  # it was needed
+        return _virtual(asked, chosen, settings, wire)
+    asked.refuse("in a virtual run", *_VIRTUAL)
+    if asked.rank is None and asked.peers is None:
+        return _together(asked, chosen, settings, wire, attended)
+    return _by_hand(asked, chosen, settings, wire)
+
+
+def _script(asked: Asked, wire: Wire) -> bool:
+    """A torch script on a scenario's machines."""
+    from hcsim.cli.script import run_script
+
+    asked.refuse("with --real", "cluster", "name", "at")
+    home = options.script_scenario(asked.where, asked.seed, asked.nodes)
+    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, asked.trace, asked.metrics)
+
+
+def _script_together(asked: Asked) -> bool:
+    """This machine's rank of a torch script on a real cluster."""
+    from hcsim.cli.script import run_script_together
+
+    options.refuse("in a virtual run", {"--scenario": asked.where})
+    asked.refuse("in a virtual run", *_VIRTUAL)
+    asked.refuse("without a script; start it on every machine", "hosts", "state")
+    here = options.here(asked.cluster, asked.name, asked.at, None, "cpu", asked.metrics_port)
+    cluster = options.cluster(None, asked.nodes)
+    return run_script_together(here, cluster, Path(str(asked.scenario)), asked.arguments or [])
+
+
+def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire, attended: bool) -> bool:
+    """Train with the machines that find each other."""
+    from hcsim.cli.together import train_together
+    from hcsim.node import Plan
+
+    asked.refuse("with --peers and --rank", *_BY_HAND)
+    here = options.here(asked.cluster, asked.name, asked.at, asked.state, asked.device, asked.metrics_port)
+    others = options.others(asked.hosts, asked.remote_hcsim)
+    cluster = options.cluster(chosen.cluster if chosen else None, asked.nodes, len(others.hosts))
+    plan = Plan(cluster, options.to_learn(settings), _begin(asked, chosen), wire)
+    return train_together(here, plan, asked.save, others, attended=attended)
+
+
+def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire) -> bool:
+    """One rank of those that `--peers` lists."""
+    asked.refuse("without --peers and --rank", *_IN_CLUSTER, "nodes")
+    tls = options.tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
+    metrics_at = options.metrics_at(asked.metrics_port)
+    place = options.Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
+    if settings is not None:
+        from hcsim.cli.train import train_real
+
+        return train_real(settings, _begin(asked, chosen), place, wire, asked.device or "auto", asked.save)
+    from hcsim.cli.real import run_real
+
+    asked.refuse("in a virtual run", "seed")
+    return run_real(options.real_job(chosen, asked.these(*_JOB, *_EXCHANGE)), place, wire)
+
+
+def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wire) -> bool:
+    """A scenario's own machines: its job, its training, or its cluster."""
+    from hcsim.cli.virtual import Files, run_virtual
+
+    asked.refuse("with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
+    files = Files(asked.trace, asked.metrics)
+    if settings is None:
+        return run_virtual(chosen, wire, files)
+    if chosen.cluster is not None or asked.nodes is not None:
+        from hcsim.cli.together import simulate_together
+
+        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, files, asked.save)
+    from hcsim.cli.train import train_virtual
+
+    return train_virtual(chosen, settings, wire, files, asked.save)
+
+
+def _begin(asked: Asked, chosen: Scenario | None) -> int:
+    """The seed: a scenario has taken over what was asked for."""
+    return chosen.seed if chosen else 1 if asked.seed is None else asked.seed

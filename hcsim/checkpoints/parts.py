@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from hcsim.errors import CheckpointError
-from hcsim.real.store import write_whole
+from hcsim.files import write_whole
 
 FORMAT = "hcsim checkpoint part 1"
 _STEP = re.compile(r"step-(\d{8,})")

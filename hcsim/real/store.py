@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 from hcsim.errors import ConfigError
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by one with these bytes: all or nothing, also when the power goes."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too
-    finally:
-        os.close(folder)
+from hcsim.files import write_whole
 
 
 class FileStore:

@@ -16,6 +16,7 @@ import safetensors
 import safetensors.numpy
 
 from hcsim.errors import ConfigError
+from hcsim.files import write_whole
 from hcsim.training.layout import Layout
 from hcsim.training.learner import digest
 from hcsim.training.task import Task
@@ -90,10 +91,7 @@ class CheckpointFile:
 
 
 def _write(path: Path, data: bytes, what: str) -> None:
-    beside = path.with_name(f".{path.name}.part")
     try:
-        beside.write_bytes(data)
-        beside.replace(path)
+        write_whole(path, data)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"{path}: the {what} cannot be written: {error.strerror}") from None

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from experiments import asked
 from experiments.faults.trial import Trial, run_trial, scenario_of, shortened, trial_of
+from experiments.workers import starting
 from hcsim.config import FAULTS, write_faults
 
 console = Console(soft_wrap=True)
@@ -70,7 +71,9 @@ def _trials(seeds: range, workers: int) -> Iterator[Trial]:
     if workers == 1:
         yield from map(trial_of, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    with starting():
+        pool = multiprocessing.get_context("spawn").Pool(workers)
+    with pool:
         yield from pool.imap_unordered(trial_of, seeds)
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from experiments.faults.slopes import Slopes
 from experiments.faults.trial import SLOW, SWITCH
 from experiments.figures.style import LOOKS, figure, save_data
+from experiments.workers import starting
 from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scenario
 from hcsim.launch import simulate_cluster
 from hcsim.rng import stream
@@ -42,7 +43,9 @@ def draw(out: Path, workers: int) -> None:
     cases = [
         Loss(kind, interval_s, repeat) for kind in LOSSES for interval_s in INTERVALS_S for repeat in range(REPEATS)
     ]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    with starting():
+        pool = multiprocessing.get_context("spawn").Pool(workers)
+    with pool:
         rows = pool.map(_measured, cases)
     table = pd.DataFrame(rows)
     save_data(table, out / f"{FILE}.csv")

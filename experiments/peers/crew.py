@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from experiments.peers.peer import Command
+from experiments.workers import ONE_THREAD
 from hcsim.errors import HcsimError
 
 CONTROL = "control"
@@ -28,7 +29,6 @@ _ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S = 120.0
 _TURN_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 10.0
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 Message = TypeVar("Message")
 Process = subprocess.Popen[bytes]
@@ -98,7 +98,7 @@ def _start(commands: list[Command], log: Path) -> list[Process]:
     with log.open("ab") as output:
         return [
             subprocess.Popen(
-                command, cwd=_ROOT, env=os.environ | _ONE_THREAD, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, cwd=_ROOT, env=os.environ | ONE_THREAD, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             for command in commands
         ]

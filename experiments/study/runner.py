@@ -7,10 +7,8 @@ interrupt ends the workers at once: what was finished is kept, what was under wa
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,8 +18,7 @@ import msgspec
 
 from experiments.study.cell import AnyCell, Result
 from experiments.study.measure import measured
-
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+from experiments.workers import starting
 
 Finished = Callable[[AnyCell, Result, float], None]
 """Told the cell, what it came to, and how many seconds that took."""
@@ -63,7 +60,7 @@ class _Worker:
 def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
     """Run each, `jobs` at a time; `finished` hears of each when it is over, in any order."""
     todo = list(reversed(cells))
-    with _one_thread():
+    with starting():
         workers = [_Worker() for _ in range(min(jobs, len(todo)))]
     try:
         for worker in workers:
@@ -78,7 +75,7 @@ def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
                     workers.remove(worker)
                     worker.end()
                     if todo:
-                        with _one_thread():
+                        with starting():
                             worker = _Worker()
                         workers.append(worker)
                 if todo:
@@ -90,12 +87,11 @@ def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
 
 def _work(line: Connection) -> None:
     """In the worker: cells in, results out, until the line closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     decoder = msgspec.json.Decoder(AnyCell)
     while True:
         try:
             cell = decoder.decode(line.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the parent is gone
             return
         try:
             result = measured(cell)
@@ -103,20 +99,5 @@ def _work(line: Connection) -> None:
             result = Result(error=f"{type(error).__name__}: {error}")
         try:
             line.send_bytes(msgspec.json.encode(result))
-        except OSError:  # the parent is gone
+        except OSError:
             return
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Processes that are started here compute with one thread each: the parallelism is ours."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -1,4 +1,4 @@
-"""The compiled part of the package; everything else stands in pyproject.toml."""
+"""The compiled parts of the package; everything else stands in pyproject.toml."""
 
 from setuptools import Extension, setup
 
@@ -11,6 +11,13 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
             py_limited_api=True,
             optional=True,  # without a compiler, hcsim/compressors/kernels/plain.py does the same
-        )
+        ),
+        Extension(
+            "hcsim.real.folding",
+            sources=["hcsim/real/folding.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off"],
+            py_limited_api=True,
+            optional=True,  # without a compiler, numpy adds what has been received
+        ),
     ]
 )

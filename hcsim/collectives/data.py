@@ -50,7 +50,8 @@ def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
         check(op)
         return PhantomMemory()
     arrays = [array_of(part) for part in parts]
-    return ArrayMemory(arrays, combine=combiner(op, arrays[0].dtype), finisher=finisher(op, world))
+    combine, finish = combiner(op, arrays[0].dtype), finisher(op, world)
+    return ArrayMemory(arrays, combine=combine, finisher=finish, adds=op in ("sum", "mean"))
 
 
 def moving(parts: Sequence[Data], base: int = 0) -> Memory:

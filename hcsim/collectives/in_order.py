@@ -65,8 +65,7 @@ class InOrder:
             arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
         payload = arrived.result() if arrived.done() else await arrived
         if isinstance(action, Reduce):
-            await wiring.combine(action.lo, action.hi, payload, received_left=action.peer < wiring.ticket.rank)
-            wiring.release((step, number))
+            await wiring.combine((step, number), action, payload, received_left=action.peer < wiring.ticket.rank)
             self._space += self._taken.pop((step, number))
             self._post_reduces(step + 1)
 
@@ -99,12 +98,17 @@ class InOrder:
             reduces.popleft()
             self._taken[step, number] = self._largest
             self._space -= self._largest
-            room = wiring.scratch((step, number), action.hi - action.lo)
+            room = wiring.scratch((step, number), action, now=self._untouched(step, number, action))
             self._posted[step, number] = wiring.post(action.peer, action, step, room)
 
+    def _untouched(self, step: int, number: int, action: Reduce) -> bool:
+        """Whether nothing that may still come before a reduction, of which a round ahead is posted, has its range."""
+        before = (*(self._rounds[step - 1] if step else ()), *self._rounds[step][:number])
+        return not _overlaps(action, before, Send, Recv, Reduce, Finish)
 
-def _overlaps(recv: Recv, actions: Round, *kinds: type[Action]) -> bool:
-    lo, hi = recv.lo, recv.hi
+
+def _overlaps(received: Recv | Reduce, actions: Round, *kinds: type[Action]) -> bool:
+    lo, hi = received.lo, received.hi
     for action in actions:
         if type(action) not in kinds:
             continue

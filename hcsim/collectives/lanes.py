@@ -3,7 +3,8 @@
 A segment is combined as soon as it is there and its turn has come, and is passed on at once,
 while the next one is still under way.
 
-It comes into a room beside the buffer. Where it is its range's turn to be combined, it always gets one: of these
+Where all that comes before it has happened, it may be added on its way in. Otherwise
+it comes into a room beside the buffer. Where it is its range's turn to be combined, it always gets one: of these
 there is one for each range at most. The rest of what may lie beside the buffer goes to segments that come
 before their turn.
 """
@@ -16,7 +17,7 @@ from collections import deque
 from hcsim.collectives.plan import Finish, Send
 from hcsim.collectives.schedule import Lane, Schedule, Segment
 from hcsim.collectives.wiring import Progress, Wiring
-from hcsim.runtime.channel import Payload
+from hcsim.runtime.channel import Fold, Payload
 
 POSTED = 2
 """Segments of a lane that have their place: the one that is coming, and those behind it."""
@@ -69,8 +70,7 @@ class Lanes:
                 if not self._is_ready(segment, sends=True):
                     state.doing = ""
                     await self._ready(segment, sends=True)
-                await wiring.combine(segment.lo, segment.hi, payload, received_left=received_left)
-                wiring.release((lane.peer, number))
+                await wiring.combine((lane.peer, number), segment, payload, received_left=received_left)
                 self._space += self._before_turn.pop((lane.peer, number), 0)
             self._count(self._writes, segment)
 
@@ -96,8 +96,9 @@ class Lanes:
 
     def _post(self, lane: Lane, number: int) -> asyncio.Future[Payload]:
         segment, wiring = lane.segments[number], self._wiring
+        into: memoryview | Fold | None
         if lane.reduces[number]:
-            into = wiring.scratch((lane.peer, number), segment.hi - segment.lo)
+            into = wiring.scratch((lane.peer, number), segment, now=self._is_ready(segment, sends=True))
         else:
             into = wiring.memory.place(segment.lo, segment.hi)
         return wiring.post(lane.peer, segment, segment.step, into, segment.offset, segment.total)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hcsim.collectives.arithmetic import Combine, Finisher
 from hcsim.errors import UsageError
-from hcsim.runtime.channel import Payload, Phantom
+from hcsim.runtime.channel import Fold, Payload, Phantom
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,6 +22,8 @@ KEPT_BYTES = 8 * 2**20
 """How much scratch memory is kept between operations."""
 RESERVE_BYTES = 128 * 2**10
 """How much there is from the start, so that short messages need not wait for room, however short the buffer is."""
+WORTH_FOLDING_BYTES = 128 * 2**10
+"""From here on it takes longer to fetch what was received from memory once more than to say how it is to be added."""
 _size_bytes = attrgetter("nbytes")
 
 
@@ -63,6 +65,9 @@ class Memory(Protocol):
     def place(self, lo: int, hi: int) -> memoryview | None:
         """The range, to be received into; None when it has no bytes of its own."""
 
+    def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
+        """The range, to be added to as bytes come, if that is how it is combined and if it pays."""
+
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """Combine the range with what was received, which is the left or the right operand."""
 
@@ -91,6 +96,10 @@ class PhantomMemory:
         """See `Memory.place`."""
         return None
 
+    def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
+        """See `Memory.fold`."""
+        return None
+
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""
 
@@ -113,6 +122,7 @@ class ArrayMemory:
         base: int = 0,
         combine: Combine | None = None,
         finisher: Finisher | None = None,
+        adds: bool = False,
     ) -> None:
         self._arrays = [flat(array) for array in arrays]
         self._bytes = [array.view(np.uint8).data for array in self._arrays]
@@ -123,6 +133,7 @@ class ArrayMemory:
             self._starts.append(self._starts[-1] + array.size)
         self._combine = combine
         self._finisher = finisher
+        self._folds = adds and self.dtype in (np.float32, np.float64)
 
     def payload(self, lo: int, hi: int) -> memoryview:
         """See `Memory.payload`."""
@@ -131,6 +142,13 @@ class ArrayMemory:
         return self._bytes[which][(lo - start) * size : (hi - start) * size]
 
     place = payload
+
+    def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
+        """See `Memory.fold`."""
+        size_bytes = (hi - lo) * self.element_bytes
+        if not self._folds or size_bytes < WORTH_FOLDING_BYTES:
+            return None
+        return Fold(self.payload(lo, hi), room, self.element_bytes)
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hcsim.collectives.memory import Memory, ScratchPool
-from hcsim.runtime.channel import Payload
+from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
@@ -83,7 +83,7 @@ class Wiring:
         self._pool = pool
         self._device = device
         self._size = memory.element_bytes
-        self._rooms: dict[tuple[int, int], memoryview] = {}
+        self._rooms: dict[tuple[int, int], tuple[memoryview, Fold | None]] = {}
 
     def send(
         self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None
@@ -98,7 +98,13 @@ class Wiring:
         return self.links[peer].send(header, self.memory.payload(lo, hi))
 
     def post(
-        self, peer: int, part: Range, step: int, into: memoryview | None, offset: int = 0, total: int | None = None
+        self,
+        peer: int,
+        part: Range,
+        step: int,
+        into: memoryview | Fold | None,
+        offset: int = 0,
+        total: int | None = None,
     ) -> asyncio.Future[Payload]:
         """Say where a range goes that the peer will send."""
         size, ticket = self._size, self.ticket
@@ -107,18 +113,19 @@ class Wiring:
             tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size
         )
 
-    def scratch(self, which: tuple[int, int], elements: int) -> memoryview | None:
-        """Room beside the buffer for that many elements, until it is released by that name."""
+    def scratch(self, which: tuple[int, int], part: Range, *, now: bool) -> memoryview | Fold | None:
+        """Room beside the buffer for a range that is combined, until it is released by that name.
+
+        Where `now` is its turn, and nobody else reads or writes the range before it has come, it may be added to it
+        on the way."""
         if self.memory.is_phantom:
             return None
-        size_bytes = elements * self._size
-        room = self._rooms[which] = self._pool.take(size_bytes)
-        return room[:size_bytes]
-
-    def release(self, which: tuple[int, int]) -> None:
-        """What came into that room has been used."""
-        if not self.memory.is_phantom:
-            self._pool.give_back(self._rooms.pop(which))
+        size_bytes = (part.hi - part.lo) * self._size
+        whole = self._pool.take(size_bytes)
+        room = whole[:size_bytes]
+        fold = self.memory.fold(part.lo, part.hi, room) if now else None
+        self._rooms[which] = whole, fold
+        return fold or room
 
     def check_over(self) -> None:
         """All went well here, so nothing more may have come for this operation."""
@@ -127,10 +134,14 @@ class Wiring:
             for link in self.links.values():
                 link.check_over(ticket.group, ticket.operation, ticket.bucket)
 
-    async def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
-        """Combine what was received with the range."""
-        self.memory.combine(lo, hi, received, received_left=received_left)
+    async def combine(self, which: tuple[int, int], part: Range, received: Payload, *, received_left: bool) -> None:
+        """Combine what was received with the range, unless it was added to it on the way, and release its room."""
+        whole, fold = self._rooms.pop(which, (None, None))
+        if fold is None or received is not fold.into:
+            self.memory.combine(part.lo, part.hi, received, received_left=received_left)
         await self._device.touch(3 * received.nbytes)
+        if whole is not None:
+            self._pool.give_back(whole)
 
     async def finish(self, lo: int, hi: int) -> None:
         """Apply what comes last to the range."""

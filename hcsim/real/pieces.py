@@ -11,8 +11,9 @@ import asyncio
 from typing import Protocol
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
+from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.tcp import FIRST_MAX_FRAME_BYTES
-from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
+from hcsim.runtime.channel import EMPTY, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LINGER_S = 0.25
@@ -85,16 +86,12 @@ class PiecewiseChannel:
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; see `Channel.send`."""
-        if isinstance(payload, Phantom):
-            raise UsageError("a phantom has no bytes, so it cannot cross a real network")
-        if len(payload) != header.length:
-            raise UsageError(f"the header announces {header.length} bytes, the payload has {len(payload)}")
-        head = encode_header(header)
+        data, head = bytes_of(header, payload), encode_header(header)
         async with self._turn:
             self._raise_if_over()
             if self._send_error is not None:
-                raise _fresh(self._send_error)
-            self._write = asyncio.create_task(self._write_frame(head, payload), name=f"write to {self._peer}")
+                raise fresh(self._send_error)
+            self._write = asyncio.create_task(self._write_frame(head, data), name=f"write to {self._peer}")
             try:
                 await asyncio.wait((self._write, self._over), return_when=asyncio.FIRST_COMPLETED)
                 self._raise_if_over()
@@ -132,7 +129,7 @@ class PiecewiseChannel:
                 await asyncio.shield(where)
                 self._raise_if_over()
                 where = place(header)
-            view = _checked(where, header)
+            view = room_for(header, where)
             first, self._first = self._first, None
             await self._fill(view, first)
             return header, view
@@ -198,13 +195,13 @@ class PiecewiseChannel:
 
     def _raise_if_over(self) -> None:
         if self._over.done():
-            raise _fresh(self._over.result())
+            raise fresh(self._over.result())
 
     def _end(self, error: ChannelError) -> ChannelError:
         """Every later or waiting use raises the first error given here."""
         if not self._over.done():
             self._stop(error)
-        return _fresh(self._over.result())
+        return fresh(self._over.result())
 
     def _stop(self, error: ChannelError) -> None:
         self._over.set_result(error)
@@ -243,17 +240,3 @@ class PiecewiseChannel:
 
 _WINDING_DOWN: set[asyncio.Task[None]] = set()
 """The loop itself does not keep tasks alive."""
-
-
-def _fresh(error: ChannelError) -> ChannelError:
-    """A copy: one exception object raised in several tasks would mix their tracebacks."""
-    return type(error)(str(error), error.peer)
-
-
-def _checked(view: memoryview | None, header: Header) -> memoryview:
-    if view is None:
-        return memoryview(bytearray(header.length))
-    if len(view) != header.length or view.readonly:
-        kind = "read-only" if view.readonly else "writable"
-        raise UsageError(f"a frame of {header.length} bytes does not fit a {kind} buffer of {len(view)}")
-    return view

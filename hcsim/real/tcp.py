@@ -1,7 +1,7 @@
 """A channel over one TCP connection, plain or TLS.
 
 Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one `sendmsg`
-of header and payload; a payload is received straight into its destination. Each direction tries
+of header and payload; a payload is received straight into its destination, or added to it. Each direction tries
 its system call at once, and only when the socket would block does the event loop take over. The
 loop's callback then moves the bytes itself and wakes the waiting task once, when all are there.
 
@@ -26,9 +26,16 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from hcsim.real.buffers import bytes_of, fresh, room_for
+from hcsim.real.direction import Direction
 from hcsim.real.tls_failures import HandshakeCut, handshake_cut, tls_failure, unexpected_tls
-from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
+from hcsim.runtime.channel import EMPTY, Fold, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
+
+try:
+    from hcsim.real.folding import receive_sum
+except ImportError:  # there was no compiler: whoever receives adds up afterwards
+    receive_sum = None  # type: ignore[assignment]
 
 FIRST_MAX_FRAME_BYTES = 64 * 1024
 """What a peer may send before somebody raises the limit: enough to say hello."""
@@ -67,67 +74,6 @@ def translated(error: OSError, peer: str) -> ChannelError:
     return ChannelBroken(f"the connection to {peer} failed: {error.strerror or error}", peer)
 
 
-class _Direction:
-    """Lets the event loop finish what would block, in one direction of a socket.
-
-    The registration with the selector outlives the transfer, since the next one usually follows
-    at once. It is dropped when the socket is ready and nobody waits.
-    """
-
-    __slots__ = ("_fd", "_loop", "_step", "_unwatch", "_waiter", "_watch", "_watched")
-
-    def __init__(self, fd: int, watch: Callable[..., object], unwatch: Callable[[int], bool]) -> None:
-        self._fd = fd
-        self._watch = watch
-        self._unwatch = unwatch
-        self._watched = False
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-        self._step: Callable[[], bool] | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._waiter is not None
-
-    async def finish(self, step: Callable[[], bool]) -> None:
-        """Call `step` whenever the socket is ready, until it returns True."""
-        self._step = step
-        self._waiter = waiter = self._loop.create_future()
-        if not self._watched:
-            self._watch(self._fd, self.ready)
-            self._watched = True
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                waiter.exception()  # mark as seen: the cancellation overtook it
-            raise
-        finally:
-            self._waiter = self._step = None
-
-    def ready(self) -> None:
-        waiter, step = self._waiter, self._step
-        if waiter is None or step is None:
-            self._stop_watching()
-        elif not waiter.done():
-            try:
-                if step():
-                    waiter.set_result(None)
-            except Exception as error:
-                waiter.set_exception(error)
-
-    def abandon(self, error: ChannelError) -> None:
-        """Watch no more; whoever waits gets the error."""
-        self._stop_watching()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(_fresh(error))
-
-    def _stop_watching(self) -> None:
-        if self._watched:
-            self._unwatch(self._fd)
-            self._watched = False
-
-
 class TcpChannel:
     """A channel over a connected, non-blocking socket, which it owns from now on."""
 
@@ -144,15 +90,16 @@ class TcpChannel:
         self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
         self._error: ChannelError | None = None
 
-        self._incoming = _Direction(sock.fileno(), loop.add_reader, loop.remove_reader)
+        self._incoming = Direction(sock.fileno(), loop.add_reader, loop.remove_reader)
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._ahead_start = 0
         self._ahead_end = 0
         self._into = EMPTY
+        self._fold: Fold | None = None
         self._missing_bytes = 0
         self._turn_bytes = 0
 
-        self._outgoing = _Direction(sock.fileno(), loop.add_writer, loop.remove_writer)
+        self._outgoing = Direction(sock.fileno(), loop.add_writer, loop.remove_writer)
         self._turn = asyncio.Lock()
         self._unsent: _Parts = []
         self._unsent_bytes = 0
@@ -184,14 +131,10 @@ class TcpChannel:
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; see `Channel.send`."""
-        if isinstance(payload, Phantom):
-            raise UsageError("a phantom has no bytes, so it cannot cross a real network")
-        if len(payload) != header.length:
-            raise UsageError(f"the header announces {header.length} bytes, the payload has {len(payload)}")
-        head = encode_header(header)
+        data, head = bytes_of(header, payload), encode_header(header)
         async with self._turn:
             self._raise_if_over(self._error or self._send_error)
-            self._unsent = [head, payload]
+            self._unsent = [head, data]
             self._unsent_bytes = frame_bytes = HEADER_BYTES + header.length
             try:
                 if not self._push():
@@ -228,13 +171,19 @@ class TcpChannel:
             await asyncio.shield(where)
             self._raise_if_over(self._error)
             where = place(header)
-        view = _checked(where, header)
+        view = room_for(header, where)
         start += HEADER_BYTES
         have = min(self._ahead_end - start, header.length)
         view[:have] = self._ahead[start : start + have]
         self._ahead_start = start + have
-        if have < header.length:
-            await self._read_payload(view[have:])
+        if have == header.length:
+            return header, view
+        if isinstance(where, Fold) and receive_sum is not None and self._tls is None:
+            self._fold = where
+            await self._read_payload(have, header.length, self._pull_sum)
+            return header, where.into
+        self._into = view[have:]
+        await self._read_payload(have, header.length, self._pull)
         return header, view
 
     async def close(self) -> None:
@@ -257,7 +206,7 @@ class TcpChannel:
         self._into, self._missing_bytes = ahead[have:], HEADER_BYTES - have
         try:
             # After a large frame, who waited for it goes first: it will say where the next one goes.
-            await self._fill(at_once=self._turn_bytes < _LARGE_BYTES)
+            await self._fill(self._pull, at_once=self._turn_bytes < _LARGE_BYTES)
         except EOFError:
             received = bytes(ahead[: len(ahead) - len(self._into)])
             over = unexpected_tls(received, self._peer) or self._end_of_stream(within_frame=bool(received))
@@ -265,24 +214,24 @@ class TcpChannel:
         finally:
             self._ahead_end = len(ahead) - len(self._into)
 
-    async def _read_payload(self, rest: memoryview) -> None:
-        self._into, self._missing_bytes = rest, len(rest)
+    async def _read_payload(self, have: int, size_bytes: int, pull: Callable[[], bool]) -> None:
+        self._missing_bytes = size_bytes - have
         try:
-            await self._fill()
+            await self._fill(pull)
         except asyncio.CancelledError:
             self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
             raise
         except EOFError:
             raise self._end(self._end_of_stream(within_frame=True)) from None
         finally:
-            self._into = EMPTY
+            self._into, self._fold = EMPTY, None
 
-    async def _fill(self, *, at_once: bool = True) -> None:
+    async def _fill(self, pull: Callable[[], bool], *, at_once: bool = True) -> None:
         try:
-            if at_once and self._pull():
+            if at_once and pull():
                 return
             self._wake_for_decrypted()
-            await self._incoming.finish(self._pull_next_turn)
+            await self._incoming.finish(lambda: self._next_turn(pull))
         except OSError as error:
             raise self._end(translated(error, self._peer)) from error
 
@@ -308,9 +257,20 @@ class TcpChannel:
         if self._tls is not None and self._tls.pending():
             self._loop.call_soon(self._incoming.ready)
 
-    def _pull_next_turn(self) -> bool:
+    def _pull_sum(self) -> bool:
+        """The same for what is added up as it comes."""
+        fold, most = self._fold, _BYTES_PER_TURN - self._turn_bytes
+        assert fold is not None
+        if most > 0:
+            have = len(fold.into) - self._missing_bytes
+            count = receive_sum(self._sock.fileno(), fold.room, fold.into, fold.element_bytes, have, most)
+            self._turn_bytes += count
+            self._missing_bytes -= count
+        return not self._missing_bytes
+
+    def _next_turn(self, pull: Callable[[], bool]) -> bool:
         self._turn_bytes = 0
-        return self._pull()
+        return pull()
 
     def _end_of_stream(self, *, within_frame: bool) -> ChannelBroken:
         where = "in the middle of a frame" if within_frame else "between two frames"
@@ -347,7 +307,7 @@ class TcpChannel:
 
     def _raise_if_over(self, error: ChannelError | None) -> None:
         if error is not None:
-            raise _fresh(error)
+            raise fresh(error)
 
     def _end(self, error: ChannelError) -> ChannelError:
         """Close the socket; every later or waiting use raises the first error given here."""
@@ -387,20 +347,6 @@ def _ends(sock: socket.socket) -> tuple[str, str]:
         return "", ""
     ours, theirs = (str(end[0]).removeprefix("::ffff:") if end else "" for end in ends)
     return ours, theirs
-
-
-def _fresh(error: ChannelError) -> ChannelError:
-    """A copy: one exception object raised in several tasks would mix their tracebacks."""
-    return type(error)(str(error), error.peer)
-
-
-def _checked(view: memoryview | None, header: Header) -> memoryview:
-    if view is None:
-        return memoryview(bytearray(header.length))
-    if len(view) != header.length or view.readonly:
-        kind = "read-only" if view.readonly else "writable"
-        raise UsageError(f"a frame of {header.length} bytes does not fit a {kind} buffer of {len(view)}")
-    return view
 
 
 def _without_first(count: int, parts: _Parts) -> _Parts:

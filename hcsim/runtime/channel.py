@@ -33,9 +33,24 @@ class Phantom:
 Payload: TypeAlias = memoryview | Phantom
 """Bytes (a contiguous view of format "B"), or their phantom."""
 
-Place: TypeAlias = Callable[[Header], "memoryview | asyncio.Future[None] | None"]
-"""Says where a frame's payload goes: a writable view of `header.length` bytes, or None to have it
-allocated, or a future: the payload then stays where it is, and the question is asked again once the
+
+class Fold:
+    """A place for floats that are to be added to what lies there.
+
+    A channel may add them as they come, while they are in the processor's cache: the payload that it returns is
+    then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do."""
+
+    __slots__ = ("element_bytes", "into", "room")
+
+    def __init__(self, into: memoryview, room: memoryview, element_bytes: int) -> None:
+        self.into = into
+        self.room = room
+        self.element_bytes = element_bytes
+
+
+Place: TypeAlias = Callable[[Header], "memoryview | Fold | asyncio.Future[None] | None"]
+"""Says where a frame's payload goes: a writable view of `header.length` bytes (or a `Fold` of such views), or None
+to have it allocated, or a future: the payload then stays where it is, and the question is asked again once the
 future is done. It is called for a phantom too, of which only such a future matters."""
 
 EMPTY = memoryview(b"")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
-from hcsim.runtime.channel import Channel, Payload, Phantom
+from hcsim.runtime.channel import Channel, Fold, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 
@@ -35,13 +35,24 @@ WORTH_KEEPING_BYTES = 64 * 1024
 class Receipt:
     """Somebody waits for one segment."""
 
-    __slots__ = ("arrived", "into", "signature", "total")
+    __slots__ = ("arrived", "fold", "into", "signature", "total")
 
-    def __init__(self, arrived: asyncio.Future[Payload], into: memoryview | None, signature: int, total: int) -> None:
+    def __init__(
+        self, arrived: asyncio.Future[Payload], into: memoryview | Fold | None, signature: int, total: int
+    ) -> None:
         self.arrived = arrived
-        self.into = into
+        self.fold = into if isinstance(into, Fold) else None
+        self.into = into.room if isinstance(into, Fold) else into
         self.signature = signature
         self.total = total
+
+    def fits(self, header: Header) -> bool:
+        """Whether that is what is waited for."""
+        return (
+            header.signature == self.signature
+            and header.total == self.total
+            and (self.into is None or self.into.nbytes == header.length)
+        )
 
 
 class Link:
@@ -100,7 +111,7 @@ class Link:
         self.sent_frames += 1
         return channels[self._turn].send(header, payload)
 
-    def post(self, tag: Tag, into: memoryview | None, signature: int, total: int) -> asyncio.Future[Payload]:
+    def post(self, tag: Tag, into: memoryview | Fold | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""
         arrived: asyncio.Future[Payload] = self._loop.create_future()
         receipt = Receipt(arrived, into, signature, total)
@@ -176,7 +187,7 @@ class Link:
             elif not self._stripes_open:  # until then what it sent before it left may still come
                 self.fail(_left(self.peer_rank))
 
-    def _place(self, header: Header) -> memoryview | asyncio.Future[None] | None:
+    def _place(self, header: Header) -> memoryview | Fold | asyncio.Future[None] | None:
         if header.kind is not Kind.DATA:
             return None
         if header.epoch != self._our_epoch:
@@ -186,6 +197,8 @@ class Link:
             )
         receipt = self._posted.get((header.group, header.operation, header.bucket, header.step, header.offset))
         if receipt is not None:
+            if receipt.fold is not None and receipt.fits(header):
+                return receipt.fold
             into = receipt.into
             return into if into is not None and into.nbytes == header.length else None
         if self._sought:
@@ -229,15 +242,12 @@ class Link:
 
     def _settle(self, header: Header, payload: Payload, receipt: Receipt) -> None:
         """Give a payload to who waits for it, in its place."""
-        into = receipt.into
-        if (
-            header.signature != receipt.signature
-            or header.total != receipt.total
-            or (into is not None and into.nbytes != header.length)
-        ):
+        if not receipt.fits(header):
             _disappoint(receipt.arrived, self._disagreement(header, receipt.total))
             return
-        if into is not None and payload is not into and not isinstance(payload, Phantom):
+        into, fold = receipt.into, receipt.fold
+        folded = fold is not None and payload is fold.into
+        if into is not None and payload is not into and not folded and not isinstance(payload, Phantom):
             into[:] = payload  # it came, at least in part, before its place was known
             if len(self._spare) < SPARE and payload.nbytes >= WORTH_KEEPING_BYTES:
                 self._spare.append(payload)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import EMPTY, Payload, Phantom, Place
+from hcsim.runtime.channel import EMPTY, Fold, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.stream import NS, RTO_S, Message, Stream
 
@@ -136,6 +136,8 @@ class VirtualChannel:
         self._in.consumed(HEADER_BYTES + header.length)
         if isinstance(payload, Phantom):
             return header, payload
+        if isinstance(where, Fold):
+            where = where.room
         if where is None:
             where = memoryview(bytearray(header.length))
         elif where.nbytes != header.length:

@@ -18,6 +18,7 @@ import pytest
 from hcsim import Group, Options, Wire
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import DTYPES
+from hcsim.real import tcp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "iub"]
@@ -88,6 +89,30 @@ def test_both_worlds_give_the_same_bits(virtual, real, world):
         world, reductions, options=options, wire=SMALL
     )
     assert virtual.run(world, everything, wire=SMALL) == real.run(world, everything, wire=SMALL)
+
+
+@pytest.mark.parametrize("segment_bytes", [2**18, 2**22])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_large_sums_that_a_socket_adds_on_the_way_have_the_same_bits(virtual, real, monkeypatch, world, segment_bytes):
+    """In order and in lanes; what a real channel adds as it comes, the virtual one leaves to be added."""
+    received = []
+    receive_sum = tcp.receive_sum
+    if receive_sum is not None:
+        monkeypatch.setattr(tcp, "receive_sum", lambda *a: received.append(receive_sum(*a)) or received[-1])
+
+    async def program(group: Group) -> dict[str, bytes]:
+        found = {}
+        for algorithm, dtype in product(algorithms("all_reduce"), (np.float32, np.float64)):
+            data = noise(group.rank, 400_003, np.dtype(dtype))
+            await group.all_reduce(data, "mean", algorithm=algorithm)
+            found[f"{algorithm} {dtype.__name__}"] = hashlib.sha256(data).digest()
+        part = await group.reduce_scatter(noise(group.rank, 400_003, np.dtype(np.float32)), algorithm="ring")
+        return found | {"part": hashlib.sha256(part).digest() if group.rank == 0 else b""}
+
+    wire, options = Wire(segment_bytes=segment_bytes), grouped(world)
+    simulated = virtual.run(world, program, wire=wire, options=options)
+    assert real.run(world, program, wire=wire, options=options) == simulated
+    assert sum(received) > 0 or receive_sum is None
 
 
 def test_the_order_of_adding_shows_in_the_bits(virtual):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import Channel
+from hcsim.runtime.channel import Channel, Fold
 from hcsim.runtime.frame import Header, Kind
 
 KIB, MIB = 2**10, 2**20
@@ -172,6 +173,38 @@ def test_a_payload_waits_until_its_place_is_known(arena):
         header, _ = await receiving
         assert (header.step, bytes(tensor)) == (1, b"data")
         assert bytes((await server.recv(lambda _: None))[1]) == b"next"
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("floats", [1, 500, 16 * KIB, 32 * KIB - 1, 32 * KIB, 32 * KIB + 1, 1_000_003])
+def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, floats):
+    """Several frames in a row: what comes behind one is no part of it."""
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sent = [np.random.default_rng(step).standard_normal(floats).astype(dtype) for step in range(3)]
+        ours = np.random.default_rng(9).standard_normal(floats).astype(dtype)
+        expected = ours.copy()
+
+        async def send_all():
+            for step, values in enumerate(sent):
+                await client.send(Header(values.nbytes, step=step), values.view(np.uint8).data)
+
+        sending = left.spawn(send_all(), name="sender")
+        into, room = ours.view(np.uint8).data, memoryview(bytearray(ours.nbytes))
+        fold = Fold(into, room, ours.itemsize)
+        for values in sent:
+            before = ours.copy()
+            _, payload = await server.recv(lambda _: fold)
+            if payload is not into:
+                assert payload is room
+                np.testing.assert_array_equal(ours, before)
+                ours += np.frombuffer(room, dtype)
+            expected += values
+            np.testing.assert_array_equal(ours, expected)
+        await sending
 
     arena.run(body)
 

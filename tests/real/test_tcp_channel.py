@@ -7,14 +7,17 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
+from hcsim.real import tcp
 from hcsim.real.tcp import TcpChannel, tune
 from hcsim.runtime.address import join_address, split_address
-from hcsim.runtime.channel import Phantom
+from hcsim.runtime.channel import Fold, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
 
 MIB = 2**20
@@ -112,6 +115,78 @@ def test_frames_are_found_however_the_stream_is_chopped(sizes: list[int], chunk_
             header, payload = await channel.recv(allocate)
             assert (header.step, bytes(payload)) == (number, bytes([number]) * size)
         await chopping
+
+    against_raw_socket(body)
+
+
+def folding(values: npt.NDArray[np.float32]) -> Fold:
+    return Fold(values.view(np.uint8).data, memoryview(bytearray(values.nbytes)), values.itemsize)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 100_000), st.integers(1000, 300_000))
+def test_a_sum_is_right_however_the_stream_is_chopped(floats: int, chunk_bytes: int) -> None:
+    ours, theirs = np.arange(floats, dtype=np.float32), np.arange(floats, 0, -1, dtype=np.float32)
+    stream = encode_header(Header(theirs.nbytes)) + theirs.tobytes() + encode_header(Header(4)) + b"next"
+
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        channel.limit(MIB)
+        raw.setblocking(False)
+
+        async def chop() -> None:
+            for start in range(0, len(stream), chunk_bytes):
+                await asyncio.get_running_loop().sock_sendall(raw, stream[start : start + chunk_bytes])
+
+        chopping = asyncio.create_task(chop())
+        fold = folding(ours)
+        _, payload = await channel.recv(lambda _: fold)
+        received = ours if payload is fold.into else ours + np.frombuffer(fold.room, np.float32)
+        np.testing.assert_array_equal(received, np.full(floats, floats, np.float32))
+        assert (await channel.recv(allocate))[1] == b"next"
+        await chopping
+
+    against_raw_socket(body)
+
+
+@pytest.mark.parametrize("arrived_bytes", [1, 100_000, 399_999])
+def test_a_sum_that_is_cut_breaks_the_channel_and_touches_only_its_place(arrived_bytes: int) -> None:
+    around = np.zeros(100_002, np.float32)
+
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        channel.limit(MIB)
+        raw.sendall(encode_header(Header(400_000)) + np.ones(100_000, np.float32).tobytes()[:arrived_bytes])
+        raw.shutdown(socket.SHUT_WR)
+        with pytest.raises(ChannelBroken, match="in the middle of a frame"):
+            await channel.recv(lambda _: folding(around[1:-1]))
+        assert (around[0], around[-1]) == (0, 0)
+
+    against_raw_socket(body)
+
+
+def test_a_sum_cancelled_in_the_middle_breaks_the_channel() -> None:
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        channel.limit(MIB)
+        raw.sendall(encode_header(Header(400_000)) + bytes(200_000))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await channel.recv(lambda _: folding(np.zeros(100_000, np.float32)))
+        with pytest.raises(ChannelBroken, match="cancelled"):
+            await channel.recv(allocate)
+
+    against_raw_socket(body)
+
+
+def test_without_a_compiler_a_sum_is_received_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "receive_sum", None)
+    ours = np.zeros(50_000, np.float32)
+
+    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+        channel.limit(MIB)
+        fold = folding(ours)
+        raw.sendall(encode_header(Header(200_000)) + np.ones(50_000, np.float32).tobytes())
+        assert (await channel.recv(lambda _: fold))[1] is fold.room
+        assert not ours.any()
+        np.testing.assert_array_equal(np.frombuffer(fold.room, np.float32), np.ones(50_000, np.float32))
 
     against_raw_socket(body)
 

@@ -295,6 +295,40 @@ def test_the_clock_and_sleep_are_the_machines_own(run_well: Runner) -> None:
     assert told.run.seconds == pytest.approx(3600.001, abs=1e-4)
 
 
+def test_timeit_takes_the_machines_time_too(run_well: Runner) -> None:
+    text = """
+    import timeit
+    tell([timeit.timeit(lambda: time.sleep(7), number=2), timeit.default_timer() - time.perf_counter()])
+    """
+    took_s, ahead_s = run_well(on_switch(("mac",)), text).value(0)
+    assert took_s == pytest.approx(14, abs=1e-4)
+    assert ahead_s == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wait", "ends"),
+    [
+        ("asyncio.run(asyncio.sleep(0.01, 'slept'))", "slept"),
+        ("multiprocessing.Queue().get(timeout=0.01)", "Empty"),
+        ("next(concurrent.futures.as_completed([concurrent.futures.Future()], timeout=0.01))", "TimeoutError"),
+    ],
+)
+def test_who_waits_for_other_processes_and_threads_waits_no_longer_than_it_said(
+    run_well: Runner, wait: str, ends: object
+) -> None:
+    """They run in real time, and the simulated one stands still meanwhile."""
+    text = f"""
+    import asyncio, concurrent.futures, multiprocessing
+    try:
+        tell({wait})
+    except Exception as error:
+        tell(type(error).__name__)
+    """
+    told = run_well(on_switch(("mac",)), text)
+    assert told.value(0) == ends
+    assert told.run.seconds == 0
+
+
 def test_a_call_that_nobody_waits_for_comes_to_its_end(run_well: Runner) -> None:
     """A script may ask whether it is over again and again: each time takes a moment."""
     text = """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
-from collections.abc import Callable
+import timeit
+from types import ModuleType
+from typing import Any
 
 from hcsim.scripts.conversation import Slept
 from hcsim.scripts.rank.counting import Counter
@@ -15,10 +18,18 @@ BEGIN_S = 1_767_225_600.0
 _READING_S = 1e-6
 """How long it takes to look at the clock: a script that does nothing else until some time sees it come."""
 
-_REAL: dict[str, Callable[..., object]] = {
-    name: getattr(time, name)
-    for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep")
-}
+_REPLACED = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep")
+
+_REALLY_WAIT = [
+    importlib.import_module(name)
+    for name in (
+        "asyncio.base_events", "concurrent.futures._base", "multiprocessing.connection", "multiprocessing.managers",
+        "multiprocessing.queues", "multiprocessing.synchronize", "torch.multiprocessing.spawn",
+    )
+]  # fmt: skip
+"""They wait for threads and processes until some time has come, and simulated time would stand still meanwhile."""
+_REAL_TIME: Any = ModuleType("time")
+_REAL_TIME.__dict__.update(vars(time))
 
 
 class Clock:
@@ -27,7 +38,6 @@ class Clock:
     def __init__(self, simulator: Simulator, counter: Counter) -> None:
         self._simulator = simulator
         self._counter = counter
-        self._sleep_really: Callable[[float], object] = time.sleep
 
     def install(self) -> None:
         """Have the module `time` say it."""
@@ -36,12 +46,15 @@ class Clock:
         time.time_ns = lambda: round(self._now() * 1e9)
         time.monotonic_ns = time.perf_counter_ns = lambda: round(self._elapsed() * 1e9)
         time.sleep = self._sleep  # type: ignore[assignment]
+        importlib.reload(timeit)  # it has taken its timer already
+        for module in _REALLY_WAIT:
+            module.time = _REAL_TIME  # type: ignore[attr-defined]
 
     @staticmethod
     def uninstall() -> None:
         """Have it say the real time again."""
-        for name, real in _REAL.items():
-            setattr(time, name, real)
+        for name in _REPLACED:
+            setattr(time, name, getattr(_REAL_TIME, name))
 
     def _now(self) -> float:
         self._read()
@@ -60,7 +73,7 @@ class Clock:
 
     def _sleep(self, seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
-            self._sleep_really(seconds)
+            _REAL_TIME.sleep(seconds)
         elif seconds < 0:
             raise ValueError("sleep length must be non-negative")
         else:

@@ -360,6 +360,36 @@ def test_processes_that_load_data_are_no_ranks(run_well: Runner) -> None:
     assert told.value(0) == [[0, 1, 4, 9], [16, 25, 36, 49]]
 
 
+def test_a_process_that_is_no_rank_sleeps_trains_and_is_told_that_it_has_no_group(run_well: Runner) -> None:
+    text = """
+    import multiprocessing
+    from time import perf_counter, sleep
+    def child(queue):
+        began = perf_counter()
+        sleep(0.01)
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        torch.optim.SGD([weight], lr=0.25).step()
+        try:
+            dist.barrier()
+        except Exception as error:
+            queue.put([perf_counter() - began > 0.009, weight.item(), str(error)])
+    dist.init_process_group("gloo")
+    time.sleep(1)
+    fork = multiprocessing.get_context("fork")
+    queue = fork.Queue()
+    process = fork.Process(target=child, args=(queue,))
+    process.start()
+    tell(queue.get(timeout=20))
+    process.join()
+    """
+    told = run_well(on_switch(("mac",)), text)
+    slept, weight, error = told.value(0)
+    assert (slept, weight) == (True, 0.75)
+    assert "a process that the script has started is no rank" in error
+    assert told.run.ranks[0].steps_s == []
+
+
 def test_large_and_small_arrays_share_the_memory_without_touching_each_other(run_well: Runner) -> None:
     text = """
     dist.init_process_group("gloo")

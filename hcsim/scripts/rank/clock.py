@@ -33,14 +33,18 @@ _REAL_TIME.__dict__.update(vars(time))
 
 
 class Clock:
-    """Reads the simulator's time. Only the main thread can have it asked; others see what was last heard."""
+    """Reads the simulator's time. Only the main thread can have it asked; others see what was last heard.
+
+    A script may have these functions under names of its own, also in processes that are no ranks."""
 
     def __init__(self, simulator: Simulator, counter: Counter) -> None:
         self._simulator = simulator
         self._counter = counter
+        self._installed = False
 
     def install(self) -> None:
         """Have the module `time` say it."""
+        self._installed = True
         time.time = self._now
         time.monotonic = time.perf_counter = self._elapsed
         time.time_ns = lambda: round(self._now() * 1e9)
@@ -50,17 +54,21 @@ class Clock:
         for module in _REALLY_WAIT:
             module.time = _REAL_TIME  # type: ignore[attr-defined]
 
-    @staticmethod
-    def uninstall() -> None:
+    def uninstall(self) -> None:
         """Have it say the real time again."""
+        self._installed = False
         for name in _REPLACED:
             setattr(time, name, getattr(_REAL_TIME, name))
 
     def _now(self) -> float:
+        if not self._installed:
+            return float(_REAL_TIME.time())
         self._read()
         return BEGIN_S + self._simulator.now_s + self._counter.extra_s
 
     def _elapsed(self) -> float:
+        if not self._installed:
+            return float(_REAL_TIME.monotonic())
         self._read()
         return self._simulator.elapsed_s + self._counter.extra_s
 
@@ -72,7 +80,7 @@ class Clock:
         self._counter.extra_s += _READING_S
 
     def _sleep(self, seconds: float) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if not self._installed or threading.current_thread() is not threading.main_thread():
             _REAL_TIME.sleep(seconds)
         elif seconds < 0:
             raise ValueError("sleep length must be non-negative")

@@ -39,7 +39,7 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     counter = simulator.work = Counter(simulator, seat.flops_per_byte)
     output.install(simulator)
     clock = Clock(simulator, counter)
-    os.register_at_fork(after_in_child=lambda: _no_rank(simulator))
+    os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))
     store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
     rendezvous.install(store)
     use_engine(RemoteEngine(simulator))
@@ -88,8 +88,7 @@ def _show(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frames, file=sys.stderr)
 
 
-def _no_rank(simulator: Simulator) -> None:
+def _no_rank(simulator: Simulator, clock: Clock) -> None:
     """In a process that the script forks (to load data, say): it computes at no cost and knows the real time."""
     simulator.leave()
-    simulator.work = None
-    Clock.uninstall()
+    clock.uninstall()

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Protocol
 
+from hcsim.errors import UsageError
 from hcsim.scripts.arena import Arena
 from hcsim.scripts.conversation import Answer, Computed, Conversation, Finished, HungUp, Message
 
@@ -44,15 +45,20 @@ class Simulator:
         self.pending: dict[int, Settled] = {}
         """Calls on their way, by number."""
         self._conversation = conversation
+        self._left = False
 
     def tell(self, message: Message) -> None:
         """Say something that needs no answer."""
+        if self._left:
+            return
         with self.lock:
             self.tell_work()
             self._say(message)
 
     def ask(self, message: Message) -> Answer:
         """Say something and wait for the answer, which also tells of calls that have ended meanwhile."""
+        if self._left:
+            raise UsageError("a process that the script has started is no rank: it has no part in its rank's groups")
         with self.lock:
             self.tell_work()
             self._say(message)
@@ -76,6 +82,9 @@ class Simulator:
 
     def leave(self) -> None:
         """Hang up: in a process that was forked from this one, which is no rank."""
+        self._left = True
+        self.lock = threading.RLock()  # a thread that is not here may have it
+        self.work = None
         self._conversation.close()
 
     def _say(self, message: Message) -> None:

@@ -60,8 +60,13 @@ class Processes:
         """A process for this seat."""
         ours, theirs = socket.socketpair()
         arena = shared_file()
-        with theirs:
-            pid = self._ask(Birth(seat), (theirs.fileno(), arena))
+        try:
+            with theirs:
+                pid = self._ask(Birth(seat), (theirs.fileno(), arena))
+        except BaseException:
+            ours.close()
+            os.close(arena)
+            raise
         process = self._living[pid] = Process(pid, Conversation(ours, Message), Mapped(arena))
         return process
 

@@ -119,8 +119,10 @@ def simulate_script(
                     host.signal(other, lines[other].peer_failed, rank, reason)
             await attendant.end(reason)
 
-        world.run_on_all(on_host)
-        for record, host in zip(records, world.hosts, strict=True):
+        outcomes = world.run_on_all(on_host)
+        for outcome, record, host in zip(outcomes, records, world.hosts, strict=True):
+            if host.alive and isinstance(outcome, Exception):
+                raise outcome  # no script's: that is in its record
             record.sent_bytes = sent_bytes(host.metrics)
             if not host.alive:
                 record.code, record.error = None, f"{host.name} crashed"

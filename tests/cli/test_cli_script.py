@@ -65,6 +65,16 @@ def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) 
     assert "rank 2 (mini-3) failed: ValueError: on purpose" in result.stdout
 
 
+def test_ranks_that_cannot_be_started_are_no_crash_of_their_machines(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError('this is not the queue that others import')")
+    monkeypatch.chdir(tmp_path)
+    result = hcsim("run", str(script), "--scenario", "two-macs-wifi")
+    assert result.exit_code == 1
+    assert result.output == "error: the process that starts the ranks has ended: look above for its reason\n"
+
+
 def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
     command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi"]
     printed = [

@@ -44,6 +44,8 @@ class Seat(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...]
     flops_per_byte: float
     """Work that is denser than this is held up by the machine's arithmetic, other work by its memory."""
+    seed: int
+    """Of what its script draws before it has set a seed."""
     life: int = 1
     """How often the machine has been started."""
 

@@ -12,6 +12,7 @@ import msgspec
 
 from hcsim.config import Scenario, load_scenario
 from hcsim.errors import ConfigError
+from hcsim.rng import stream
 from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
 from hcsim.scripts.lines import Directory, Lines
 from hcsim.scripts.nursery import Seat
@@ -102,7 +103,8 @@ def simulate_script(
             rank = names.index(host.name)
             if rank == 0:
                 host.spawn(StoreService().serve(host, store), name="store")
-            seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), host.life)
+            seed = stream(loaded.seed, "script", host.name, host.life).getrandbits(32)
+            seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), seed, host.life)
             process = world.running[host.name] = started.start(seat)
             record = records[rank]
             lines[host] = Lines(host, rank, directory)

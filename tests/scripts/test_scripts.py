@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -327,6 +328,19 @@ def test_who_waits_for_other_processes_and_threads_waits_no_longer_than_it_said(
     told = run_well(on_switch(("mac",)), text)
     assert told.value(0) == ends
     assert told.run.seconds == 0
+
+
+def test_who_sets_no_seed_draws_its_own_numbers_and_always_the_same(run_well: Runner) -> None:
+    text = """
+    import random
+    import numpy as np
+    tell([torch.rand(1).item(), np.random.rand(), random.random()])
+    """
+    first, again = (run_well(on_switch(TWO), text) for _ in range(2))
+    assert [first.value(rank) for rank in (0, 1)] == [again.value(rank) for rank in (0, 1)]
+    assert all(ours != theirs for ours, theirs in zip(first.value(0), first.value(1), strict=True))
+    other = run_well(msgspec.structs.replace(on_switch(TWO), seed=on_switch(TWO).seed + 1), text)
+    assert other.value(0) != first.value(0)
 
 
 def test_a_call_that_nobody_waits_for_comes_to_its_end(run_well: Runner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import runpy
 import signal
 import socket
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -45,6 +47,7 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
     torch.set_num_threads(1)
+    _seed(seat.seed)
     os.environ.update(environment(seat.rank, seat.world, seat.first, seat.life))
     sys.argv = [seat.script, *seat.arguments]
     sys.path[0] = str(Path(seat.script).parent)
@@ -57,6 +60,13 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     simulator.tell(Left(code, error))
     clock.uninstall()
     os._exit(code)
+
+
+def _seed(seed: int) -> None:
+    """Each rank draws numbers of its own, as processes do that were not forked from one, and always the same."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def _run(script: str, counter: Counter) -> tuple[int, str]:

@@ -170,9 +170,9 @@ def _chosen(
 
 def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
     """All savings of which every part is somewhere, the newest first."""
-    savings: dict[tuple[int, str], dict[int, Part]] = {}
+    savings: dict[tuple[int, int, str], dict[int, Part]] = {}
     for part in (part for parts in described for part in parts):
-        savings.setdefault((part.step, part.saving), {})[part.rank] = part
+        savings.setdefault((part.step, part.again, part.saving), {})[part.rank] = part
     for _, parts in sorted(savings.items(), key=lambda item: item[0], reverse=True):
         if complete(parts):
             yield dict(sorted(parts.items()))

@@ -43,6 +43,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     saving: str
     """The same in all parts of one saving."""
+    again: int = 0
+    """How many savings of this step there were before: by another number of ranks, they are still there."""
     step: int
     rank: int
     world: int

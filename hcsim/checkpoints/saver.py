@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from hcsim.checkpoints.optimizer import optimizer_plain, optimizer_ranges
-from hcsim.checkpoints.parts import Part, Piece, remove_step, steps_in, write_part
+from hcsim.checkpoints.parts import Part, Piece, parts_in, remove_step, steps_in, write_part
 from hcsim.checkpoints.plain import dtype_name, taken_apart
 from hcsim.checkpoints.random_numbers import random_state
 from hcsim.checkpoints.ranges import Names, Range
@@ -73,18 +73,20 @@ class Saver:
         taking the copy, on any of them; nothing is saved then."""
         trouble: BaseException | None = None
         taken: Snapshot | None = None
+        again = 0
         try:
             self.wait()
             taken = snapshot(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
+            again = 1 + max((part.again for part in parts_in(self._folder, step)[0]), default=-1)
         except Exception as error:
             trouble = error
-        saving = self._agreed(taken, trouble)
+        saving = self._agreed(taken, again, trouble)
         assert taken is not None
         if self._step is not None:
             self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
         self._step = step
         pruned = min(self._whole) if len(self._whole) == self._keep else 0
-        parts = self._exchanged(*taken.packed(saving)) if self._copies > 1 else None
+        parts = self._exchanged(*taken.packed(*saving)) if self._copies > 1 else None
         self._writing = threading.Thread(target=self._write, args=(taken, saving, parts, pruned), name="checkpoint")
         self._writing.start()
 
@@ -97,9 +99,9 @@ class Saver:
             error, self._error, self._step = self._error, None, None
             raise error
 
-    def _agreed(self, taken: Snapshot | None, trouble: BaseException | None) -> str:
-        """A number for this saving, which all ranks can do."""
-        ours = _Word(secrets.token_hex(16), str(trouble) if trouble else "", taken.everyones if taken else "")
+    def _agreed(self, taken: Snapshot | None, again: int, trouble: BaseException | None) -> _Saving:
+        """Which saving this is; all ranks can do it."""
+        ours = _Word(_Saving(secrets.token_hex(16), again), str(trouble or ""), taken.everyones if taken else "")
         words = [
             msgspec.msgpack.decode(word, type=_Word) for word in gathered(msgspec.msgpack.encode(ours), self._group)
         ]
@@ -109,7 +111,7 @@ class Saver:
             raise CheckpointError("; ".join(troubles)) from trouble
         if len({word.everyones for word in words}) > 1:
             raise CheckpointError("the ranks hold different tensors, though none of them is divided among them")
-        return words[0].number
+        return words[0].saving._replace(again=max(word.saving.again for word in words))
 
     def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
         """Our part, and those of the ranks before us, of which we hold copies."""
@@ -127,22 +129,29 @@ class Saver:
             held.append((theirs[before], room.numpy().tobytes()))
         return held
 
-    def _write(self, taken: Snapshot, saving: str, parts: list[tuple[Part, bytes]] | None, pruned: int) -> None:
+    def _write(self, taken: Snapshot, saving: _Saving, parts: list[tuple[Part, bytes]] | None, pruned: int) -> None:
         """On a thread of its own. What is older than the steps that stay goes before the new one comes."""
         try:
             for older in steps_in(self._folder):
                 if older < pruned:
                     remove_step(self._folder, older)
-            for part, data in parts or [taken.packed(saving)]:
+            for part, data in parts or [taken.packed(*saving)]:
                 write_part(self._folder, part, data)
         except BaseException as error:
             self._error = error
 
 
+class _Saving(NamedTuple):
+    """See `Part`."""
+
+    number: str
+    again: int
+
+
 class _Word(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says before a saving."""
 
-    number: str
+    saving: _Saving
     trouble: str
     everyones: str
 
@@ -160,11 +169,12 @@ class Snapshot(NamedTuple):
     everyones: str
     """A digest of the names and shapes of what all ranks hold."""
 
-    def packed(self, saving: str) -> tuple[Part, bytes]:
+    def packed(self, saving: str, again: int = 0) -> tuple[Part, bytes]:
         """As it is written."""
         data = save(self.tensors)
         part = Part(
             saving=saving,
+            again=again,
             step=self.step,
             rank=self.rank,
             world=self.world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -140,6 +141,17 @@ def test_savings_by_other_numbers_of_ranks_stand_side_by_side(tmp_path: Path) ->
     write_part(tmp_path, *part_of(0, 1, 5, "b"))
     write_part(tmp_path, *part_of(0, 2, 5, "c"))  # the newer saving was never finished
     assert load(tmp_path).world == 1
+
+
+def test_of_two_whole_savings_of_a_step_the_later_one_is_loaded(tmp_path: Path) -> None:
+    """Their numbers are drawn: what comes first among those says nothing."""
+    for folder in (tmp_path / str(number) for number in range(8)):
+        earlier = secrets.token_hex(16)
+        for rank in range(2):
+            write_part(folder, *part_of(rank, 2, 5, earlier))
+        assert load(folder).world == 2
+        save(folder, 5)
+        assert load(folder).world == 1
 
 
 def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ class Saver:
 
     def _agreed(self, taken: Snapshot | None, again: int, trouble: BaseException | None) -> _Saving:
         """Which saving this is; all ranks can do it."""
-        ours = _Word(_Saving(secrets.token_hex(16), again), str(trouble or ""), taken.everyones if taken else "")
+        said = "" if trouble is None else str(trouble) or repr(trouble)
+        ours = _Word(_Saving(secrets.token_hex(16), again), said, taken.everyones if taken else "")
         words = [
             msgspec.msgpack.decode(word, type=_Word) for word in gathered(msgspec.msgpack.encode(ours), self._group)
         ]

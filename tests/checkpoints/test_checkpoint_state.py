@@ -179,6 +179,18 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         Saver(tmp_path, ours).save(-1)
 
 
+def test_a_state_that_cannot_be_had_and_says_nothing_is_named_by_its_error(tmp_path: Path) -> None:
+    class Without:
+        def state_dict(self) -> dict[str, Any]:
+            raise NotImplementedError
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(CheckpointError, match=r"rank 0: NotImplementedError\(\)"):
+        Saver(tmp_path, nn.Linear(2, 2), also={"loader": Without()}).save(1)
+
+
 def test_what_cannot_be_written_is_heard_of_at_the_next_saving_and_then_forgotten(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.write_text("a file where the folder should be")

@@ -46,8 +46,7 @@ class Checkpoint:
 
     def model(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers by their names, as `nn.Module.load_state_dict` takes them."""
-        names = sorted({name for part in self._parts.values() for name in part.pieces if name.startswith("model/")})
-        return {name.removeprefix("model/"): self._tensor(name) for name in names}
+        return {name: self._tensor(f"model/{name}") for name in self._model_names()}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is none of that name."""
@@ -101,7 +100,8 @@ class Checkpoint:
             restore_random_state(self._own(rank, "random"))
 
     def _restore_model(self, model: nn.Module) -> None:
-        ranges = [*Names(model).ranges()]
+        names = Names(model)
+        ranges = [*names.ranges()]
         for part in ranges:
             there = self.shape(f"model/{part.name}")
             if there != part.shape:
@@ -109,8 +109,19 @@ class Checkpoint:
                     f"{part.name} has shape {list(part.shape)} in the model, and in the checkpoint "
                     + ("it is missing" if there is None else f"{list(there)}")
                 )
+        known = {*names.whole()}
+        if beyond := [name for name in self._model_names() if name not in known]:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} is of another model: this one has no {', '.join(beyond[:3])}"
+                + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
+            )
         for part in ranges:
             part.values.copy_(self.elements(f"model/{part.name}", part.lo, part.hi).view(part.values.shape))
+
+    def _model_names(self) -> list[str]:
+        """Of its parameters and buffers."""
+        names = {name for part in self._parts.values() for name in part.pieces if name.startswith("model/")}
+        return sorted(name.removeprefix("model/") for name in names)
 
     def _tensor(self, name: str) -> Tensor:
         shape = self.shape(name)

@@ -56,6 +56,14 @@ class Names:
                 for each in self.like(name, buffer):
                     yield each._replace(held_by="first")
 
+    def whole(self) -> Iterator[str]:
+        """The names of all that is saved of the model, on whichever rank."""
+        for name, _ in self._model.named_parameters():
+            yield from self.within(name)
+        for name, _ in self._model.named_buffers():
+            if name not in self._fleeting:
+                yield from self.within(name)
+
     def like(self, name: str, tensor: Tensor) -> Iterator[Range]:
         """A tensor that is divided as the parameter of that name is: the parameter itself, or a moment of it."""
         if hasattr(tensor, "to_local"):

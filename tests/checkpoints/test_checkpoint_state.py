@@ -151,6 +151,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         found.restore(nn.Linear(2, 3))
     with pytest.raises(CheckpointError, match=r"0.weight has shape .* it is missing"):
         found.restore(nn.Sequential(ours))
+    with pytest.raises(CheckpointError, match="is of another model: this one has no bias"):
+        found.restore(nn.Linear(2, 2, bias=False))
     with pytest.raises(CheckpointError, match="no optimizer's state"):
         found.restore(ours, adam(ours))
     with pytest.raises(CheckpointError, match="not the model's"):

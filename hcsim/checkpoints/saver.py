@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
+import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +63,9 @@ class Saver:
         self._model, self._optimizer, self._also = model, optimizer, dict(also or {})
         self._group, self._copies, self._keep = group, copies, keep
         self._writing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
+        """Of the saving before, until somebody hears of it."""
+        weakref.finalize(self, _tell_unheard, self._errors)
         self._step: int | None = None
         self._whole: list[int] = []
         """Steps that are on the disk of every rank."""
@@ -95,9 +99,9 @@ class Saver:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        if self._error is not None:
-            error, self._error, self._step = self._error, None, None
-            raise error
+        if self._errors:
+            self._step = None
+            raise self._errors.pop()
 
     def _agreed(self, taken: Snapshot | None, again: int, trouble: BaseException | None) -> _Saving:
         """Which saving this is; all ranks can do it."""
@@ -139,7 +143,13 @@ class Saver:
             for part, data in parts or [taken.packed(*saving)]:
                 write_part(self._folder, part, data)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
+
+
+def _tell_unheard(errors: list[BaseException]) -> None:
+    """The saver is gone, or the program is over, and nobody has waited for the last saving."""
+    for error in errors:
+        warnings.warn(f"the last saving failed: {error}", stacklevel=2)
 
 
 class _Saving(NamedTuple):

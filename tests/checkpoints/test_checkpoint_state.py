@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +194,22 @@ def test_a_state_that_cannot_be_had_and_says_nothing_is_named_by_its_error(tmp_p
 
     with pytest.raises(CheckpointError, match=r"rank 0: NotImplementedError\(\)"):
         Saver(tmp_path, nn.Linear(2, 2), also={"loader": Without()}).save(1)
+
+
+def test_what_cannot_be_written_is_told_at_the_end_if_nobody_waits(tmp_path: Path) -> None:
+    program = """
+        import sys
+        from torch import nn
+        from hcsim.checkpoints.saver import Saver
+        saver = Saver(sys.argv[1], nn.Linear(2, 2))
+        saver.save(1)
+    """
+    folder = tmp_path / "saved"
+    folder.write_text("a file where the folder should be")
+    command = [sys.executable, "-c", textwrap.dedent(program), str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert f"the last saving failed: {folder}" in told
+    assert told.count("cannot be written") == 1
 
 
 def test_what_cannot_be_written_is_heard_of_at_the_next_saving_and_then_forgotten(tmp_path: Path) -> None:

@@ -159,6 +159,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """On a real cluster, the rank hears that another rank's script has failed."""
+
+    rank: int
+    reason: str
+
+
 class HungUp(Exception):
     """The other side is gone."""
 
@@ -172,7 +179,7 @@ class Conversation:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(heard).decode
 
-    def say(self, message: Message | Answer) -> None:
+    def say(self, message: Message | Answer | Failed) -> None:
         """Send one message."""
         data = self._encode(message)
         try:

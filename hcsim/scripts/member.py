@@ -27,17 +27,19 @@ from hcsim.launch import RealNode, real_member, real_self
 from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Host
-from hcsim.scripts.conversation import Answer, Conversation, HungUp, Stored
+from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
 from hcsim.scripts.environment import environment
 from hcsim.scripts.failures import failure_of
-from hcsim.scripts.store import StoreLine, StoreService
+from hcsim.scripts.store import Reply, StoreLine, StoreService
 from hcsim.training.elastic.train import next_view
 
 _BEGUN = "hcsim/begun"
 _ENDED = "hcsim/ended"
+_FAILED = "hcsim/failed"
 _BEGIN_S = 60.0
 _LINGER_S = 30.0
-"""How long the store outlives its own machine's script, for those that are slower."""
+"""How long the store outlives its own machine's script, for those that are slower; and how long a rank waits there
+for the others once a script has failed: who has failed sets no more keys."""
 _GRACE_S = 5.0
 
 
@@ -89,7 +91,7 @@ async def run_in_cluster(
                 us = members.index(node.us.node)
                 found = _found(here, view, us, len(members), hosts_of(node.us.address)[0])
                 code = await _run([script.path, *script.arguments], found, store, leaving)
-                await _end(store, us, len(members))
+                await _end(store, us, len(members), code)
             await node.leave()
             return Ended(us, len(members), code)
 
@@ -130,12 +132,15 @@ def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str
 async def _run(script: Sequence[str], found: dict[str, str], store: StoreLine, leaving: asyncio.Event | None) -> int:
     """Run it to its end, and see to its store meanwhile; its exit status."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    news, to_them = socket.socketpair()
+    with theirs, to_them:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hcsim.scripts.rank.member", str(theirs.fileno()), *script,
-            pass_fds=[theirs.fileno()], env=found, start_new_session=True,  # an interrupt is for us, and we pass it on
+            sys.executable, "-m", "hcsim.scripts.rank.member", str(theirs.fileno()), str(to_them.fileno()), *script,
+            pass_fds=[theirs.fileno(), to_them.fileno()], env=found,
+            start_new_session=True,  # an interrupt is for us, and we pass it on
         )  # fmt: skip
-    attending = asyncio.ensure_future(_attend(Conversation(ours, Stored), store))
+    failure = asyncio.ensure_future(_failure(store, Conversation(news, Failed)))
+    attending = asyncio.ensure_future(_attend(Conversation(ours, Stored), store, failure))
     passing_on = asyncio.ensure_future(_interrupt(process, leaving)) if leaving is not None else None
     try:
         return await process.wait()
@@ -144,22 +149,49 @@ async def _run(script: Sequence[str], found: dict[str, str], store: StoreLine, l
             passing_on.cancel()
         _signal(process, signal.SIGKILL)  # and all that it started
         attending.cancel()
-        await asyncio.gather(attending, return_exceptions=True)
+        failure.cancel()
+        await asyncio.gather(attending, failure, return_exceptions=True)
 
 
-async def _attend(conversation: Conversation, store: StoreLine) -> None:
+async def _failure(store: StoreLine, news: Conversation) -> str:
+    """The first failure of a script on any machine, of which ours is told."""
+    failed = msgspec.msgpack.decode((await store.do(Stored("get", (_FAILED,)))).values[0], type=Failed)
+    with suppress(HungUp):
+        news.say(failed)
+    return failed.reason
+
+
+async def _attend(conversation: Conversation, store: StoreLine, failure: asyncio.Task[str]) -> None:
     while True:
         try:
             asked = await asyncio.to_thread(conversation.hear)
         except HungUp:
             return
         try:
-            reply = await store.do(asked)
+            reply = await _done(asked, store, failure)
             answer = Answer(0.0, 0.0, number=reply.number, values=reply.values)
         except HcsimError as error:
             answer = Answer(0.0, 0.0, failure=failure_of(error))
         with suppress(HungUp):
             conversation.say(answer)
+
+
+async def _done(asked: Stored, store: StoreLine, failure: asyncio.Task[str]) -> Reply:
+    """What comes of it; it takes not much longer once a script has failed."""
+    try:
+        async with asyncio.timeout(None) as limit:
+
+            def hurry(_: asyncio.Task[str]) -> None:
+                limit.reschedule(asyncio.get_running_loop().time() + _LINGER_S)
+
+            failure.add_done_callback(hurry)
+            try:
+                return await store.do(asked)
+            finally:
+                failure.remove_done_callback(hurry)
+    except TimeoutError:
+        what = f"{asked.operation} of {', '.join(asked.keys)}"
+        raise HcsimError(f"{what}: {failure.result()}") from None
 
 
 async def _interrupt(process: asyncio.subprocess.Process, leaving: asyncio.Event) -> None:
@@ -169,14 +201,23 @@ async def _interrupt(process: asyncio.subprocess.Process, leaving: asyncio.Event
     _signal(process, signal.SIGKILL)
 
 
+def _how(code: int) -> str:
+    """An exit status, or minus a signal, in words."""
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
+
+
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
 
-async def _end(store: StoreLine, rank: int, world: int) -> None:
-    """Say that we are done; who keeps the store waits for the others to say so."""
+async def _end(store: StoreLine, rank: int, world: int, code: int) -> None:
+    """Say that we are done, and how; who keeps the store waits for the others to say so."""
     with suppress(HcsimError, DeadlineExceeded):
+        if code:
+            failed = Failed(rank, f"the script of rank {rank} failed: {_how(code)}")
+            word = msgspec.msgpack.encode(failed)
+            await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
         done = (await store.do(Stored("add", (f"{_ENDED}/count",), amount=1, timeout_s=_GRACE_S))).number
         if done == world:
             await store.do(Stored("set", (_ENDED,), (b"",), timeout_s=_GRACE_S))

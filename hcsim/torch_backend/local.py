@@ -145,6 +145,7 @@ class LocalEngine:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._groups: list[Group] = []
+        self._failed: tuple[int, int, str] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hcsim", daemon=True)
         self._thread.start()
@@ -162,12 +163,25 @@ class LocalEngine:
         us = Membership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
         group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
         self._groups.append(group)
+        self.hand_over(self._fail_groups)
         return LocalLine(self, group)
 
     def close(self, group: Group) -> None:
         """Leave a group that was opened here."""
         self.run(group.close())
         self._groups.remove(group)
+
+    def peer_failed(self, rank: int, world: int, reason: str) -> None:
+        """We are told that a rank of the program has failed: no group of all ranks can go on, or begin."""
+        self._failed = rank, world, reason
+        self.hand_over(self._fail_groups)
+
+    def _fail_groups(self) -> None:
+        if self._failed is not None:
+            rank, world, reason = self._failed
+            for group in self._groups:
+                if group.size == world:  # who has made a smaller one has done so without that rank
+                    group.fail(reason, rank)
 
     def hand_over(self, act: Callable[..., object], *args: object) -> None:
         """Have the loop's thread call it, after all that was handed over before."""

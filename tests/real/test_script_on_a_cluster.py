@@ -33,6 +33,14 @@ data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.para
 print("learned", hashlib.sha256(data).hexdigest(), flush=True)
 dist.destroy_process_group()
 """
+FAILS = """
+import sys, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    sys.exit(3)
+dist.barrier()
+"""
 TOO_LONG = 100_000
 
 
@@ -65,6 +73,16 @@ def test_a_script_learns_the_same_on_real_machines_and_on_simulated_ones(ab: tup
     said: list[str] = []
     simulate_script(on_switch(["x", "y"]), script, ["10"], say=lambda rank, stream, text: said.append(text))
     assert {learned(process.text) for process in processes} == {learned("".join(said))}
+
+
+def test_when_the_script_fails_on_one_machine_the_other_does_not_wait_for_it(ab: tuple[Together, Path]) -> None:
+    """Though the two have no connection yet that could break."""
+    cluster, script = ab
+    script.write_text(FAILS)
+    processes = start(cluster, script, 0)
+    assert [process.ends() for process in processes] == [1, 1], [process.text for process in processes]
+    told = next(process.text for process in processes if "this machine is rank 0" in process.text)
+    assert "CallFailed: the script of rank 1 failed: it ended with 3" in told
 
 
 @pytest.mark.namespaces_long

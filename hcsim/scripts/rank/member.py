@@ -1,4 +1,4 @@
-"""`python -m hcsim.scripts.rank.member CONVERSATION SCRIPT ARGUMENTS`: a rank on a real cluster."""
+"""`python -m hcsim.scripts.rank.member CONVERSATION NEWS SCRIPT ARGUMENTS`: a rank on a real cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from hcsim.scripts.conversation import Answer, Conversation, HungUp, Stored
+from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
 from hcsim.scripts.rank import rendezvous
 from hcsim.scripts.rank.store import RemoteStore
+from hcsim.torch_backend.local import local_engine
 
 
 class Member:
@@ -40,8 +41,17 @@ class Member:
             os._exit(1)
 
 
-def _main(descriptor: str, script: str, *arguments: str) -> None:
+def _hear_of_failure(news: Conversation) -> None:
+    """On a thread of its own: when another rank's script has failed, our groups hear of it."""
+    with suppress(HungUp):
+        failed: Failed = news.hear()
+        local_engine().peer_failed(failed.rank, int(os.environ["WORLD_SIZE"]), failed.reason)
+
+
+def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
     store = RemoteStore(Member(Conversation(socket.socket(fileno=int(descriptor)), Answer)))
+    told = Conversation(socket.socket(fileno=int(news)), Failed)
+    threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
     rendezvous.install(store)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)

@@ -37,13 +37,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel, the second dimension."""
         self._check_input_dim(x)
-        if not self.training and self.running_mean is not None:
+        if not self.training:  # by itself, as torch's does: one rank alone may evaluate
             return super().forward(x)
         normalised: Tensor
         normalised, count, mean, variance = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self.group
         )
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._remember(float(count), mean, variance)
         return normalised
 

@@ -87,6 +87,14 @@ def test_it_takes_narrow_numbers_and_no_samples_at_all_and_refuses_other_channel
     ranks.run(narrow_and_empty, size=2)
 
 
+def test_who_evaluates_needs_no_others_with_or_without_statistics() -> None:
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for tracked in (True, False):
+        theirs = nn.BatchNorm1d(4, track_running_stats=tracked).eval()
+        ours = SyncBatchNorm.convert(copy.deepcopy(theirs))
+        assert torch.equal(ours(batch), theirs(batch))
+
+
 def test_converting_keeps_the_parameters_and_the_mode() -> None:
     before = model().eval()
     parameters, buffers = list(before.parameters()), list(before.buffers())

@@ -2,6 +2,7 @@
 
     FOLDER/step-00000100/rank-2-of-4.safetensors   tensors, and pieces of tensors, flat
     FOLDER/step-00000100/rank-2-of-4.json          what they are, and the file's SHA-256; written last
+    FOLDER/step-00000100/rank-2-of-4-again-1.json  and so on: a step that was saved before
 
 A part counts once its JSON file is there, which happens after its data are safe on the disk. A checkpoint counts when
 all parts of one saving are there: they carry a number that was drawn for it, so that parts of two savings, or of two
@@ -44,7 +45,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     saving: str
     """The same in all parts of one saving."""
     again: int = 0
-    """How many savings of this step there were before: by another number of ranks, they are still there."""
+    """How many savings of this step there were before; they stay until this one is whole."""
     step: int
     rank: int
     world: int
@@ -61,7 +62,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stem(self) -> str:
         """Of its files' names."""
-        return f"rank-{self.rank}-of-{self.world}"
+        return f"rank-{self.rank}-of-{self.world}" + (f"-again-{self.again}" if self.again else "")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -131,6 +132,15 @@ def remove_step(folder: Path, step: int) -> None:
     for description in sorted(where.glob("*.json")):
         description.unlink(missing_ok=True)
     shutil.rmtree(where, ignore_errors=True)
+
+
+def remove_savings(folder: Path, step: int, before: int) -> None:
+    """Take away what there is of a step from savings before that one, which is whole."""
+    for part in parts_in(folder, step)[0]:
+        if part.again < before:
+            data = data_file(folder, part)
+            data.with_suffix(".json").unlink(missing_ok=True)
+            data.unlink(missing_ok=True)
 
 
 def complete(parts: Mapping[int, Part]) -> bool:

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from hcsim.checkpoints.optimizer import optimizer_plain, optimizer_ranges
-from hcsim.checkpoints.parts import Part, Piece, parts_in, remove_step, steps_in, write_part
+from hcsim.checkpoints.parts import Part, Piece, parts_in, remove_savings, remove_step, steps_in, write_part
 from hcsim.checkpoints.plain import dtype_name, taken_apart
 from hcsim.checkpoints.random_numbers import random_state
 from hcsim.checkpoints.ranges import Names, Range
@@ -67,6 +67,7 @@ class Saver:
         """Of the saving before, until somebody hears of it."""
         weakref.finalize(self, _tell_unheard, self._errors)
         self._step: int | None = None
+        self._again = 0
         self._whole: list[int] = []
         """Steps that are on the disk of every rank."""
 
@@ -86,12 +87,14 @@ class Saver:
             trouble = error
         saving = self._agreed(taken, again, trouble)
         assert taken is not None
+        replaced = None if self._step is None or not self._again else (self._step, self._again)
         if self._step is not None:
             self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
-        self._step = step
+        self._step, self._again = step, saving.again
         pruned = min(self._whole) if len(self._whole) == self._keep else 0
         parts = self._exchanged(*taken.packed(*saving)) if self._copies > 1 else None
-        self._writing = threading.Thread(target=self._write, args=(taken, saving, parts, pruned), name="checkpoint")
+        work = (taken, saving, parts, pruned, replaced)
+        self._writing = threading.Thread(target=self._write, args=work, name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -134,9 +137,18 @@ class Saver:
             held.append((theirs[before], room.numpy().tobytes()))
         return held
 
-    def _write(self, taken: Snapshot, saving: _Saving, parts: list[tuple[Part, bytes]] | None, pruned: int) -> None:
+    def _write(
+        self,
+        taken: Snapshot,
+        saving: _Saving,
+        parts: list[tuple[Part, bytes]] | None,
+        pruned: int,
+        replaced: tuple[int, int] | None,
+    ) -> None:
         """On a thread of its own. What is older than the steps that stay goes before the new one comes."""
         try:
+            if replaced is not None:
+                remove_savings(self._folder, *replaced)
             for older in steps_in(self._folder):
                 if older < pruned:
                     remove_step(self._folder, older)

@@ -154,6 +154,35 @@ def test_of_two_whole_savings_of_a_step_the_later_one_is_loaded(tmp_path: Path) 
         assert load(folder).world == 1
 
 
+def die_saving_again(meeting: Meeting, folder: str, suffix: str) -> None:
+    saver = Saver(folder, made := layer(1))
+    saver.save(0)
+    saver.wait()
+    sys.addaudithook(
+        lambda event, args: os._exit(9) if event == "os.rename" and str(args[1]).endswith(suffix) else None
+    )
+    nn.init.constant_(made.weight, 2.0)
+    saver.save(0)
+    saver.wait()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_who_dies_while_saving_a_step_again_leaves_what_it_had(ranks: Ranks, tmp_path: Path, suffix: str) -> None:
+    assert ranks.answers(die_saving_again, str(tmp_path), suffix, size=1, backend="") == [Killed()]
+    assert weight(load(tmp_path)) == 1
+
+
+def test_of_one_step_that_is_saved_again_and_again_the_last_two_savings_stay(tmp_path: Path) -> None:
+    made = layer(0)
+    saver = Saver(tmp_path, made)
+    for value in range(5):
+        nn.init.constant_(made.weight, float(value))
+        saver.save(0)
+    saver.wait()
+    assert weight(load(tmp_path)) == 4
+    assert len(list(step_folder(tmp_path, 0).iterdir())) == 4
+
+
 def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
     part, data = part_of(0, 1, 5, "a")
     fields = {name: getattr(part, name) for name in part.__struct_fields__}

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from hcsim.collectives.agreement import signature_of
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.data import kind_of
 from hcsim.collectives.execute import Execution
@@ -75,13 +76,14 @@ class Dispatch:
         bucket = request.bucket
         lanes, signature = self._planned(request, memory)
         ticket = self._ticket(request.operation, bucket, self._count("", 0, bucket), signature)
+        self._fate.begin(ticket)
         line = self._lines.setdefault(bucket, [])
         before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
         task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before)
         line.append(task)
-        task.add_done_callback(
-            line.remove
-        )  # not only when the next one comes: it holds what the caller may want to free
+        # Not only when the next one comes: it holds what the caller may want to free.
+        task.add_done_callback(line.remove)
+        task.add_done_callback(lambda _: self._fate.agreement.end(ticket))
         return task
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
@@ -139,8 +141,8 @@ class Dispatch:
             rounds = self._by_true_rank(plan(request.operation, request.algorithm, self._rank, request.shape))
             lanes = self._lanes(rounds if request.op == "mean" else _unfinished(rounds), memory)
             shape = msgspec.structs.replace(request.shape, sent=(), received=())
-            agreed = (request.operation, request.algorithm, request.op, shape, kind_of(memory))
-            self._plans[key] = lanes, zlib.crc32(repr(agreed).encode())
+            agreed = (request.algorithm, request.op, shape, kind_of(memory))
+            self._plans[key] = lanes, signature_of(request.operation, agreed)
         return self._plans[key]
 
     def _by_true_rank(self, rounds: Plan) -> Plan:

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from hcsim.collectives.agreement import Agreement
 from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
 from hcsim.collectives.wiring import Ticket
@@ -63,6 +64,7 @@ class Fate:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.scratch = ScratchPool()
+        self.agreement = Agreement(mesh.us.rank)
         self._meter = Meter(mesh.host)
         self.error: HcsimError | None = None
         self.followers: list[Follower] = []
@@ -72,6 +74,12 @@ class Fate:
         self._cutting = False
         mesh.on_link = self._adopt
         mesh.on_newer = self._left_behind
+
+    def begin(self, ticket: Ticket) -> None:
+        """A collective begins here; that others do something else in its place ends the group."""
+        trouble = self.agreement.begin(ticket)
+        if trouble is not None:
+            self.fail(trouble)
 
     def see_through(
         self,
@@ -101,7 +109,8 @@ class Fate:
                 if before is not None:
                     await asyncio.gather(asyncio.shield(before), return_exceptions=True)
                 if self.error is not None:
-                    raise CollectiveError(f"{ticket} was not started: {self.error}") from self.error
+                    peer = self.error.peer if isinstance(self.error, CollectiveError) else None
+                    raise CollectiveError(f"{ticket} was not started: {self.error}", peer=peer) from self.error
                 await work.run()
             sent_bytes = work.sent_bytes
         except CollectiveError as error:
@@ -175,6 +184,7 @@ class Fate:
     def _adopt(self, link: Link) -> None:
         link.on_abort = lambda header, text: self._aborted(link, header, text)
         link.on_failure = self._link_failed
+        link.on_stray = self._look_at
         if self.error is not None:
             link.fail(self.error)
         for follower in self.followers:
@@ -183,6 +193,11 @@ class Fate:
     def _aborted(self, link: Link, header: Header, text: str) -> None:
         reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
         self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase=_TOLD))
+
+    def _look_at(self, link: Link, header: Header) -> None:
+        trouble = self.agreement.objection(link.peer_rank, header)
+        if trouble is not None:
+            self.fail(trouble)
 
     def cutting(self) -> None:
         """An operation is being cancelled, which may cut a frame: what breaks now is not the reason for anything."""

@@ -60,8 +60,8 @@ class Link:
 
     __slots__ = (
         "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought", "_spare",
-        "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "peer_rank",
-        "received_bytes", "received_frames", "sent_bytes", "sent_frames",
+        "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "on_stray",
+        "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class Link:
         self.channels = tuple(channels)
         self.on_abort: Callable[[Header, str], None] | None = None
         self.on_failure: Callable[[Link, HcsimError], None] | None = None
+        self.on_stray: Callable[[Link, Header], None] | None = None
+        """Called with a frame that finds no place, or one that is another operation's; may fail the link."""
         self.sent_bytes = 0
         self.sent_frames = 0
         self.received_bytes = 0
@@ -201,6 +203,8 @@ class Link:
                 return receipt.fold
             into = receipt.into
             return into if into is not None and into.nbytes == header.length else None
+        if self.on_stray is not None:
+            self.on_stray(self, header)
         if self._sought:
             shown = self._sought.pop((header.group, header.operation, header.bucket, header.step, header.offset), None)
             if shown is not None:
@@ -243,7 +247,9 @@ class Link:
     def _settle(self, header: Header, payload: Payload, receipt: Receipt) -> None:
         """Give a payload to who waits for it, in its place."""
         if not receipt.fits(header):
-            _disappoint(receipt.arrived, self._disagreement(header, receipt.total))
+            if header.signature != receipt.signature and self.on_stray is not None:
+                self.on_stray(self, header)
+            _disappoint(receipt.arrived, self._error or self._disagreement(header, receipt.total))
             return
         into, fold = receipt.into, receipt.fold
         folded = fold is not None and payload is fold.into

@@ -1,0 +1,90 @@
+"""Whether all ranks do the same: a frame says which operation its sender thinks it is part of.
+
+Its number says where in the order the operation stands, its signature what it is. A frame that finds its place posted
+is checked there. One that does not is looked at here: it may only be early, or the sign that its sender does something
+else, for which nobody here will ever post a place.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TypeAlias
+
+from hcsim.collectives.algorithms import PLANNERS
+from hcsim.collectives.wiring import POINT_TO_POINT, Ticket
+from hcsim.errors import CollectiveError
+from hcsim.runtime.frame import Header
+
+_OPERATIONS = tuple(PLANNERS)
+_DIGEST_BITS = 28
+REMEMBERED = 64
+"""Operations that are over, so that an error can say what they were."""
+Key: TypeAlias = tuple[int, int, int]
+"""(group, bucket, operation)"""
+
+
+def signature_of(operation: str, agreed: object) -> int:
+    """A digest of what all ranks must agree on; its upper bits say which operation it is."""
+    digest = zlib.crc32(repr((operation, agreed)).encode())
+    return _OPERATIONS.index(operation) << _DIGEST_BITS | digest & (1 << _DIGEST_BITS) - 1
+
+
+def _name_of(signature: int) -> str:
+    number = signature >> _DIGEST_BITS
+    return _OPERATIONS[number] if number < len(_OPERATIONS) else "unknown operation"
+
+
+class Agreement:
+    """The collectives of all groups over one mesh: those that are under way here, and those that others began first."""
+
+    def __init__(self, us: int) -> None:
+        self._us = us
+        self._under_way: dict[Key, int] = {}
+        """Their signatures."""
+        self._over: dict[Key, int] = {}
+        """Those of the last ones that are over."""
+        self._begun: dict[tuple[int, int], int] = {}
+        """How many a group has begun in a bucket."""
+        self._ahead: dict[Key, tuple[int, int]] = {}
+        """Sender and signature of the first frame that came of an operation before we began it."""
+
+    def begin(self, ticket: Ticket) -> CollectiveError | None:
+        """We begin a collective. Says why it cannot succeed, where a frame that came before shows that."""
+        key = (ticket.group, ticket.bucket, ticket.operation)
+        self._under_way[key] = ticket.signature
+        self._begun[key[:2]] = ticket.operation + 1
+        first = self._ahead.pop(key, None) if self._ahead else None
+        return None if first is None else _compared(ticket.operation, (self._us, ticket.signature), first)
+
+    def end(self, ticket: Ticket) -> None:
+        """It is over here."""
+        key = (ticket.group, ticket.bucket, ticket.operation)
+        self._over[key] = self._under_way.pop(key)
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def objection(self, sender: int, header: Header) -> CollectiveError | None:
+        """Why a frame that finds no place shows that its sender does something else, if it does."""
+        if header.group & POINT_TO_POINT:
+            return None
+        key, number, theirs = (header.group, header.bucket, header.operation), header.operation, header.signature
+        if number >= self._begun.get(key[:2], 0):
+            return _compared(number, self._ahead.setdefault(key, (sender, theirs)), (sender, theirs))
+        ours = self._under_way.get(key, self._over.get(key))
+        trouble = None if ours is None else _compared(number, (self._us, ours), (sender, theirs))
+        if trouble is None and key not in self._under_way:
+            text = f"rank {sender} is doing another operation: it sends for {_name_of(theirs)} #{number}, which is over"
+            return CollectiveError(text, peer=sender)
+        return trouble
+
+
+def _compared(number: int, one: tuple[int, int], other: tuple[int, int]) -> CollectiveError | None:
+    """What two ranks do at one place of the order, given the signatures, if it is not the same."""
+    (rank, signature), (peer, theirs) = one, other
+    if signature == theirs:
+        return None
+    name, their_name = _name_of(signature), _name_of(theirs)
+    unlike = f"{their_name}, not {name}"
+    if name == their_name:
+        unlike = f"{name} with another dtype, length, root, reduction or algorithm"
+    return CollectiveError(f"rank {peer} is doing another operation than rank {rank} as #{number}: {unlike}", peer=peer)

@@ -1,0 +1,109 @@
+"""Ranks that call unlike collectives in the same place of the order: all learn it, and what each of them did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hcsim import Group, Options
+from hcsim.errors import CollectiveError
+
+LIMIT_S = 60.0
+SOON_S = 1.0
+"""Far less than the time limit, and more than telling the others takes."""
+
+
+def ones(length: int = 12, dtype: type = np.float32) -> np.ndarray[Any, Any]:
+    return np.ones(length, dtype)
+
+
+CALLS: dict[str, Callable[[Group], Any]] = {
+    "all_reduce": lambda group: group.all_reduce(ones()),
+    "all_reduce of int32": lambda group: group.all_reduce(ones(dtype=np.int32)),
+    "all_reduce of more": lambda group: group.all_reduce(ones(24)),
+    "all_reduce by max": lambda group: group.all_reduce(ones(), "max"),
+    "reduce to 0": lambda group: group.reduce(ones(), 0),
+    "reduce to 1": lambda group: group.reduce(ones(), 1),
+    "broadcast from 0": lambda group: group.broadcast(ones(), 0),
+    "broadcast from 1": lambda group: group.broadcast(ones(), 1),
+    "all_gather": lambda group: group.all_gather(ones()),
+    "gather to 0": lambda group: group.gather(ones(), 0),
+    "gather to 1": lambda group: group.gather(ones(), 1),
+    "scatter from 0": lambda group: group.scatter([ones()] * group.size, ones(), 0),
+    "scatter from 1": lambda group: group.scatter([ones()] * group.size, ones(), 1),
+    "reduce_scatter": lambda group: group.reduce_scatter(ones(12 * group.size)),
+    "all_to_all": lambda group: group.all_to_all([ones()] * group.size),
+    "barrier": lambda group: group.barrier(),
+}
+
+
+async def failure(group: Group, call: str) -> tuple[str, float]:
+    """How the call ends, or, where it only sends, the next one: with which text, and how much later."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+
+    async def and_the_next() -> None:
+        await CALLS[call](group)
+        await group.barrier()
+
+    with pytest.raises(CollectiveError) as caught:
+        await and_the_next()
+    return str(caught.value), loop.time() - began_s
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        ("all_reduce", "broadcast from 0"),
+        ("broadcast from 1", "broadcast from 0"),
+        ("barrier", "scatter from 0"),
+        ("all_gather", "gather to 1"),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_whoever_gets_a_frame_of_another_operation_tells_all_at_once(virtual, usual, odd, first):
+    """Rank 0 does something else than the others; in turn, each of the three is ahead of the rest."""
+
+    async def program(group: Group) -> tuple[str, float]:
+        await group.barrier()
+        if group.rank != first:
+            await asyncio.sleep(0.5)
+        return await failure(group, odd if group.rank == 0 else usual)
+
+    results = virtual.run(3, program, options=Options(timeout_s=LIMIT_S))
+    for text, seconds in results:
+        assert "another operation" in text
+        assert odd.split()[0] in text
+        assert usual.split()[0] in text
+        assert seconds < 0.5 + SOON_S
+
+
+def test_a_frame_of_an_operation_that_is_over_is_noticed(virtual):
+    async def program(group: Group) -> tuple[str, float]:
+        await group.barrier()
+        if group.rank == 1:
+            await asyncio.sleep(0.5)  # rank 0 has sent its broadcast, and waits in what comes next
+        return await failure(group, "broadcast from 0" if group.rank == 0 else "gather to 0")
+
+    for text, seconds in virtual.run(2, program, options=Options(timeout_s=LIMIT_S)):
+        assert "another operation" in text
+        assert seconds < SOON_S
+
+
+def test_unlike_calls_in_a_subgroup_name_ranks_as_the_whole_group_does(virtual):
+    async def program(group: Group) -> str:
+        await group.barrier()
+        if group.rank == 0:
+            return ""
+        pair = group.subgroup([1, 2])
+        return (await failure(pair, "broadcast from 0" if group.rank == 1 else "all_reduce"))[0]
+
+    _, *texts = virtual.run(3, program, options=Options(timeout_s=LIMIT_S))
+    for text in texts:
+        assert "rank 1 is doing another operation than rank 2" in text or (
+            "rank 2 is doing another operation than rank 1" in text
+        )

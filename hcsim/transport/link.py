@@ -2,8 +2,8 @@
 
 Whoever expects a message posts where it goes. One pump per channel reads frames and puts each
 payload straight into its posted place. A frame that nobody has posted for yet stays with the system,
-and the peer feels it as back-pressure, unless somebody waits for one behind it: then it is
-taken in and kept. Whoever cannot say yet where a message goes, because it may take another one instead, looks out
+and the peer feels it as back-pressure, unless somebody waits for one behind it, or for a link to another peer: then it
+is taken in and kept. Whoever cannot say yet where a message goes, because it may take another one instead, looks out
 for it, and is told when it shows. The tag is (group, operation, bucket, step, offset), so messages of operations that
 are in flight together cannot take each other's places, in whatever order they come.
 
@@ -59,8 +59,8 @@ class Link:
     """A connection to one peer, over one channel or striped over several."""
 
     __slots__ = (
-        "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought", "_spare",
-        "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "on_stray",
+        "_attentive", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought",
+        "_spare", "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "on_stray",
         "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
@@ -87,6 +87,7 @@ class Link:
         self._early_bytes = 0
         self._spare = spare
         self._wanted: asyncio.Future[None] | None = None
+        self._attentive = False
         self._error: HcsimError | None = None
         self.leaving = False
         """The peer said goodbye."""
@@ -146,6 +147,13 @@ class Link:
     def look_away(self, tag: Tag) -> None:
         """Nobody looks out for it any more."""
         self._sought.pop(tag, None)
+
+    def attend(self, yes: bool) -> None:
+        """Whether to take in what comes even if nobody has posted for anything: behind it the peer may give up."""
+        self._attentive = yes
+        if yes and self._wanted is not None:
+            self._wanted.set_result(None)
+            self._wanted = None
 
     def check_over(self, group: int, operation: int, bucket: int) -> None:
         """An operation is over here: whatever else has come for it shows that the peer does another one."""
@@ -210,7 +218,7 @@ class Link:
             if shown is not None:
                 shown()
                 return self._until_wanted()
-        if not self._posted and not self._sought:  # nobody waits for anything behind it either
+        if not (self._posted or self._sought or self._attentive):  # nobody waits for anything behind it either
             return self._until_wanted()
         for number, room in enumerate(self._spare):
             if room.nbytes == header.length:

@@ -114,6 +114,7 @@ class Mesh:
         self._spare: list[memoryview] = []
         self._strangers = Callers()
         self._closed = False
+        self._awaited = 0
 
     async def open(self) -> None:
         """Listen for the others, if there are any."""
@@ -133,7 +134,17 @@ class Mesh:
         if rank not in self._opening:
             self._opening[rank] = asyncio.get_running_loop().create_future()
             self._tasks.append(self.host.spawn(self._open(rank), name=f"open a link to rank {rank}"))
-        return await asyncio.shield(self._opening[rank])
+        self._await_links(1)
+        try:
+            return await asyncio.shield(self._opening[rank])
+        finally:
+            self._await_links(-1)
+
+    def _await_links(self, change: int) -> None:
+        """So many more wait for a link. Meanwhile they hear, on those that are open, if others give up."""
+        self._awaited += change
+        for link in self.links.values():
+            link.attend(self._awaited > 0)
 
     async def close(self, parting: tuple[Kind, str], error: HcsimError) -> None:
         """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening."""
@@ -195,6 +206,7 @@ class Mesh:
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make channels a link, which from now on hears what the peer says."""
         link = self.links[rank] = Link(self.host, rank, self.us.epoch, channels, self._spare)
+        link.attend(self._awaited > 0)
         self._traffic.opened()
         if self.on_link is not None:
             self.on_link(link)

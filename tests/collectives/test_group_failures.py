@@ -311,3 +311,21 @@ def test_nothing_is_written_into_an_array_once_its_operation_has_ended(real, how
 
     # One segment is large, so that the operation ends in the middle of it.
     assert real.run(2, program, wire=Wire(segment_bytes=16 << 20)) == [True, True]
+
+
+def test_who_still_waits_for_a_link_hears_that_another_peer_has_given_up(cluster):
+    """Rank 0's word that it gives up comes behind a message that rank 1 has not asked for yet."""
+
+    async def program(group: Group) -> str:
+        if group.rank == 2:
+            await asyncio.sleep(0.5)
+            return ""
+        await group.subgroup([0, 1]).barrier()
+        if group.rank == 0:
+            await group.send(np.ones(3), 1)
+            group.fail("rank 0 has had enough", 0)
+            return ""
+        error, _ = await failure(group.recv(np.ones(3), 2))
+        return str(error)
+
+    assert "had enough" in cluster.run(3, program, options=TIMEOUT)[1]

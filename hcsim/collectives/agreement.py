@@ -13,7 +13,7 @@ from typing import TypeAlias
 from hcsim.collectives.algorithms import PLANNERS
 from hcsim.collectives.wiring import POINT_TO_POINT, Ticket
 from hcsim.errors import CollectiveError
-from hcsim.runtime.frame import Header
+from hcsim.runtime.frame import Header, Kind
 
 _OPERATIONS = tuple(PLANNERS)
 _DIGEST_BITS = 28
@@ -39,10 +39,11 @@ class Agreement:
 
     def __init__(self, us: int) -> None:
         self._us = us
-        self._under_way: dict[Key, int] = {}
-        """Their signatures."""
+        self.lowest: dict[int, int] = {}
+        """The lowest rank of each group, by its number."""
+        self._under_way: dict[Key, Ticket] = {}
         self._over: dict[Key, int] = {}
-        """Those of the last ones that are over."""
+        """Signatures of the last ones that are over."""
         self._begun: dict[tuple[int, int], int] = {}
         """How many a group has begun in a bucket."""
         self._ahead: dict[Key, tuple[int, int]] = {}
@@ -51,7 +52,7 @@ class Agreement:
     def begin(self, ticket: Ticket) -> CollectiveError | None:
         """We begin a collective. Says why it cannot succeed, where a frame that came before shows that."""
         key = (ticket.group, ticket.bucket, ticket.operation)
-        self._under_way[key] = ticket.signature
+        self._under_way[key] = ticket
         self._begun[key[:2]] = ticket.operation + 1
         first = self._ahead.pop(key, None) if self._ahead else None
         return None if first is None else _compared(ticket.operation, (self._us, ticket.signature), first)
@@ -59,9 +60,16 @@ class Agreement:
     def end(self, ticket: Ticket) -> None:
         """It is over here."""
         key = (ticket.group, ticket.bucket, ticket.operation)
-        self._over[key] = self._under_way.pop(key)
+        self._over[key] = self._under_way.pop(key).signature
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
+
+    def oldest(self) -> list[Ticket]:
+        """The first of each bucket that is under way."""
+        found: dict[tuple[int, int], Ticket] = {}
+        for ticket in self._under_way.values():
+            found.setdefault((ticket.group, ticket.bucket), ticket)
+        return list(found.values())
 
     def objection(self, sender: int, header: Header) -> CollectiveError | None:
         """Why a frame that finds no place shows that its sender does something else, if it does."""
@@ -70,9 +78,10 @@ class Agreement:
         key, number, theirs = (header.group, header.bucket, header.operation), header.operation, header.signature
         if number >= self._begun.get(key[:2], 0):
             return _compared(number, self._ahead.setdefault(key, (sender, theirs)), (sender, theirs))
-        ours = self._under_way.get(key, self._over.get(key))
+        ticket = self._under_way.get(key)
+        ours = ticket.signature if ticket is not None else self._over.get(key)
         trouble = None if ours is None else _compared(number, (self._us, ours), (sender, theirs))
-        if trouble is None and key not in self._under_way:
+        if trouble is None and ticket is None and header.kind is Kind.DATA:
             text = f"rank {sender} is doing another operation: it sends for {_name_of(theirs)} #{number}, which is over"
             return CollectiveError(text, peer=sender)
         return trouble

@@ -66,6 +66,7 @@ class Dispatch:
         self._members = members
         self._number = number
         self._rank = members.index(fate.mesh.us.rank)
+        fate.agreement.lowest[number] = min(members)
         self._counts: dict[tuple[str, int, int], int] = {}
         self._plans: dict[object, tuple[Schedule, int]] = {}
         self._lines: dict[int, list[Pending[Any]]] = {}

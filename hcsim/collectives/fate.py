@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from hcsim.collectives.agreement import Agreement
 from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
+from hcsim.collectives.watch import watch
 from hcsim.collectives.wiring import Ticket
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError
 from hcsim.runtime.frame import Header, Kind
@@ -72,8 +73,24 @@ class Fate:
         self._ending: asyncio.Task[None] | None = None
         self._busy: dict[asyncio.Task[Any], None] = {}
         self._cutting = False
+        self._watching: asyncio.Task[None] | None = None
         mesh.on_link = self._adopt
         mesh.on_newer = self._left_behind
+
+    async def watch(self, every_s: float) -> None:
+        """Look, that often, for collectives that do not end because others do something else.
+
+        Rank 0 has a link to everybody from now on: so it notices who is lost before anybody needed it, and through it
+        a failure reaches also those who still wait to be called. Returns when we have ours."""
+        mesh = self.mesh
+        for rank in range(1, mesh.us.world) if mesh.us.rank == 0 else (0,):
+            try:
+                await mesh.link(rank)
+            except HcsimError as error:
+                self.fail(CollectiveError(f"there is no link to rank {rank}: {error}", peer=rank))
+                return
+        if self.error is None:
+            self._watching = mesh.host.spawn(watch(mesh, self.agreement, every_s), name="watch over operations")
 
     def begin(self, ticket: Ticket) -> None:
         """A collective begins here; that others do something else in its place ends the group."""
@@ -175,6 +192,8 @@ class Fate:
             await asyncio.shield(self._ending)
 
     def _end(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for follower in self.followers:
             follower.ended(error)
         for link in self.mesh.links.values():

@@ -65,6 +65,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cross: str = "ring"
     conducted: bool = False
     """Somebody else says when this group is over. Otherwise it is when a member calls from a later epoch."""
+    watch_s: float | None = None
+    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before anybody
+    needed them; None: they are noticed when frames show it, or at the time limit."""
     links: Links | None = None
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 
@@ -95,6 +98,8 @@ class Group:
             mesh.on_newer = None
             mesh.patient = True
         await mesh.open()
+        if options is not None and options.watch_s is not None:
+            await fate.watch(options.watch_s)
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 
     def within(self, timeout_s: float) -> Group:

@@ -48,6 +48,8 @@ class Kind(IntEnum):
     """A typed message of a component above the collectives."""
     LATER = 5
     """The answer to a hello that came too early: call again."""
+    WAITING = 6
+    """The sender has been in the operation that the header names for a while; there is no payload."""
 
 
 _KINDS = tuple(Kind)

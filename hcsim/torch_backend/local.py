@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LEAVE_S = 5.0
+_WATCH_S = 2.0
+"""torch's own time limit is half an hour: ranks that call unlike collectives should not wait that long."""
 
 
 class LocalPending:
@@ -161,7 +163,8 @@ class LocalEngine:
         addresses = _meet(place, store, address_at(self._way.hosts, int(port)))
         # A rank may call late, as long as the group's own time allows: ranks open links when they first need them.
         us = Membership(place.rank, addresses, name=place.name, wire=Wire(connect_timeout_s=place.timeout_s))
-        group = self.run(Group.open(self._host, us, Options(timeout_s=place.timeout_s), listener))
+        options = Options(timeout_s=place.timeout_s, watch_s=_WATCH_S)
+        group = self.run(Group.open(self._host, us, options, listener))
         self._groups.append(group)
         self.hand_over(self._fail_groups)
         return LocalLine(self, group)

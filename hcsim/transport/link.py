@@ -72,7 +72,8 @@ class Link:
         self.on_abort: Callable[[Header, str], None] | None = None
         self.on_failure: Callable[[Link, HcsimError], None] | None = None
         self.on_stray: Callable[[Link, Header], None] | None = None
-        """Called with a frame that finds no place, or one that is another operation's; may fail the link."""
+        """Called with a frame that finds no place, that finds another operation's, or that needs none; may fail the
+        link."""
         self.sent_bytes = 0
         self.sent_frames = 0
         self.received_bytes = 0
@@ -279,6 +280,8 @@ class Link:
     def _signalled(self, header: Header, payload: Payload) -> None:
         if header.kind is Kind.BYE:
             self.leaving = True
+        elif header.kind is Kind.WAITING and self.on_stray is not None:
+            self.on_stray(self, header)
         elif header.kind is Kind.ABORT and self.on_abort is not None:
             text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
             self.on_abort(header, text)

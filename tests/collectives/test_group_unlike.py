@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options
+from hcsim.config import Crash
 from hcsim.errors import CollectiveError
+from hcsim.virtual.world import HostCrashed
 
 LIMIT_S = 60.0
 SOON_S = 1.0
@@ -107,3 +110,54 @@ def test_unlike_calls_in_a_subgroup_name_ranks_as_the_whole_group_does(virtual):
         assert "rank 1 is doing another operation than rank 2" in text or (
             "rank 2 is doing another operation than rank 1" in text
         )
+
+
+WATCHED = Options(timeout_s=LIMIT_S, watch_s=0.2)
+
+
+@pytest.mark.parametrize("usual", CALLS)
+def test_a_watched_group_never_waits_for_its_time_limit(virtual, usual):
+    """Whatever one of three ranks calls instead, and whether or not anything was ever sent between them before."""
+
+    async def program(group: Group, mine: str) -> str:
+        try:
+            await CALLS[mine](group)
+            await group.barrier()
+        except CollectiveError as error:
+            return str(error)
+        return ""  # it has all it needs: the others learn it from those who have not
+
+    for other, odd in itertools.product([call for call in CALLS if call != usual], range(3)):
+        outcome = virtual.outcome(
+            3,
+            lambda group, other=other, odd=odd: program(group, other if group.rank == odd else usual),
+            options=WATCHED,
+        )
+        assert any("another operation" in text for text in outcome.results), (other, odd, outcome.results)
+        assert outcome.seconds < 3 * WATCHED.watch_s
+
+
+def test_who_is_only_late_in_a_watched_group_is_waited_for(virtual):
+    async def program(group: Group) -> list[float]:
+        results = []
+        for number in range(3):
+            if group.rank == number:
+                await asyncio.sleep(2.0)
+            results.append(float((await group.all_reduce(np.full(3, group.rank + 1.0)))[0]))
+        return results
+
+    assert virtual.run(3, program, options=WATCHED) == [[6.0, 6.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_watched_group_notices_who_is_lost_before_anybody_needed_it(virtual, lost):
+    async def program(group: Group) -> tuple[str, float]:
+        await asyncio.sleep(0.5)
+        return await failure(group, "all_reduce")
+
+    crash = Crash(at_s=0.3, node=f"mac-{lost}", clean=True)
+    results = virtual.outcome(3, program, options=WATCHED, faults=[crash]).results
+    assert isinstance(results.pop(lost), HostCrashed)
+    for text, seconds in results:
+        assert f"rank {lost}" in text
+        assert seconds < SOON_S

@@ -68,7 +68,14 @@ def lose_in_barrier(us: Meeting) -> tuple[tuple[str, str], list[float]]:
     return seen(dist.barrier), go_on(us)
 
 
-@pytest.mark.parametrize("lose", [lose_in_all_reduce, lose_in_barrier])
+def lose_before_the_first_call(us: Meeting) -> tuple[tuple[str, str], list[float]]:
+    Meeting(us.rank, us.size, "hcsim", us.file).init()
+    if us.rank == us.size - 1:
+        die()
+    return seen(lambda: dist.all_reduce(torch.ones(3))), go_on(us)
+
+
+@pytest.mark.parametrize("lose", [lose_in_all_reduce, lose_in_barrier, lose_before_the_first_call])
 @pytest.mark.parametrize("size", [2, 4])
 def test_survivors_name_the_lost_rank_and_go_on(ranks: Ranks, lose: Callable[..., Any], size: int) -> None:
     *survivors, lost = ranks.answers(lose, size=size, backend="")
@@ -179,13 +186,20 @@ def disagree(what: str) -> tuple[str, str]:
         "shape": lambda: dist.all_reduce(torch.ones(3 + us)),
         "dtype": lambda: dist.all_reduce(torch.ones(4, dtype=kind)),
         "dtype of what is moved": lambda: dist.broadcast(torch.ones(4, dtype=kind), 0),
+        "operation, where all wait": lambda: (
+            dist.broadcast(torch.ones(4), 0) if us == 1 else dist.all_reduce(torch.ones(4))
+        ),
+        "root, where all wait": lambda: dist.broadcast(torch.ones(4), (us + 1) % 3),
         "reduction": lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if us else dist.ReduceOp.SUM),
     }
     # Who only sends is done with it, and learns it from the next call.
     return seen(lambda: [acts[what](), dist.barrier()])
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "dtype of what is moved", "reduction"])
+@pytest.mark.parametrize(
+    "what",
+    ["shape", "dtype", "dtype of what is moved", "operation, where all wait", "root, where all wait", "reduction"],
+)
 def test_ranks_that_disagree_are_all_told(ranks: Ranks, what: str) -> None:
     for kind, text in ranks.run(disagree, what, size=3):
         assert kind == "CallFailed"

@@ -111,14 +111,12 @@ class LocalLine:
 
     def abort(self) -> None:
         """See `Line.abort`; where nothing is under way, nothing is given up."""
-        if self._engine.run(self._give_up()):
-            self.close()
+        self._engine.run(self._give_up())
+        self.close()
 
-    async def _give_up(self) -> bool:
-        """Whether there was nothing to give up."""
+    async def _give_up(self) -> None:
         if self._under_way:
             self._group.fail("the program destroyed the process group while calls were under way")
-        return not self._under_way
 
     def _begin(self, call: Call, arrays: Sequence[Array], pending: LocalPending) -> None:
         """In the loop's thread. The operation's own task is all there is: one around it would only take time."""
@@ -170,9 +168,10 @@ class LocalEngine:
         return LocalLine(self, group)
 
     def close(self, group: Group) -> None:
-        """Leave a group that was opened here."""
+        """Leave a group that was opened here; the second time nothing happens."""
         self.run(group.close())
-        self._groups.remove(group)
+        if group in self._groups:
+            self._groups.remove(group)
 
     def peer_failed(self, rank: int, world: int, reason: str) -> None:
         """We are told that a rank of the program has failed: no group of all ranks can go on, or begin."""

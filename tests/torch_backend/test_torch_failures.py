@@ -223,6 +223,23 @@ def test_who_destroys_its_group_in_the_middle_of_a_call_tells_the_others(ranks: 
         assert "rank 1" in text
 
 
+def end_twice(how: str) -> float:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    group = dist.group.WORLD
+    assert group is not None
+    getattr(group, how)()
+    getattr(group, how)()
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    return float(tensor[0])
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_a_group_that_was_ended_by_itself_can_still_be_destroyed(ranks: Ranks, how: str) -> None:
+    assert ranks.run(end_twice, how, size=2) == [2.0, 2.0]
+
+
 def leave_early() -> float:
     """Rank 0 leaves as soon as it has its own result; the others may still be at it."""
     tensor = torch.ones(1000)

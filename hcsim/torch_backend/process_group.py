@@ -184,6 +184,7 @@ class HcsimGroup(ProcessGroup):
         """The root gets everybody's tensors, by rank."""
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
         flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
+        _check_alike(flats, self.size())
         call = Call(operation="gather", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
@@ -191,6 +192,7 @@ class HcsimGroup(ProcessGroup):
         """Everybody gets the tensor that the root has for it."""
         target = Flat(output_tensors, read=False)
         flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
+        _check_alike(flats, self.size())
         call = Call(operation="scatter", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, [target])], output_tensors)
 
@@ -298,7 +300,7 @@ class HcsimGroup(ProcessGroup):
 
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
         target = Flat(outputs, read=False)
-        counts = tuple(target.lengths) if len(set(target.lengths)) > 1 else ()
+        counts = tuple(target.lengths) if len(outputs) > 1 else ()
         return self._start(Call(operation="all_gather", counts=counts), opts, [Flat([source]), target], [target])
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> Started:
@@ -345,6 +347,14 @@ def _factor(opts: Any) -> Factor | None:
     return factor
 
 
+def _check_alike(flats: Sequence[Flat], size: int) -> None:
+    """Refuse a list, which the root of a gather or a scatter has, whose tensors are not each as long as everybody's."""
+    ours, *lists = (flat.lengths for flat in flats)
+    for lengths in lists:
+        if lengths != ours * size:
+            raise ValueError(f"{size} tensors of {ours[0]} elements are needed, not of {lengths}")
+
+
 def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
     """How many elements of a tensor go to each rank."""
     total = tensor.shape[0] if tensor.dim() else 1
@@ -352,5 +362,7 @@ def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
         if total % size:
             raise ValueError(f"{total} rows cannot be divided equally among {size} ranks: give split sizes")
         rows = [total // size] * size
+    if len(rows) != size or sum(rows) != total or min(rows) < 0:
+        raise ValueError(f"split sizes {rows} do not divide {total} rows among {size} ranks")
     row = tensor.numel() // total if total else 0
     return tuple(count * row for count in rows)

@@ -223,6 +223,28 @@ def test_who_destroys_its_group_in_the_middle_of_a_call_tells_the_others(ranks: 
         assert "rank 1" in text
 
 
+def refused(what: str) -> bool:
+    """Whether rank 0's call, whose parts together have the right size, is refused; the others come to no harm."""
+    us = dist.get_rank()
+    uneven = [torch.zeros(2), torch.zeros(4)]
+    acts: dict[str, Callable[[], Any]] = {
+        "gather": lambda: dist.gather(torch.ones(3), uneven, 0),
+        "scatter": lambda: dist.scatter(torch.ones(3), uneven, 0),
+        "all_gather": lambda: dist.all_gather([torch.zeros(3)] * 4, torch.ones(6)),
+        "split sizes": lambda: dist.all_to_all_single(torch.ones(2), torch.ones(4), [1, 1], [1, 1]),
+    }
+    if us == 0:
+        with pytest.raises(ValueError, match=r"elements|sizes|size per rank"):
+            acts[what]()
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("what", ["gather", "scatter", "all_gather", "split sizes"])
+def test_parts_that_do_not_fit_are_refused_before_anything_is_moved(ranks: Ranks, what: str) -> None:
+    assert ranks.run(refused, what, size=2) == [True, True]
+
+
 def end_twice(how: str) -> float:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hcsim.calls.call import Call
@@ -13,13 +15,15 @@ _TAG = (1 << 32) - 1
 """Above what a torch program can say."""
 
 
-def monitored_barrier(line: Line, timeout_s: float, *, name_all: bool) -> None:
-    """Return when everybody has called it; `name_all`: rank 0 names all the absent rather than one."""
+def monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
+    """Return when everybody has called it. `ranks`: who the members are in the whole program; `name_all`: rank 0 names
+    all the absent rather than one."""
     others = range(1, line.size) if line.rank == 0 else range(1)
     first, second = ("recv", "send") if line.rank == 0 else ("send", "recv")
     troubles = _troubles({rank: _begin(line, first, rank, timeout_s) for rank in others})
     if line.rank == 0 and any(isinstance(trouble, CollectiveTimeout) for trouble in troubles.values()):
-        absent = sorted(troubles) if name_all else sorted(troubles)[:1]
+        late = sorted(troubles) if name_all else sorted(troubles)[:1]
+        absent = [ranks[rank] for rank in late]
         raise CallTimedOut(
             f"the monitored barrier was not passed within {timeout_s:g} s:"
             f" rank {', '.join(map(str, absent))} did not come to it",

@@ -81,11 +81,13 @@ class LocalPending:
 class LocalLine:
     """Our side of a group."""
 
-    def __init__(self, engine: LocalEngine, group: Group, *, part: bool = False) -> None:
-        """`part`: of another group, with which it ends."""
+    def __init__(self, engine: LocalEngine, group: Group, *, part: bool = False, counted: Sequence[int] = ()) -> None:
+        """`part`: of another group, with which it ends. `counted`: the program's numbers of the ranks that errors of
+        the group name, if they are others."""
         self._engine = engine
         self._group = group
         self._part = part
+        self._counted = counted
         self._under_way = 0
         self.rank = group.rank
         self.size = group.size
@@ -132,7 +134,7 @@ class LocalLine:
             if task.cancelled():
                 pending.finish(0, CollectiveError("the process group was shut down"))
             elif (error := task.exception()) is not None:
-                pending.finish(0, error)
+                pending.finish(0, _recounted(error, self._counted))
             else:
                 pending.finish(outcome(call, task.result()))
 
@@ -165,7 +167,7 @@ class LocalEngine:
         group = self.run(Group.open(self._host, us, options, listener))
         self._groups.append(group)
         self.hand_over(self._fail_groups)
-        return LocalLine(self, group)
+        return LocalLine(self, group, counted=place.ranks)
 
     def close(self, group: Group) -> None:
         """Leave a group that was opened here; the second time nothing happens."""
@@ -213,6 +215,17 @@ class LocalEngine:
         for group in self._groups:
             await group.close()
         await self._real.close()
+
+
+def _recounted(error: BaseException, counted: Sequence[int]) -> BaseException:
+    """The error with the program's number of the rank that it names."""
+    if not isinstance(error, CollectiveError) or list(counted) == list(range(len(counted))):
+        return error
+    text = f"{error} (as this group counts: its ranks are {', '.join(map(str, counted))} of the program)"
+    peer = None if error.peer is None else counted[error.peer]
+    again = type(error)(text, peer=peer, phase=error.phase)
+    again.__cause__ = error
+    return again
 
 
 def _meet(place: Place, store: Store, ours: str) -> tuple[str, ...]:

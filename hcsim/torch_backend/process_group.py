@@ -55,7 +55,7 @@ def create(options: Any, backend_options: object | None) -> ProcessGroup:
     parent = whole.line if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
     place = Place(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
-    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s, chosen)
+    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s, chosen, ranks)
 
 
 def _options(given: object | None) -> Options:
@@ -71,7 +71,8 @@ def _options(given: object | None) -> Options:
 class HcsimGroup(ProcessGroup):
     """A process group whose calls a `Line` carries out."""
 
-    def __init__(self, line: Line, store: Store, timeout_s: float, options: Options) -> None:
+    def __init__(self, line: Line, store: Store, timeout_s: float, options: Options, ranks: Sequence[int] = ()) -> None:
+        """`ranks`: who the members are in the whole program; none: they are all of it."""
         super().__init__(line.rank, line.size)  # type: ignore[call-arg]  # the form of a Python group
         self.line = line
         self._store = store
@@ -80,6 +81,7 @@ class HcsimGroup(ProcessGroup):
         self._timeout_s = timeout_s
         self._staging = Staging()
         self._options = options
+        self._ranks = ranks or range(line.size)
         self._together: list[PendingWork] | None = None
 
     # What torch asks of a group; its C++ side by the names in capitals, where a Python group has to answer for itself.
@@ -238,7 +240,7 @@ class HcsimGroup(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names, at rank 0, who did not come."""
-        monitored_barrier(self.line, timeout.total_seconds(), name_all=wait_all_ranks)
+        monitored_barrier(self.line, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

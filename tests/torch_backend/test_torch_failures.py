@@ -223,6 +223,44 @@ def test_who_destroys_its_group_in_the_middle_of_a_call_tells_the_others(ranks: 
         assert "rank 1" in text
 
 
+def miss_the_barrier() -> tuple[int | None, str] | None:
+    """Of the group of ranks 1 and 2, the second does not come."""
+    group = dist.new_group([1, 2])
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        with pytest.raises(CallTimedOut) as caught:
+            group.monitored_barrier(timedelta(milliseconds=500))
+        store.set("given up", "yes")
+        return caught.value.peer, str(caught.value)
+    store.get("given up")
+    return None
+
+
+def test_a_monitored_barrier_of_some_ranks_names_the_absent_as_the_program_does(ranks: Ranks) -> None:
+    _, (peer, text), _ = ranks.run(miss_the_barrier, size=3)
+    assert peer == 2
+    assert "rank 2 did not come" in text
+
+
+def die_beside_another_backend() -> tuple[int | None, str] | None:
+    group = dist.new_group([1, 2], backend="hcsim")
+    if dist.get_rank() == 0:
+        return None
+    dist.all_reduce(torch.ones(2), group=group)
+    if dist.get_rank() == 2:
+        die()
+    with pytest.raises(CallFailed) as caught:
+        dist.all_reduce(torch.ones(2), group=group)
+    return caught.value.peer, str(caught.value)
+
+
+def test_a_group_beside_another_backends_names_the_lost_rank_as_the_program_does(ranks: Ranks) -> None:
+    _, (peer, text), lost = ranks.answers(die_beside_another_backend, size=3, backend="gloo")
+    assert lost == Killed()
+    assert peer == 2
+    assert "its ranks are 1, 2 of the program" in text
+
+
 def refused(what: str) -> bool:
     """Whether rank 0's call, whose parts together have the right size, is refused; the others come to no harm."""
     us = dist.get_rank()

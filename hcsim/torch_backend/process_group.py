@@ -294,7 +294,8 @@ class HcsimGroup(ProcessGroup):
             chosen = self._options
             how = Compression(spec=chosen.compression, seed=chosen.seed)
             call = msgspec.structs.replace(call, compression=how)
-        return self._start(call, opts, [flat], [flat])
+        gets_it = call.operation == "all_reduce" or self.rank() == call.root
+        return self._start(call, opts, [flat], [flat] if gets_it else [])
 
     def _compresses(self, tensor: Tensor) -> bool:
         large = tensor.numel() * tensor.element_size() >= self._options.least_bytes

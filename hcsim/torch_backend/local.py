@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hcsim.calls.call import Call, begin, outcome
 from hcsim.collectives.group import Group, Options
 from hcsim.collectives.memory import Array
-from hcsim.errors import CollectiveError, DeadlineExceeded
+from hcsim.errors import CollectiveError, DeadlineExceeded, UsageError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
 from hcsim.runtime.address import address_at
@@ -113,7 +113,8 @@ class LocalLine:
 
     def abort(self) -> None:
         """See `Line.abort`; where nothing is under way, nothing is given up."""
-        self._engine.run(self._give_up())
+        if not self._engine.forked:
+            self._engine.run(self._give_up())
         self.close()
 
     async def _give_up(self) -> None:
@@ -146,6 +147,8 @@ class LocalEngine:
 
     def __init__(self, way: Way) -> None:
         self._way = way
+        self.forked = False
+        """Whether we are in a child of the process that this is the engine of: its thread and its groups stay there."""
         self._groups: list[Group] = []
         self._failed: tuple[int, int, str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -153,6 +156,7 @@ class LocalEngine:
         self._thread.start()
         self._host = self.run(self._make_host())
         atexit.register(self._leave)
+        os.register_at_fork(after_in_child=self._stay_behind)
 
     def open(self, place: Place, store: Store) -> LocalLine:
         """See `Engine.open`."""
@@ -171,7 +175,8 @@ class LocalEngine:
 
     def close(self, group: Group) -> None:
         """Leave a group that was opened here; the second time nothing happens."""
-        self.run(group.close())
+        if not self.forked:
+            self.run(group.close())
         if group in self._groups:
             self._groups.remove(group)
 
@@ -189,6 +194,10 @@ class LocalEngine:
 
     def hand_over(self, act: Callable[..., object], *args: object) -> None:
         """Have the loop's thread call it, after all that was handed over before."""
+        if self.forked:
+            raise UsageError(
+                "this process group is the parent's: the process was forked after the group was made; make one here"
+            )
         self._loop.call_soon_threadsafe(act, *args)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -204,6 +213,10 @@ class LocalEngine:
             return host
         proved = credentials(way.tls.key, way.tls.secret, secrets.randbits(47))
         return AdmittedHost(host, proved)
+
+    def _stay_behind(self) -> None:
+        self.forked = True
+        atexit.unregister(self._leave)
 
     def _leave(self) -> None:
         """The program ends: let what was sent arrive."""

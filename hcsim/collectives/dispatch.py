@@ -82,9 +82,12 @@ class Dispatch:
         before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
         task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before)
         line.append(task)
-        # Not only when the next one comes: it holds what the caller may want to free.
-        task.add_done_callback(line.remove)
-        task.add_done_callback(lambda _: self._fate.agreement.end(ticket))
+
+        def over(task: Pending[T]) -> None:
+            line.remove(task)  # not only when the next one comes: it holds what the caller may want to free
+            self._fate.agreement.end(ticket)
+
+        task.add_done_callback(over)
         return task
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:

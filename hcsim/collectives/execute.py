@@ -96,8 +96,11 @@ class Execution:
         except asyncio.CancelledError:
             self._on_cancel()
             raise
-        except CollectiveError:
-            raise
+        except CollectiveError as error:  # the group has ended; whom we wait for may be why the others gave up
+            if not state.doing:
+                raise
+            text = f"{error}; {self._wiring.ticket} was {state} here"
+            raise type(error)(text, peer=error.peer, phase=error.phase) from error.__cause__
         except HcsimError as error:
             text = f"{self._wiring.ticket} failed while {state}: {error}"
             raise CollectiveError(text, peer=state.peer, phase=str(state)) from error

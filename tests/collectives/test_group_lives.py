@@ -95,7 +95,7 @@ def test_a_peer_learns_why_a_group_ends_that_had_nothing_to_do_with_it(virtual):
         return ""
 
     told = virtual.outcome(3, program, options=Options(timeout_s=10.0)).values()[1]
-    assert told == "rank 0 gave up: recv #0 was cancelled on rank 0"
+    assert told.startswith("rank 0 gave up: recv #0 was cancelled on rank 0")
 
 
 def test_a_peer_that_gives_up_and_hangs_up_is_not_the_reason(virtual, monkeypatch):

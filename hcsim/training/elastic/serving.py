@@ -48,7 +48,7 @@ class Serving:
 
     def opened(self, view: View, done: list[str]) -> Server:
         """The server; these nodes' workers have the final model already."""
-        state, working, now = self._keeper.state, self._working, self._group.host.clock.now()
+        state, working, now = self._keeper.state, self._working, self._group.host.clock.elapsed()
         assert state is not None
         total = state.version + (self._run.settings.steps - working.start.step) * working.per_step
         rounds = Rounds(working.policy, total, awaited=view.nodes, now=now)

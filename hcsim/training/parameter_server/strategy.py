@@ -92,7 +92,7 @@ class _Rank:
 
     def _opened(self) -> Server:
         run = self._run
-        total, now = self._per_step * run.settings.steps, run.group.host.clock.now()
+        total, now = self._per_step * run.settings.steps, run.group.host.clock.elapsed()
         rounds = Rounds(self._policy, total, awaited=self._names, now=now)
         server = Server(run.learner, self._gradients, rounds, self._update, job=self._job(*self._secret))
         server.reception.members_only = True

@@ -60,9 +60,9 @@ class Bench:
     ) -> None:
         self.learner = learner_on(host)
         self.host = host
-        self.rounds = Rounds(policy, total, awaited=awaited, now=host.clock.now())
+        self.rounds = Rounds(policy, total, awaited=awaited, now=host.clock.elapsed())
         if saved is not None:
-            restore(saved, self.rounds, self.learner, host.clock.now())
+            restore(saved, self.rounds, self.learner, host.clock.elapsed())
         gradients = Gradients(self.learner.layout, make(compressor, seed=SEED, rank=0))
         self.server = Server(self.learner, gradients, self.rounds, self._update, job=JOB)
         self.serving: asyncio.Task[Done]

@@ -77,6 +77,7 @@ def test_after_a_reset_a_worker_calls_again_and_its_push_counts_once(at_s: float
         Pause(at_s=0.1, node="b", duration_s=1.0),
         Pause(at_s=0.1, node="s", duration_s=1.0),
         ClockJump(at_s=0.1, node="s", by_s=-3600.0),
+        ClockJump(at_s=0.1, node="s", by_s=3600.0),
     ],
     ids=lambda fault: f"{type(fault).__name__}",
 )

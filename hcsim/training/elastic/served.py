@@ -6,7 +6,8 @@ learning rate, and which pushes are answered how) to the standby, which applies 
 whatever a worker was told is known to both. When the server is lost, the first member of the next view takes over from
 whoever holds the newest state; workers ask again what was not answered, and a push that had counted is answered
 as it was, while one that had not is counted then. With both lost at once, the newest model that a worker has pulled is
-what is left: its later updates are lost, and what the optimizer remembered.
+what is left: its later updates are lost, and what the optimizer remembered. A server that runs out of patience, or one
+that a worker does not reach, costs the view and no more: the next one's server goes on, with the same workers.
 
 In sync mode the batches of a view are dealt out among its members; a push that was under way when the members changed
 is of the old ones. In the other modes a step is as many updates as there are members.
@@ -119,7 +120,7 @@ class Served:
         """Work in this view for as long as it lasts; whether that was all."""
         working = self._working
         try:
-            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, working.done)
+            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, working.done is not None)
             self._ready = met.done
             if len(self._ready) == group.size:
                 return True
@@ -181,19 +182,23 @@ class Served:
                 return
             self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self._host.clock.sleep(LOOK_S)
+        if why := self._working.unreached:
+            group.fail(why)  # whoever stands by would go on doing so
+            raise CollectiveError(why)
 
     async def _ended(self, group: Group) -> bool:
         """Whether that was all, for us or for all."""
         working = self._working
         assert working.task is not None
-        if working.retired:
+        if not working.ended:
+            return False
+        done = working.task.result()
+        if done is None:  # it has retired, with nothing owed
             await self._conductor.leave()
-            return True
-        if working.done and (done := working.task.result()) is not None:
+        else:
             await group.barrier()  # until all have the final model, somebody may have to serve it again
             await working.note(done.version)
-            return True
-        return False
+        return True
 
     # The server.
 
@@ -204,7 +209,7 @@ class Served:
         server = ours.opened(view, self._ready)
         self._working.serves(server)
         listener, port = await listen(self._host, self.settings, group.addresses[0])
-        serving = self._host.spawn(server.run(listener), name="parameter server")
+        serving = self._host.spawn(ours.run(server, listener), name="parameter server")
         try:
             await self._call(group, port, near=listener.address if self.settings.server is not None else "")
             await self._look(group, view, serving)

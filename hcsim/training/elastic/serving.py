@@ -11,7 +11,8 @@ from functools import partial
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import State
-from hcsim.runtime.channel import Phantom
+from hcsim.errors import CollectiveError, DeadlineExceeded
+from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.device import Work
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import Checkpoints, Vault, encode
@@ -19,6 +20,7 @@ from hcsim.training.elastic.keeper import Keeper
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.working import Working
 from hcsim.training.parameter_server.gradients import Received
+from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.rounds import Rounds
 from hcsim.training.parameter_server.saved import recall, records
 from hcsim.training.parameter_server.server import Server
@@ -59,8 +61,18 @@ class Serving:
         rounds.version = state.version
         server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
         server.reception.members_only = True
+        server.has_successor = True
         server.before_telling = partial(self._keep, rounds)
         return server
+
+    async def run(self, server: Server, listener: Listener) -> Done:
+        """Serve this view. Should the server give up, it is the view that has failed, and the next one has another."""
+        try:
+            return await server.run(listener)
+        except CollectiveError:
+            raise
+        except DeadlineExceeded as error:
+            raise CollectiveError(str(error)) from error
 
     def ended(self, server: Server) -> None:
         """Remember what came of it."""

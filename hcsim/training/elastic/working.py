@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hcsim.collectives.group import Group
+from hcsim.errors import DeadlineExceeded
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.keeper import Pulled, Start, State
@@ -44,14 +45,16 @@ class Working:
         return self.task is not None and self.task.done()
 
     @property
-    def retired(self) -> bool:
-        """Whether it has left before the end, with nothing owed."""
-        return self.ended and self.task is not None and not self.task.exception() and self.task.result() is None
+    def done(self) -> Done | None:
+        """The end that it has come to, with the final model; None: it has not."""
+        task = self.task
+        return task.result() if task is not None and task.done() and task.exception() is None else None
 
     @property
-    def done(self) -> bool:
-        """Whether it has come to the end, and has the final model."""
-        return self.ended and not self.retired
+    def unreached(self) -> str:
+        """Why it gave up, if its server was out of reach: it begins anew with the next one that it is told of."""
+        error = self.task.exception() if self.task is not None and self.task.done() else None
+        return str(error) if isinstance(error, DeadlineExceeded) else ""
 
     @property
     def pulled(self) -> Pulled:
@@ -68,7 +71,7 @@ class Working:
     async def call(self, address: str) -> None:
         """Go on with the server that is there; empty: there is none for now."""
         await self.worker.redirect(address)
-        if self.task is None and address:
+        if address and (self.task is None or self.unreached):
             self.task = self._host.spawn(self.worker.run(address, self._batch, self._counted), name="worker")
 
     async def close(self) -> None:

@@ -42,6 +42,9 @@ class Server:
         self.before_telling: Callable[[list[Received]], Awaitable[None]] | None = None
         """Called after every update, before anybody is told of it, with what it was made of; the averaged gradients are
         still in place."""
+        self.has_successor = False
+        """Whether another server goes on from our state when we give up: workers are told nothing then, and ask that
+        one."""
         self._stopping = False
         self._learner = learner
         self._host = learner.host
@@ -52,7 +55,7 @@ class Server:
         rounds.history = self._host.rng("parameter server", "history", repr(self._now())).getrandbits(62)
 
     async def run(self, listener: Listener) -> Done:
-        """Serve until training is over and everybody knows. A failure is told to all, and raised."""
+        """Serve until training is over and everybody knows. A failure is told to all who depend on us, and raised."""
         self.reception.open(listener)
         try:
             ended = await self._decide()
@@ -71,7 +74,10 @@ class Server:
     async def _decide(self) -> Done:
         while True:
             now = self._now()
-            await self._do(self.rounds.tick(now))
+            effects = self.rounds.tick(now)
+            if self.has_successor and self.rounds.ended is not None and self.rounds.ended.error:
+                return self.rounds.ended
+            await self._do(effects)
             if self.rounds.ended is not None and self.rounds.over(now) and not self.reception.answering:
                 return self.rounds.ended
             try:

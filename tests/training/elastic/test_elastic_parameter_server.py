@@ -126,15 +126,25 @@ def test_the_next_member_takes_over_from_a_server_that_dies_at_any_moment(number
         [Crash(at_s=Seconds(0.061), node="a"), Crash(at_s=Seconds(0.0612), node="b")],
         [Crash(at_s=Seconds(0.061), node="a"), Crash(at_s=Seconds(0.306), node="b")],
         [Pause(at_s=Seconds(0.061), node="a", duration_s=Seconds(6))],
+        [Pause(at_s=Seconds(0.02), node="a", duration_s=Seconds(6))],
         [Reset(at_s=Seconds(0.061), between=("a", "b")), Reset(at_s=Seconds(0.063), between=("a", "c"))],
     ],
-    ids=["standby", "worker", "one after the other", "both at once", "at the end", "pause", "reset"],
+    ids=["standby", "worker", "one after the other", "both at once", "at the end", "pause", "no answer", "reset"],
 )
 def test_training_comes_to_its_end_with_one_model(mode: str, faults: list[AnyFault]) -> None:
     outcome = train(SWITCH, replace(CONVEX, strategy=mode), faults=faults)
     outcome.sha256()
     dead = {fault.node for fault in faults if isinstance(fault, Crash)}
     assert {*outcome.cluster.done} == {*"abcd"} - dead
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", range(6))
+def test_members_that_all_stand_still_for_longer_than_their_patience_try_again(number: int, mode: str) -> None:
+    pauses = [Pause(at_s=Seconds(0.02 + 0.0137 * number), node=node, duration_s=Seconds(6)) for node in "ab"]
+    outcome = train(SWITCH, replace(CONVEX, strategy=mode), first="ab", faults=pauses)
+    assert sorted(outcome.cluster.done) == list("ab")
+    outcome.sha256()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -120,9 +120,11 @@ class Served:
         """Work in this view for as long as it lasts; whether that was all."""
         working = self._working
         try:
-            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, working.done is not None)
+            done = working.done
+            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, done is not None)
             self._ready = met.done
-            if len(self._ready) == group.size:
+            if done is not None and len(self._ready) == group.size:
+                await working.note(done.version)
                 return True
             if met.current and self._remembered:
                 self._gradients.compressor.restore(self._remembered)

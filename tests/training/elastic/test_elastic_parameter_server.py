@@ -139,7 +139,7 @@ def test_training_comes_to_its_end_with_one_model(mode: str, faults: list[AnyFau
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(9))
 def test_members_that_all_stand_still_for_longer_than_their_patience_try_again(number: int, mode: str) -> None:
     pauses = [Pause(at_s=Seconds(0.02 + 0.0137 * number), node=node, duration_s=Seconds(6)) for node in "ab"]
     outcome = train(SWITCH, replace(CONVEX, strategy=mode), first="ab", faults=pauses)

@@ -112,14 +112,14 @@ async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:
 async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
     host = group.host
     start, expected = _EXERCISES[job.operation](group, _Inputs(job, group.size))
-    began_s = host.clock.now()
+    began_s = host.clock.elapsed()
     if job.compute is not None:
         await host.device.run(Work(flops=job.compute), lambda: None)
-    computed_s = host.clock.now()
+    computed_s = host.clock.elapsed()
     await group.barrier()
-    sent_before, started_s = group.bytes_sent, host.clock.now()
+    sent_before, started_s = group.bytes_sent, host.clock.elapsed()
     result = await start(algorithm)
-    ended_s, sent_bytes = host.clock.now(), group.bytes_sent - sent_before
+    ended_s, sent_bytes = host.clock.elapsed(), group.bytes_sent - sent_before
     wrong, digest = _examined(_parts(result), expected())
     ours = _FIGURES.pack(computed_s - began_s, ended_s - started_s, sent_bytes, wrong, digest)
     reports = await group.all_gather(np.frombuffer(ours, np.uint8))

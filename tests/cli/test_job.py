@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from experiments.clusters import ideal
 from hcsim.collectives.group import Group
-from hcsim.config import Job
+from hcsim.config import ClockJump, Job
 from hcsim.jobs import Lap, _examined, run_job
 from hcsim.launch import simulate
-from hcsim.units import Bytes
+from hcsim.units import Bytes, Seconds
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 70])
@@ -24,6 +25,20 @@ def test_the_sum_is_exact_in_narrow_dtypes_on_any_number_of_ranks(ranks: int, dt
     reports = simulate(ideal(ranks, ()).scenario, program).values()
     assert [lap.wrong for lap in reports[0]] == [0]
     assert all(report == reports[0] for report in reports)
+
+
+def test_setting_a_clock_in_the_middle_changes_no_figure() -> None:
+    home = ideal(3, ()).scenario
+    node = home.nodes[1].name
+    ahead = ClockJump(at_s=Seconds(0.001), node=node, by_s=Seconds(3600.0))
+    job = Job(size_bytes=Bytes(4_000_000), repeat=2)
+
+    async def program(group: Group) -> tuple[list[Lap], object]:
+        return await run_job(group, job, lambda lap: None), await group.measure()
+
+    quiet, disturbed = simulate(home, program), simulate(replace(home, faults=(ahead,)), program)
+    assert disturbed.seconds > 0.001
+    assert disturbed.values() == quiet.values()
 
 
 def test_every_wrong_element_is_counted_and_changes_the_digest() -> None:

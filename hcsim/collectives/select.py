@@ -1,23 +1,27 @@
-"""Which algorithm to use when nobody said: the cheapest over the measured links.
+"""Which algorithm to use when nobody said: the cheapest over the measured links, and of several that with few peers.
 
-With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages and small
-groups, few bytes (the ring) otherwise.
+With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages, few bytes (the ring) for long
+ones. In a small group too: of three ranks the tree's root would carry half as much again as each does in the ring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
 from hcsim.collectives.cost import Links, price
+from hcsim.collectives.plan import Finish, Plan
 from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 
 SHORT_BYTES = 1 << 20
-SMALL_WORLD = 4
 _SEGMENT_BYTES = 1 << 20
 _SEGMENTS = 64
 """Into how many segments a price cuts the buffer at most: enough to see what pipelining gains."""
+
+_ALIKE = 1.05
+"""Prices that differ by less than this differ by no more than two measurements of a link do."""
 
 _UNMEASURED = {
     "all_reduce": ("tree", "ring"),
@@ -28,7 +32,7 @@ _UNMEASURED = {
     "gather": ("tree", "centralized"),
     "scatter": ("tree", "centralized"),
 }
-"""For short messages or small groups, and otherwise."""
+"""For short messages, and for long ones."""
 
 
 @lru_cache(maxsize=1024)
@@ -44,8 +48,16 @@ def choose(
     size_bytes = buffer_elements(operation, shape) * element_bytes
     if links is None:
         short, long = _UNMEASURED[operation]
-        return short if size_bytes < SHORT_BYTES or shape.world < SMALL_WORLD else long
+        return short if size_bytes < SHORT_BYTES else long
     if len(links.latency_s) != shape.world:
         raise UsageError(f"the links of {len(links.latency_s)} ranks say nothing about a group of {shape.world}")
     segment = max(segment_bytes, -(-size_bytes // _SEGMENTS), element_bytes)
-    return min(names, key=lambda name: price(plans(operation, name, shape), links, element_bytes, segment))
+    planned = {name: plans(operation, name, shape) for name in names}
+    prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}
+    limit_s = _ALIKE * min(prices_s.values())
+    return min((name for name in names if prices_s[name] <= limit_s), key=lambda name: _peers(planned[name]))
+
+
+def _peers(planned: Sequence[Plan]) -> int:
+    """With how many others a rank talks at most: what a price does not see, many senders to one port among it."""
+    return max(len({a.peer for actions in plan for a in actions if not isinstance(a, Finish)}) for plan in planned)

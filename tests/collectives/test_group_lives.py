@@ -225,14 +225,15 @@ def test_measured_links_are_those_of_the_scenario_and_equal_on_all_ranks(virtual
             assert links.bandwidth_Bps[i][j] == pytest.approx(125e6, rel=0.1)
 
 
-def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual):
+@pytest.mark.parametrize("size_bytes", [MIB // 2, 64 * MIB])
+def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual, size_bytes):
     names = [name for name in algorithms("all_reduce") if name != "hierarchical"]
 
     async def program(group: Group) -> tuple[float, float, float]:
         async def took_s(algorithm: str) -> float:
             await group.barrier()
             began_s = group.host.clock.now()
-            await group.all_reduce(Phantom(64 * MIB), algorithm=algorithm)
+            await group.all_reduce(Phantom(size_bytes), algorithm=algorithm)
             await group.barrier()
             return group.host.clock.now() - began_s
 
@@ -241,8 +242,9 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual):
         return by_rule_s, await took_s("auto"), min([await took_s(name) for name in names])
 
     for by_rule_s, measured_s, fastest_s in virtual.outcome(3, program).values():
-        assert measured_s <= 1.01 * fastest_s
-        assert by_rule_s > 1.2 * fastest_s
+        assert measured_s <= 1.05 * fastest_s
+        if size_bytes < MIB:  # by rule short ones take a tree, whose root carries twice as much
+            assert by_rule_s > 1.2 * fastest_s
 
 
 @pytest.mark.parametrize("size_bytes", [8 << 20, 32 << 20])

@@ -45,7 +45,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 
     stripes: int = 1
     """Connections per peer; more can help on fast links with long round trips."""
-    segment_bytes: int = 4 * 2**20
+    segment_bytes: int = 8 * 2**20
     """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
     connect_timeout_s: float = 30.0
 

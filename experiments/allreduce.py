@@ -49,6 +49,8 @@ MAX_RANKS = 64
 BUSY_LOAD = 0.5
 FLOAT_BYTES = 4
 MAX_BYTES = 4 << 30
+_WIDE = 140
+"""Characters: a file has no edge at which to cut columns."""
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
@@ -283,7 +285,10 @@ def main(
             rows.append(cell)
             if output:
                 output.write_text(json.dumps(rows, indent=1) + "\n")
-    Console().print(time_table(rows), memory_table(rows))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    console.print(time_table(rows), memory_table(rows))
     for failure in study.failures:
         notes.print(f"failed: {failure}", markup=False)
     if study.failures:

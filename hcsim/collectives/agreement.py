@@ -73,12 +73,12 @@ class Agreement:
 
     def objection(self, sender: int, header: Header) -> CollectiveError | None:
         """Why a frame that finds no place shows that its sender does something else, if it does."""
-        if header.group & POINT_TO_POINT:
-            return None
         key, number, theirs = (header.group, header.bucket, header.operation), header.operation, header.signature
+        ticket = self._under_way.get(key)
+        if (ticket is not None and ticket.signature == theirs) or header.group & POINT_TO_POINT:
+            return None
         if number >= self._begun.get(key[:2], 0):
             return _compared(number, self._ahead.setdefault(key, (sender, theirs)), (sender, theirs))
-        ticket = self._under_way.get(key)
         ours = ticket.signature if ticket is not None else self._over.get(key)
         trouble = None if ours is None else _compared(number, (self._us, ours), (sender, theirs))
         if trouble is None and ticket is None and header.kind is Kind.DATA:

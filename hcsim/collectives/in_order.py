@@ -98,7 +98,8 @@ class InOrder:
             reduces.popleft()
             self._taken[step, number] = self._largest
             self._space -= self._largest
-            room = wiring.scratch((step, number), action, now=self._untouched(step, number, action))
+            now = not wiring.memory.is_phantom and self._untouched(step, number, action)
+            room = wiring.scratch((step, number), action, now=now)
             self._posted[step, number] = wiring.post(action.peer, action, step, room)
 
     def _untouched(self, step: int, number: int, action: Reduce) -> bool:

@@ -41,8 +41,10 @@ class Receipt:
         self, arrived: asyncio.Future[Payload], into: memoryview | Fold | None, signature: int, total: int
     ) -> None:
         self.arrived = arrived
-        self.fold = into if isinstance(into, Fold) else None
-        self.into = into.room if isinstance(into, Fold) else into
+        self.fold: Fold | None = None
+        if isinstance(into, Fold):
+            self.fold, into = into, into.room
+        self.into = into
         self.signature = signature
         self.total = total
 

@@ -95,7 +95,9 @@ def test_a_peer_learns_why_a_group_ends_that_had_nothing_to_do_with_it(virtual):
         return ""
 
     told = virtual.outcome(3, program, options=Options(timeout_s=10.0)).values()[1]
-    assert told.startswith("rank 0 gave up: recv #0 was cancelled on rank 0")
+    assert told == (
+        "rank 0 gave up: recv #0 was cancelled on rank 0; recv #0 was receiving from rank 0 in round 0 here"
+    )
 
 
 def test_a_peer_that_gives_up_and_hangs_up_is_not_the_reason(virtual, monkeypatch):
@@ -242,7 +244,7 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual, size_
         return by_rule_s, await took_s("auto"), min([await took_s(name) for name in names])
 
     for by_rule_s, measured_s, fastest_s in virtual.outcome(3, program).values():
-        assert measured_s <= 1.05 * fastest_s
+        assert measured_s <= (1.05 if size_bytes < MIB else 1.01) * fastest_s  # short ones prefer few peers, if alike
         if size_bytes < MIB:  # by rule short ones take a tree, whose root carries twice as much
             assert by_rule_s > 1.2 * fastest_s
 

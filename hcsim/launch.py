@@ -235,14 +235,14 @@ async def train_in_cluster(
         )
 
 
-async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float) -> Survey:
-    """Ask the nodes of a cluster that this machine has joined how they stand.
+async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> Survey:
+    """Ask the nodes of a cluster that this machine has joined how they stand; tell them who is gone for good.
 
     The key is one of the moment: our own may be in use, by the node that runs here."""
     key, secret = NodeKey(secrets.token_bytes(SEED_BYTES)), load_secret(home, cluster)
     async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(key, secret))) as host:
         admitted = AdmittedHost(host, credentials(key, secret, secrets.randbits(47)))
-        survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S)
+        survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
 

@@ -63,19 +63,33 @@ def phrase(name: Name = DEFAULT_NAME) -> None:
         _show(load_secret(home(), name).phrase(), name)
 
 
+Peers = Annotated[
+    list[str] | None, typer.Option(help="host or host:port of a node, where the local network does not show it.")
+]
+Look = Annotated[str, typer.Option(help="How long to look around on the local network.")]
+
+
 @app.command()
-def status(
-    name: Name = DEFAULT_NAME,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="host or host:port of a node, where the local network does not show it.")
-    ] = None,
-    look: Annotated[str, typer.Option(help="How long to look around on the local network.")] = "3 s",
-) -> None:
+def status(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
     """Ask the nodes that run now: who is there, who leads, and how they are connected."""
     with plainly():
         from hcsim.cli.standing import show_status
 
         show_status(home(), name, tuple(peer or ()), look)
+
+
+@app.command()
+def forget(
+    machine: Annotated[str, typer.Argument(help="What the others call it.")],
+    name: Name = DEFAULT_NAME,
+    peer: Peers = None,
+    look: Look = "3 s",
+) -> None:
+    """Tell the nodes that run now that a machine is gone for good: they no longer wait for its word."""
+    with plainly():
+        from hcsim.cli.standing import forget_machine
+
+        forget_machine(machine, home(), name, tuple(peer or ()), look)
 
 
 def _show(phrase: str, name: str) -> None:

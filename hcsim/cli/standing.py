@@ -1,4 +1,4 @@
-"""`hcsim cluster status`: what running nodes say about themselves and each other."""
+"""`hcsim cluster status` and `forget`: what running nodes say about themselves and each other, and are told."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from rich.table import Table
 
 from hcsim.cli import screen
 from hcsim.cli.options import look_s
+from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.messages import Link, Told
 from hcsim.errors import HcsimError
 from hcsim.launch import ask_cluster
 from hcsim.runtime.address import hosts_of
+from hcsim.units import did_you_mean
 
 _NUMBERS = ("view", "round trip", "Gb/s")
 
 
 def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
     """Ask, and show two tables: the nodes, and what connects them."""
-    survey = asyncio.run(ask_cluster(home, cluster, peers, look_s(look)))
-    if not survey.told:
-        tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
-        raise HcsimError(
-            f"no node of the cluster {cluster!r} answers: looked around on the local network for {look}. Does "
-            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}"
-        )
+    survey = _survey(home, cluster, peers, look)
     told = {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
     _print(("machine", "node", "", "view", "members", "addresses"), [_node(each) for each in told.values()])
     links = [_link(each, link, told) for each in told.values() for link in each.links]
@@ -36,6 +32,38 @@ def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> No
         _print(("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), links)
     for address, why in survey.failures.items():
         screen.note(f"{address} did not answer: {why}")
+
+
+def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
+    """Say that a machine is gone for good, unless it is there."""
+    told = _survey(home, cluster, peers, look).told
+    here = [each.status.us.name for each in told.values()]
+    if machine in here:
+        raise HcsimError(f"{machine} answers: it is not gone")
+    members = dict.fromkeys(member.name for each in told.values() for member in each.view.members)
+    awaited = [name for name in members if name not in here]
+    if machine not in awaited:
+        known = ", ".join(awaited) or "nobody"
+        raise HcsimError(f"nobody waits for {machine!r}{did_you_mean(machine, awaited)}; waited for: {known}")
+    controls = [each.status.control for each in told.values()]
+    survey = asyncio.run(ask_cluster(home, cluster, controls, 0.0, machine))
+    names = ", ".join(each.status.us.name for each in survey.told.values())
+    screen.say(f"{machine} is not waited for any more: {names} will go on without it")
+    its_own = [link.control for each in told.values() for link in each.links if link.name == machine]
+    for address, why in survey.failures.items():
+        if address not in its_own:
+            screen.note(f"{address} was not told: {why}")
+
+
+def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey:
+    survey = asyncio.run(ask_cluster(home, cluster, peers, look_s(look)))
+    if not survey.told:
+        tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
+        raise HcsimError(
+            f"no node of the cluster {cluster!r} answers: looked around on the local network for {look}. Does "
+            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}"
+        )
+    return survey
 
 
 def _seniority(told: Told) -> tuple[str, int, str]:

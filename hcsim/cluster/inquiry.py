@@ -1,4 +1,4 @@
-"""Asking a running cluster how it stands, from outside: any machine that has its secret may.
+"""Asking a running cluster how it stands, from outside: any machine that has its secret may, and may say who is gone.
 
 Who asks opens a control channel like a member does, and asks instead of saying hello; so it is in no view and on
 nobody's list. Nodes are found where they announce themselves, at addresses that a person gave, and through each other.
@@ -16,13 +16,13 @@ from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
 from hcsim.runtime.host import Host
 
 
-async def ask(host: Host, address: str, timeout_s: float) -> Told:
-    """How the node at that address stands."""
+async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> Told:
+    """How the node at that address stands; tell it, if that is so, that another one is gone for good."""
     channel = await host.connect(address, timeout_s=timeout_s)
     try:
         channel.limit(MESSAGE_LIMIT_BYTES)
         async with host.clock.timeout(HELLO_TIMEOUT_S):
-            await say(channel, Ask())
+            await say(channel, Ask(forget))
             answer = await hear(channel)
     except TimeoutError:
         raise DeadlineExceeded(f"{address} did not answer within {HELLO_TIMEOUT_S:g} s") from None
@@ -36,10 +36,11 @@ async def ask(host: Host, address: str, timeout_s: float) -> Told:
 class Survey:
     """Asks everybody once."""
 
-    def __init__(self, host: Host, namespace: str, timeout_s: float) -> None:
+    def __init__(self, host: Host, namespace: str, timeout_s: float, forget: str = "") -> None:
         self._host = host
         self._namespace = namespace
         self._timeout_s = timeout_s
+        self._forget = forget
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.told: dict[str, Told] = {}
         """By node, what it said."""
@@ -72,7 +73,7 @@ class Survey:
 
     async def _asked(self, address: str) -> None:
         try:
-            told = await ask(self._host, address, self._timeout_s)
+            told = await ask(self._host, address, self._timeout_s, self._forget)
         except HcsimError as error:
             self.failures[address] = str(error)
         else:

@@ -40,8 +40,8 @@ class Owner(Protocol):
     def hello(self) -> Hello:
         """Our first message."""
 
-    def asked(self) -> Told:
-        """How we stand, for somebody who wants to know."""
+    def asked(self, ask: Ask) -> Told:
+        """How we stand, for somebody who wants to know; and what a person wants us to know."""
 
     async def probed(self, channel: Channel) -> None:
         """Somebody wants to measure the line to us."""
@@ -156,7 +156,7 @@ class Lines:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 first = await hear(channel)
                 if isinstance(first, Ask):
-                    await say(channel, self._owner.asked())
+                    await say(channel, self._owner.asked(first))
                     await channel.close()
                     return
                 if not isinstance(first, Probe):

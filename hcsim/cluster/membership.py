@@ -103,6 +103,12 @@ class Membership:
             self._fail(reason)
             self._review(now)
 
+    def forget(self, name: str, now: float) -> None:
+        """A person says that a node is gone for good."""
+        if name not in self.roster.forgotten:
+            self.roster.forgotten.append(name)
+        self._review(now)
+
     def leave(self, now: float) -> None:
         """We would like to be in no view."""
         self._stance.leaving = True

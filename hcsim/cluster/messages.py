@@ -86,6 +86,9 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Instead of a hello: how do you stand? Whoever asks is told, and is no node for that."""
 
+    forget: str = ""
+    """The name of a node that is gone for good, as a person says."""
+
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Instead of a hello: we want to measure this line; see `probe` for what follows."""

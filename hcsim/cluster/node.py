@@ -17,7 +17,7 @@ from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.messages import Beat, Echo, Hello, Link, Message, Status, Told
+from hcsim.cluster.messages import Ask, Beat, Echo, Hello, Link, Message, Status, Told
 from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
 from hcsim.cluster.terms import Terms, refusal, unlike
@@ -179,8 +179,12 @@ class Node:
         """How we stand, and what we were started with."""
         return Hello(self._membership.status, self._terms)
 
-    def asked(self) -> Told:
-        """How we stand, and how we are connected."""
+    def asked(self, ask: Ask) -> Told:
+        """How we stand, and how we are connected; first, who is gone for good."""
+        if ask.forget:
+            self._tell(f"{ask.forget} is gone for good, as somebody says")
+            self._membership.forget(ask.forget, self._now())
+            self._carry_out()
         membership, pulses, ends = self._membership, self._pulses, self._ways.in_use()
         links = []
         for node, peer in sorted(membership.roster.peers.items()):

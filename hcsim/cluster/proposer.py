@@ -18,6 +18,8 @@ from hcsim.cluster.stance import Stance
 from hcsim.cluster.succession import Situation, dissolved, orphaned, successor
 from hcsim.cluster.view import Member, View
 
+GONE_FOR_GOOD = "; what is gone for good need not be waited for: hcsim cluster forget NAME"
+
 
 class Post(Protocol):
     """Where messages go."""
@@ -124,10 +126,10 @@ class Proposer:
         view = proposal.present
         if proposal.heard(self._absence(view)):
             absent = orphaned(view, proposal.promises, self._roster.gone(view))
-            return f"waiting for {absent}, which may still have the model" if absent else ""
+            return f"waiting for {absent}, which may still have the model{GONE_FOR_GOOD}" if absent else ""
         here = ", ".join(m.name for m in view.members if m.node in proposal.promises) or "nobody"
         rest = ", ".join(m.name for m in view.members if m.node not in proposal.promises)
-        return f"waiting for {rest}: {here} cannot decide alone (quorum = {self._rules.quorum})"
+        return f"waiting for {rest}: {here} cannot decide alone (quorum = {self._rules.quorum}){GONE_FOR_GOOD}"
 
     def _absence(self, view: View) -> Absence:
         return Absence(self._roster.strangers(view), self._roster.gone(view))

@@ -25,6 +25,8 @@ class Roster:
         self._us = us
         self.peers: dict[str, Peer] = {}
         self._declined: dict[str, tuple[str, int]] = {}
+        self.forgotten: list[str] = []
+        """Names of nodes that a person said are gone for good: while they are away, nobody waits for their word."""
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """A node that was counted on does not take part in that view."""
@@ -46,7 +48,7 @@ class Roster:
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
     def gone(self, view: View) -> tuple[str, ...]:
-        """Members that can say nothing for the view: they lost their memory of it, or never took part in it."""
+        """Members that can say nothing for the view: they forgot it, never took part in it, or are gone for good."""
         strangers = self.strangers(view)
         return tuple(m.node for m in view.members if m.node in strangers or self._forgot(m, view))
 
@@ -102,6 +104,14 @@ class Roster:
     def _forgot(self, member: Member, view: View) -> bool:
         peer = self.peers.get(member.node)
         if peer is None or peer.status.us.boot == member.boot:
-            return False
+            return (peer is None or bool(peer.suspected)) and (member.name in self.forgotten or self._replaced(member))
         left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
         return view.lineage != peer.status.lineage and left < view.epoch
+
+    def _replaced(self, member: Member) -> bool:
+        """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""
+        return any(
+            (other.status.us.name, other.status.us.address) == (member.name, member.address)
+            for node, other in self.peers.items()
+            if node != member.node and not other.suspected
+        )

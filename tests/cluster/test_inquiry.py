@@ -9,7 +9,9 @@ import pytest
 from hcsim.cluster.inquiry import Survey, ask
 from hcsim.cluster.messages import Told
 from hcsim.cluster.node import Node
+from hcsim.config import Crash
 from hcsim.errors import HcsimError
+from hcsim.units import Seconds
 from tests.cluster.nodes import Party
 
 ABC = ("a", "b", "c")
@@ -58,6 +60,21 @@ def test_who_does_not_answer_is_named_with_the_reason() -> None:
     survey = surveyed(Party(ABC), ("b:1",), 1.0)
     assert "b:1" in survey.failures["b:1"]
     check(survey.told)
+
+
+def test_a_leader_that_is_gone_for_good_is_waited_for_until_a_person_says_so() -> None:
+    party = Party(("a", "b"), faults=[Crash(Seconds(2.0), "a")])
+
+    async def say(node: Node) -> None:
+        host = party.world.host("b")
+        await host.clock.sleep(10.0)
+        assert party.members("b") == [("a", "b")]
+        await ask(host, "b:52415", 1.0, forget="a")
+
+    party.meanwhile["b"] = say
+    party.run(20)
+    assert party.members("b") == [("a", "b"), ("b",)]
+    assert any("hcsim cluster forget NAME" in text for name, text in party.told if name == "b")
 
 
 def test_nobody_is_there() -> None:

@@ -21,9 +21,10 @@ from hcsim.cluster.view import Member, View
 class Machine:
     """One node, its disk, and what it was told by Hypothesis to believe."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
+    def __init__(self, bench: Bench, node: str, name: str = "") -> None:
         self.bench = bench
-        self.name = name
+        self.node = node
+        self.name = name or node
         self.boot = 0
         self.disk: Record | None = None
         self.seen: list[View] = []
@@ -37,7 +38,7 @@ class Machine:
 
     def start(self) -> None:
         self.boot += 1
-        us = Member(self.name, self.boot, self.name, f"{self.name}:52416")
+        us = Member(self.node, self.boot, self.name, f"{self.name}:52416")
         self.core = Membership(us, f"{self.name}:52415", self.bench.rules, self.disk, self.save)
         self.drain()
 
@@ -55,7 +56,7 @@ class Machine:
             effects, self.core.effects = self.core.effects, []
             for effect in effects:
                 if isinstance(effect, Send):
-                    self.bench.mail.append((self.name, effect.to, effect.message))
+                    self.bench.mail.append((self.node, effect.to, effect.message))
                 elif isinstance(effect, Adopted):
                     self.seen.append(effect.view)
                     self.bench.adopted(self, effect.view)
@@ -83,9 +84,10 @@ class Bench:
     def deliver(self, number: int) -> None:
         if self.mail:
             source, target, message = self.mail.pop(number % len(self.mail))
-            machine = self.machines[target]
-            machine.core.message(source, message, self.now)
-            machine.drain()
+            machine = self.machines.get(target)
+            if machine is not None:
+                machine.core.message(source, message, self.now)
+                machine.drain()
 
     def gossip(self, one: str, other: str) -> None:
         """One hears how the other stands."""
@@ -249,6 +251,48 @@ def test_a_leader_that_was_started_anew_does_not_go_on_without_those_who_have_th
     bench.heal()
     view = bench.machines["b"].core.view
     assert view.nodes == ("b", "a")
+
+
+def without_its_disk(bench: Bench, node: str, name: str) -> None:
+    """A machine takes the place of a node whose key is lost."""
+    del bench.machines[node]
+    for machine in bench.machines.values():
+        machine.core.lost(node, "it has gone", bench.now)
+        machine.drain()
+    bench.machines["z"] = Machine(bench, "z", name)
+    bench.heal()
+
+
+def test_a_leader_whose_disk_was_lost_with_its_key_is_known_by_its_name_and_address():
+    bench = formed(2)
+    without_its_disk(bench, "a", "a")
+    assert members(bench, "b") == members(bench, "z") == "bz"  # b, which has the model, goes on
+
+
+def test_another_machine_in_the_place_of_a_leader_proves_nothing():
+    bench = formed(2)
+    without_its_disk(bench, "a", "elsewhere")
+    assert members(bench, "b") == "ab"  # a may have gone on without b
+    assert members(bench, "z") == "z"
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_one_that_is_said_to_be_gone_for_good_is_not_waited_for_and_may_come_back_all_the_same(anew):
+    bench = formed(2)
+    a = bench.machines.pop("a")
+    b = bench.machines["b"]
+    b.core.lost("a", "it has gone", bench.now)
+    if anew:
+        b.start()
+    bench.pass_time(5.0)
+    assert members(bench, "b") == "ab"
+    b.core.forget("a", bench.now)
+    b.drain()
+    bench.pass_time(5.0)
+    assert members(bench, "b") == "b"
+    bench.machines["a"] = a
+    bench.heal()
+    assert members(bench, "a") == members(bench, "b") == "ba"
 
 
 def test_when_all_were_started_anew_they_go_on_from_what_they_promised():

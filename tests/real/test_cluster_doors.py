@@ -111,6 +111,19 @@ def test_a_running_cluster_is_seen_asked_and_closed_to_strangers(tmp_path: Path)
         told = [line for line in a.lines if "a call was not taken" in line and "plaintext" not in line]
         assert len(told) == 1, "the same refusal is told once"
 
+        # The leader goes for good: the other waits for it until a member, and no stranger, says that it need not.
+        (other,) = [process for process in (a, b) if process is not leader]
+        leader.kill()
+        seen = other.says("cannot decide alone.* hcsim cluster forget NAME")
+        at_the_other = ("--peer", other.machine.ip, "--look", "10 ms")
+        gone = leader.machine.name
+        assert "hcsim cluster join" in hcsim(stranger, "cluster", "forget", gone, *at_the_other, status=1)
+        assert "nobody waits for 'x'" in hcsim(other.machine, "cluster", "forget", "x", *at_the_other, status=1)
+        here = other.machine.name
+        assert f"{here} answers" in hcsim(other.machine, "cluster", "forget", here, *at_the_other, status=1)
+        assert f"{here} will go on without it" in hcsim(other.machine, "cluster", "forget", gone, *at_the_other)
+        other.says("1 member", seen)
+
 
 def test_what_people_read_when_something_is_missing(tmp_path: Path) -> None:
     with together(tmp_path, "ab") as cluster:

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import msgspec
 
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send
+from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Send
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +58,8 @@ class Schedule(msgspec.Struct, frozen=True):
     beside: int
     """Elements that may lie beside the buffer, waiting to be combined with it."""
     rounds: Plan = ()
+    patient: frozenset[tuple[int, int]] = frozenset()
+    """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
     lanes: tuple[Lane, ...] = ()
     cells: int = 0
     sent: int = 0
@@ -74,10 +76,9 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    peers = tuple(dict.fromkeys(a.peer for actions in plan for a in actions if not isinstance(a, Finish)))
-    sent = sum(action.hi - action.lo for actions in plan for action in actions if isinstance(action, Send))
-    if all(action.hi - action.lo <= segment for actions in plan for action in actions):
-        return Schedule(peers, _beside(plan), plan, sent=sent)
+    peers, sent, longest, beside = _survey(plan)
+    if longest <= segment:
+        return Schedule(peers, beside, plan, _patient(plan), sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
@@ -104,19 +105,68 @@ def schedule(plan: Plan, segment: int) -> Schedule:
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
     combined = sum(hi - lo for (lo, hi), yes in zip(pairwise(cuts), reduced, strict=False) if yes)
-    return Schedule(peers, _beside(plan), (), made, len(cuts), sent, combined)
+    return Schedule(peers, beside, (), frozenset(), made, len(cuts), sent, combined)
 
 
-def _beside(plan: Plan) -> int:
-    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
-    sizes = [[a.hi - a.lo for a in actions if isinstance(a, Reduce)] for actions in plan]
-    largest = max((size for of_round in sizes for size in of_round), default=0)
-    exchanged = [
-        len(of_round) * largest
-        for of_round, actions in zip(sizes, plan, strict=True)
-        if any(isinstance(action, Send) for action in actions)
-    ]
-    return max([action.hi for actions in plan for action in actions] + exchanged, default=0)
+def _survey(plan: Plan) -> tuple[tuple[int, ...], int, int, int]:
+    """Who takes part, how much is sent, how long the longest message is, and what may lie beside the buffer.
+
+    That is as much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other.
+    One pass: a ring over hundreds of ranks has a thousand rounds on each of them.
+    """
+    peers: dict[int, None] = {}
+    sent = longest = end = largest = most_exchanged = 0
+    for actions in plan:
+        sends = reduces = 0
+        for action in actions:
+            hi = action.hi
+            length = hi - action.lo
+            if length > longest:
+                longest = length
+            if hi > end:
+                end = hi
+            if isinstance(action, Finish):
+                continue
+            peers[action.peer] = None
+            if isinstance(action, Send):
+                sends += 1
+                sent += length
+            elif isinstance(action, Reduce):
+                reduces += 1
+                if length > largest:
+                    largest = length
+        if sends and reduces > most_exchanged:
+            most_exchanged = reduces
+    return tuple(peers), sent, longest, max(end, most_exchanged * largest)
+
+
+def _patient(plan: Plan) -> frozenset[tuple[int, int]]:
+    """What cannot go to its range while the round before it still waits for its own."""
+    found: list[tuple[int, int]] = []
+    before: Round = ()
+    for step, actions in enumerate(plan):
+        for number, action in enumerate(actions):
+            if isinstance(action, Recv):
+                in_use = _overlaps(action, before, Recv, Reduce, Finish) or _overlaps(action, actions, Send)
+            else:
+                in_use = isinstance(action, Reduce) and (
+                    _overlaps(action, before, Send, Recv, Reduce, Finish)
+                    or _overlaps(action, actions[:number], Send, Recv, Reduce, Finish)
+                )
+            if in_use:
+                found.append((step, number))
+        before = actions
+    return frozenset(found)
+
+
+def _overlaps(received: Recv | Reduce, actions: Round, *kinds: type[Action]) -> bool:
+    lo, hi = received.lo, received.hi
+    for action in actions:
+        if type(action) not in kinds:
+            continue
+        if action.lo < hi and lo < action.hi:
+            return True
+    return False
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -147,24 +147,26 @@ def _patient(plan: Plan) -> frozenset[tuple[int, int]]:
     for step, actions in enumerate(plan):
         for number, action in enumerate(actions):
             if isinstance(action, Recv):
-                in_use = _overlaps(action, before, Recv, Reduce, Finish) or _overlaps(action, actions, Send)
-            else:
-                in_use = isinstance(action, Reduce) and (
-                    _overlaps(action, before, Send, Recv, Reduce, Finish)
-                    or _overlaps(action, actions[:number], Send, Recv, Reduce, Finish)
-                )
-            if in_use:
+                # Sends of its round may still read the range; those of the round before are over.
+                if _overlaps(action, before, Recv, Reduce, Finish) or _overlaps(action, actions, Send):
+                    found.append((step, number))
+            elif isinstance(action, Reduce) and (
+                _overlaps(action, before, *_ALL) or _overlaps(action, actions[:number], *_ALL)
+            ):
                 found.append((step, number))
         before = actions
     return frozenset(found)
 
 
+_ALL = (Send, Recv, Reduce, Finish)
+
+
 def _overlaps(received: Recv | Reduce, actions: Round, *kinds: type[Action]) -> bool:
     lo, hi = received.lo, received.hi
     for action in actions:
-        if type(action) not in kinds:
+        if action.lo >= hi or lo >= action.hi:
             continue
-        if action.lo < hi and lo < action.hi:
+        if type(action) in kinds:
             return True
     return False
 

@@ -20,6 +20,7 @@ BUCKET_BITS = 16
 NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
 TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
+_DATA = Kind.DATA  # an enum's member takes long to look up
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -92,7 +93,7 @@ class Wiring:
         lo, hi, size, ticket = part.lo, part.hi, self._size, self.ticket
         length = (hi - lo) * size
         header = Header(
-            length, Kind.DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
+            length, _DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
             ticket.signature, step, offset * size, length if total is None else total * size,
         )  # fmt: skip
         return self.links[peer].send(header, self.memory.payload(lo, hi))
@@ -134,16 +135,20 @@ class Wiring:
             for link in self.links.values():
                 link.check_over(ticket.group, ticket.operation, ticket.bucket)
 
-    async def combine(self, which: tuple[int, int], part: Range, received: Payload, *, received_left: bool) -> None:
-        """Combine what was received with the range, unless it was added to it on the way, and release its room."""
+    def combine(
+        self, which: tuple[int, int], part: Range, received: Payload, *, received_left: bool
+    ) -> Coroutine[Any, Any, None]:
+        """Combine what was received with the range, unless it was added to it on the way, and release its room.
+
+        What is left to wait for is the time that this takes."""
         whole, fold = self._rooms.pop(which, (None, None))
         if fold is None or received is not fold.into:
             self.memory.combine(part.lo, part.hi, received, received_left=received_left)
-        await self._device.touch(3 * received.nbytes)
         if whole is not None:
             self._pool.give_back(whole)
+        return self._device.touch(3 * received.nbytes)
 
-    async def finish(self, lo: int, hi: int) -> None:
-        """Apply what comes last to the range."""
+    def finish(self, lo: int, hi: int) -> Coroutine[Any, Any, None]:
+        """Apply what comes last to the range; wait for the time that this takes."""
         self.memory.finish(lo, hi)
-        await self._device.touch(2 * (hi - lo) * self._size)
+        return self._device.touch(2 * (hi - lo) * self._size)

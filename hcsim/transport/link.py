@@ -30,6 +30,7 @@ EARLY_MOST_BYTES = 4 * 2**30
 SPARE = 1
 """Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
 WORTH_KEEPING_BYTES = 64 * 1024
+_DATA = Kind.DATA  # an enum's member takes long to look up, and every frame asks
 
 
 class Receipt:
@@ -119,7 +120,7 @@ class Link:
 
     def post(self, tag: Tag, into: memoryview | Fold | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""
-        arrived: asyncio.Future[Payload] = self._loop.create_future()
+        arrived: asyncio.Future[Payload] = asyncio.Future(loop=self._loop)
         receipt = Receipt(arrived, into, signature, total)
         if self._early and tag in self._early:
             header, payload = self._early.pop(tag)
@@ -201,7 +202,7 @@ class Link:
                 self.fail(_left(self.peer_rank))
 
     def _place(self, header: Header) -> memoryview | Fold | asyncio.Future[None] | None:
-        if header.kind is not Kind.DATA:
+        if header.kind is not _DATA:
             return None
         if header.epoch != self._our_epoch:
             raise RemoteProtocolError(
@@ -235,7 +236,7 @@ class Link:
     def _landed(self, header: Header, payload: Payload) -> None:
         self.received_bytes += header.length
         self.received_frames += 1
-        if header.kind is not Kind.DATA:
+        if header.kind is not _DATA:
             self._signalled(header, payload)
             return
         tag = (header.group, header.operation, header.bucket, header.step, header.offset)

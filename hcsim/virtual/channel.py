@@ -49,7 +49,6 @@ class VirtualChannel:
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
         self._end: ChannelClosed | ChannelBroken | RemoteProtocolError | None = None
-        outgoing.on_room = self._room
 
     def __repr__(self) -> str:
         return f"<channel {self._out.name}>"
@@ -114,7 +113,7 @@ class VirtualChannel:
                 raise self._again(self._end)
             if self._reader is not None:
                 raise UsageError(f"two tasks receive from {self!r} at once")
-            self._reader = self._loop.create_future()
+            self._reader = asyncio.Future(loop=self._loop)
             try:
                 await self._reader
             finally:
@@ -255,6 +254,7 @@ class VirtualChannel:
     async def _wait_for_room(self) -> None:
         mine = self._loop.create_future()
         self._writers.append(mine)
+        self._out.on_room = self._room
         try:
             await mine
         except asyncio.CancelledError:
@@ -270,6 +270,8 @@ class VirtualChannel:
             future = self._writers.popleft()
             if not future.done():
                 future.set_result(None)
+        if not self._writers:
+            self._out.on_room = None
 
 
 class VirtualListener:

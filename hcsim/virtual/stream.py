@@ -56,8 +56,8 @@ class Stream:
         "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
         "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
         "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
-        "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead", "on_room",
-        "outstanding", "queue", "queued_bytes",
+        "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number",
+        "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
@@ -80,6 +80,7 @@ class Stream:
         self._at_half: Callable[[], None] | None = None
         self._held: list[Message] = []
         self._unacknowledged = 0
+        self._window_bytes = tcp.window_bytes
         self._not_before_ns = 0
         self.number = number
         self.gates: tuple[Gate, ...] = ()
@@ -121,7 +122,7 @@ class Stream:
 
     def consumed(self, size_bytes: int) -> None:
         """The receiver has read that much; a stream that waited for room goes on."""
-        stalled = not self._has_room()
+        stalled = self.outstanding + self._unacknowledged >= self._window_bytes
         self.outstanding -= size_bytes
         if stalled and self.queue and self._has_room():
             # The news of the open window takes its time to get back to the sender.
@@ -224,7 +225,7 @@ class Stream:
 
     def _has_room(self) -> bool:
         """Whether the receiver's window lets another message leave."""
-        return self.outstanding + self._unacknowledged < self._net.tcp.window_bytes
+        return self.outstanding + self._unacknowledged < self._window_bytes
 
     def _resume(self) -> None:
         """Go on after a stall or a partition, unless that happened already."""
@@ -255,7 +256,7 @@ class Stream:
             if self._at_half is not None and self.queue[0].size_bytes > self._mss:
                 loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
                 self._at_half = None
-            if self._cwnd < self._net.tcp.window_bytes and not self._ticking:
+            if self._cwnd < self._window_bytes and not self._ticking:
                 self._ticking = True
                 loop.call_at_ns(loop.now_ns + round(self._rtt_s * NS), self._tick)
 
@@ -269,7 +270,7 @@ class Stream:
             return
         message = self.queue[0]
         self._remaining = 0.0
-        if self._cwnd < self._net.tcp.window_bytes:
+        if self._cwnd < self._window_bytes:
             self._grow(0.0)
         self._left(message)
 
@@ -340,7 +341,7 @@ class Stream:
     # The congestion window.
 
     def _bound(self) -> float:
-        window = min(float(self._net.tcp.window_bytes), self._cwnd)
+        window = min(float(self._window_bytes), self._cwnd)
         return min(window / self._rtt_s if self._rtt_s > 0.0 else inf, self._loss_bound)
 
     def _grow(self, remaining: float) -> None:
@@ -358,7 +359,7 @@ class Stream:
         self._advance(self._loop.now_ns)
         self._grow(self._remaining)
         # A stream held back by its share rather than by its window needs no further ticks.
-        if self._cwnd < self._net.tcp.window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
+        if self._cwnd < self._window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
             self._ticking = True
             self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick)
 

@@ -15,25 +15,30 @@ T = TypeVar("T")
 
 
 class Environment(simpy.Environment):
-    """SimPy's, with a clock that the loop can move, and a count of the events that wait in it."""
+    """SimPy's, at the loop's time, with a count of the events that wait in it."""
 
-    waiting = 0
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self.waiting = 0
+        self._loop = loop
+
+    @property
+    def now(self) -> int:
+        """See `simpy.Environment.now`."""
+        return self._loop.now_ns
 
     def schedule(
         self, event: simpy.Event, priority: simpy.events.EventPriority = simpy.events.NORMAL, delay: float = 0
     ) -> None:
         """See `simpy.Environment.schedule`."""
         self.waiting += 1
+        self._now = self._loop.now_ns
         super().schedule(event, priority, delay)
 
     def step(self) -> None:
         """See `simpy.Environment.step`."""
         self.waiting -= 1
         super().step()
-
-    def advance(self, now_ns: int) -> None:
-        """Let time pass in which no event of SimPy's happens."""
-        self._now = now_ns
 
 
 class Callback(asyncio.TimerHandle):

@@ -10,8 +10,8 @@ step. Timers with equal deadlines run in the order in which they were set. Withi
 SimPy's own events come before timers. So a run depends on nothing but the program.
 
 Timers wait in a heap of ours and not in SimPy's, from which nothing can be taken out: a
-cancelled `timeout(60)` would stay there for a minute. When a timer is next, SimPy's clock is
-moved to its deadline (`Environment.advance`), so that SimPy's processes and ours see one time.
+cancelled `timeout(60)` would stay there for a minute. SimPy's environment takes its time from the
+loop (`Environment.now`), so that its processes and ours see one time.
 Cancelled timers are swept out when they are half of the heap: O(log n) a timer, amortised.
 
 Owners. A callback belongs to the host that `OWNER` names in its context. A frozen host's
@@ -62,10 +62,10 @@ class VirtualLoop(PlainLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.env = Environment()
-        """Plain SimPy processes live here."""
         self.now_ns = 0
         """The world's time."""
+        self.env = Environment(self)
+        """Plain SimPy processes live here."""
         self.on_timer: Callable[[int], None] | None = None
         self._ready: deque[Callback] = deque()
         self._timers: list[Timer] = []
@@ -316,9 +316,10 @@ class VirtualLoop(PlainLoop):
         timers, env = self._timers, self.env
         timer_ns = _NEVER_NS
         while timers:
-            deadline_ns, number, timer, function, args = timers[0]
+            first = timers[0]
+            timer = first[2]
             if timer is None or timer.loop is not None:
-                timer_ns = deadline_ns
+                timer_ns = first[0]
                 break
             heappop(timers)
             self._timers_cancelled -= 1
@@ -326,10 +327,9 @@ class VirtualLoop(PlainLoop):
         if self._at_instant_end and timer_ns > self.now_ns < event_ns:
             self._at_instant_end.popleft()()
         elif timer_ns < event_ns:
-            heappop(timers)
+            _, number, timer, function, args = heappop(timers)
             if timer_ns > self.now_ns:
                 self.now_ns = timer_ns
-                env.advance(timer_ns)
             if timer is None:
                 function(*args)
                 return

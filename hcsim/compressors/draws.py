@@ -36,11 +36,13 @@ def choice(source: np.random.SFC64, population: int, count: int) -> Words:
     """So many distinct numbers below `population`, each choice equally likely, as the bits that are set.
 
     Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
+    They are drawn from where the source is, which itself stays there: numpy takes longer to draw a number than to use it.
     """
+    stream = source.state["state"]["state"].copy()
     seen = np.zeros(-(-population // WORD_BITS), np.uint64)
     drawn = min(count, population - count)
     while drawn:
-        drawn -= kernels.mark(source.random_raw(drawn), population, seen)
+        drawn -= kernels.mark(stream, drawn, population, seen)
     if 2 * count > population:
         np.invert(seen, out=seen)
         seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)

@@ -147,8 +147,8 @@ def test_large_elements_are_found_as_far_as_there_is_room(elements, room):
     lambda x, out: compiled.pack_signs(x, out.view(np.uint8)),
     lambda x, out: compiled.scatter(np.array([-1]), x[:1], out),
     lambda x, out: compiled.scatter(np.array([20]), x[:1], out),
-    lambda x, out: compiled.mark(np.zeros(3, np.uint64), 65, np.zeros(1, np.uint64)),
-    lambda x, out: compiled.mark(np.zeros(3, np.uint64), 0, np.zeros(0, np.uint64)),
+    lambda x, out: compiled.mark(np.zeros(4, np.uint64), 3, 65, np.zeros(1, np.uint64)),
+    lambda x, out: compiled.mark(np.zeros(4, np.uint64), 3, 0, np.zeros(0, np.uint64)),
     lambda x, out: compiled.marked(np.ones(1, np.uint64), np.zeros(2, np.int64)),
     lambda x, out: compiled.take_marked(x, np.zeros(2, np.uint64), out),
 ])  # fmt: skip

@@ -126,10 +126,9 @@ FUNCTION(scatter)
 FUNCTION(mark)
 {
     ARRAYS(2);
-    count population, fresh = 0;
-    if (!PyArg_ParseTuple(args, "y*nw*", &array[0], &population, &array[1])) return NULL;
-    count n = array[0].len / 8;
-    int fit = array[0].len == 8 * n && population > 0 && array[1].len == 8 * ((population - 1) / 64 + 1);
+    count n, population, fresh = 0;
+    if (!PyArg_ParseTuple(args, "w*nnw*", &array[0], &n, &population, &array[1])) return NULL;
+    int fit = array[0].len == 4 * 8 && population > 0 && array[1].len == 8 * ((population - 1) / 64 + 1);
     if (fit) WITHOUT_LOCK(fresh = set_drawn(array[0].buf, n, population, array[1].buf));
     return finished(array, 2, fit) ? PyLong_FromSsize_t(fresh) : NULL;
 }

@@ -254,15 +254,28 @@ static count find(const byte *restrict x, count n, uint32_t least, byte *restric
     return collect(x, whole, n, least, indices, bits, found, room);
 }
 
-/* How many bits were not set before. Places first, then bits: mixed, each waits for the other. */
-static count set_drawn(const byte *restrict raw, count n, count population, byte *restrict seen)
+/* C. Doty-Humphrey's generator, as numpy has it: three words that are stirred, and a counter. */
+static inline uint64_t sfc64(uint64_t state[4])
+{
+    uint64_t drawn = state[0] + state[1] + state[3]++;
+    state[0] = state[1] ^ state[1] >> 11;
+    state[1] = state[2] + (state[2] << 3);
+    state[2] = (state[2] << 24 | state[2] >> 40) + drawn;
+    return drawn;
+}
+
+/* How many bits were not set before. Draws, then places, then bits: mixed, each waits for the others. */
+static count set_drawn(byte *restrict stream, count n, count population, byte *restrict seen)
 {
     count fresh = 0;
+    uint64_t state[4];
+    memcpy(state, stream, sizeof state);
     for (count lo = 0; lo < n; lo += 1024) {
         uint64_t places[1024];
         count some = least_of(1024, n - lo);
+        for (count i = 0; i < some; i++) places[i] = sfc64(state);
         for (count i = 0; i < some; i++)
-            places[i] = (uint64_t)((double)(load64(raw, lo + i) >> 11) * 0x1p-53 * (double)population);
+            places[i] = (uint64_t)((double)(places[i] >> 11) * 0x1p-53 * (double)population);
         for (count i = 0; i < some; i++) {
             count word = (count)(places[i] >> 6);
             uint64_t before = load64(seen, word), bit = (uint64_t)1 << (places[i] & 63);
@@ -270,6 +283,7 @@ static count set_drawn(const byte *restrict raw, count n, count population, byte
             store64(seen, word, before | bit);
         }
     }
+    memcpy(stream, state, sizeof state);
     return fresh;
 }
 
@@ -291,24 +305,23 @@ static count list(const byte *restrict seen, count words, byte *restrict out, co
     return found;
 }
 
+/* A few lines of the cache at a time: checked, and looked through while they are at hand. */
 static uint32_t take(const byte *restrict x, count n, const byte *restrict seen, byte *restrict out, count room)
 {
-    uint32_t most[LANES] = {0}, rest = 0;
-    count found = 0, whole = n & ~(count)63;
-    for (count lo = 0; lo < whole; lo += 64) {
-        for (count i = lo; i < lo + 64; i += LANES) raise_to(most, x + 4 * i);
-        if (found == room) continue;
-        uint64_t places = load64(seen, lo >> 6);
-        store32(out, found, load32(x, lo + (count)lowest(places)));
-        found += places != 0;
-        for (places &= places - (places != 0); places && found < room; places &= places - 1)
-            store32(out, found++, load32(x, lo + (count)lowest(places)));
+    uint32_t most = 0;
+    count found = 0;
+    for (count lo = 0; lo < n; lo += 256) {
+        count hi = least_of(n, lo + 256);
+        most = larger(most, largest_of(x + 4 * lo, hi - lo));
+        for (count at = lo; at < hi && found < room; at += 64) {
+            uint64_t places = load64(seen, at >> 6);
+            store32(out, found, load32(x, least_of(at + (count)lowest(places), n - 1)));
+            found += places != 0;
+            for (places &= places - (places != 0); places && found < room; places &= places - 1)
+                store32(out, found++, load32(x, at + (count)lowest(places)));
+        }
     }
-    for (count i = whole; i < n; i++) {
-        rest = larger(rest, load32(x, i) & MAGNITUDE);
-        if (load64(seen, i >> 6) >> (i & 63) & 1 && found < room) store32(out, found++, load32(x, i));
-    }
-    return larger(rest, largest_lane(most));
+    return most;
 }
 
 /* How many were put before a place that is in an earlier block, or beyond the end. */

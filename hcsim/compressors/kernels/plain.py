@@ -168,9 +168,14 @@ def scatter(indices: Places, values: Array, out: Array, /) -> None:
     out[indices] = values
 
 
-def mark(raw: Words, population: int, seen: Words, /) -> int:
-    """Set the bits of the numbers below `population` that raw draws come to; how many were not set before."""
-    places = (raw >> np.uint64(11)) * 2.0**-53 * population
+def mark(stream: Words, count: int, population: int, seen: Words, /) -> int:
+    """Set the bits of numbers below `population` that are drawn; how many were not set before.
+
+    `stream` is the state of an SFC64, which goes on from there."""
+    source = np.random.SFC64(0)
+    source.state = {**source.state, "state": {"state": stream}}
+    places = (source.random_raw(count) >> np.uint64(11)) * 2.0**-53 * population
+    stream[:] = source.state["state"]["state"]
     # 32-bit numbers are sorted in less than half the time.
     drawn: Words = np.sort(places.astype(np.uint32 if population < 1 << 32 else np.uint64)).astype(np.uint64)
     words, bits = drawn >> np.uint64(6), np.uint64(1) << (drawn & np.uint64(WORD_BITS - 1))

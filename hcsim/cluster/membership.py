@@ -49,7 +49,8 @@ class Membership:
         """The views that we have been in, in this life."""
         self._declined: dict[str, int] = {}
         """By lineage, the view that we said we shall never be in."""
-        if self.view.member(us.node) is None or (len(self.view.members) == 1 and not self.view.formed):
+        member = self.view.member(us.node)
+        if member is None or member.elsewhere(us) or (len(self.view.members) == 1 and not self.view.formed):
             self._alone()
 
     @property

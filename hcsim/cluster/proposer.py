@@ -18,7 +18,7 @@ from hcsim.cluster.stance import Stance
 from hcsim.cluster.succession import Situation, dissolved, orphaned, successor
 from hcsim.cluster.view import Member, View
 
-GONE_FOR_GOOD = "; what is gone for good need not be waited for: hcsim cluster forget NAME"
+GONE_FOR_GOOD = "; for one that is gone for good, and only then: hcsim cluster forget NAME"
 
 
 class Post(Protocol):
@@ -81,7 +81,9 @@ class Proposer:
         if proposal is None or answer.ballot != proposal.ballot:
             return None
         if isinstance(answer, Promise):
-            proposal.promises[source] = answer
+            member = proposal.present.member(source)
+            if member is not None and not member.elsewhere(answer.us):  # a copy does not speak for it
+                proposal.promises[source] = answer
         elif isinstance(answer, Refused):
             self._give_up(proposal, now)
         elif proposal.chosen is not None and proposal.accepted(source, self._absence(proposal.present)):

@@ -105,6 +105,8 @@ class Roster:
         peer = self.peers.get(member.node)
         if peer is None or peer.status.us.boot == member.boot:
             return (peer is None or bool(peer.suspected)) and (member.name in self.forgotten or self._replaced(member))
+        if member.elsewhere(peer.status.us):  # whatever a copy knows or not, the member's word may stand
+            return False
         left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
         return view.lineage != peer.status.lineage and left < view.epoch
 

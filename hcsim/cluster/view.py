@@ -37,6 +37,10 @@ class Member(msgspec.Struct, frozen=True):
     home: str = ""
     """Members of one home are close to each other."""
 
+    def elsewhere(self, other: Member) -> bool:
+        """Whether another life of this node is on another machine, to which its key must have been copied."""
+        return self.name != other.name and self.address != other.address
+
 
 class View(msgspec.Struct, frozen=True):
     """Who computes together in one epoch."""

@@ -36,7 +36,7 @@ def choice(source: np.random.SFC64, population: int, count: int) -> Words:
     """So many distinct numbers below `population`, each choice equally likely, as the bits that are set.
 
     Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
-    They are drawn from where the source is, which itself stays there: numpy takes longer to draw a number than to use it.
+    They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
     """
     stream = source.state["state"]["state"].copy()
     seen = np.zeros(-(-population // WORD_BITS), np.uint64)

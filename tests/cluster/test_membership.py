@@ -269,6 +269,24 @@ def test_a_leader_whose_disk_was_lost_with_its_key_is_known_by_its_name_and_addr
     assert members(bench, "b") == members(bench, "z") == "bz"  # b, which has the model, goes on
 
 
+@pytest.mark.parametrize("with_its_memory", [False, True])
+def test_a_copy_of_an_absent_leader_does_not_speak_for_it(with_its_memory):
+    bench = formed(2)
+    leader = bench.machines.pop("a")
+    for machine in bench.machines.values():
+        machine.core.lost("a", "as a test", bench.now)
+        machine.drain()
+    copy = bench.machines["a"] = Machine(bench, "a", "elsewhere")
+    copy.set_back(leader.disk if with_its_memory else None)
+    bench.heal(20)
+    assert members(bench, "b") == "ab"
+    assert members(bench, "a") == "a"
+    assert bench.machines["b"].core.view.rank(leader.core.us) == 0  # it is the true one that is waited for
+    bench.machines["a"] = leader
+    bench.heal()
+    assert members(bench, "a") == members(bench, "b")
+
+
 def test_another_machine_in_the_place_of_a_leader_proves_nothing():
     bench = formed(2)
     without_its_disk(bench, "a", "elsewhere")

@@ -15,7 +15,7 @@ from hcsim.config import FAULTS, Crash, parse_scenario, write_faults
 from hcsim.training.run import Report
 from hcsim.units import Seconds
 
-SEEDS = (2, 4, 13, 28, 86, 30097, 40148, 60055)
+SEEDS = (2, 4, 13, 28, 86, 775, 30097, 40148, 60055)
 
 
 def report(**changes: Any) -> Report:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hcsim.torch_backend  # noqa: F401  # for --backend hcsim
 from hcsim.checkpoints.loader import load
 from hcsim.checkpoints.saver import Saver
-from hcsim.errors import CheckpointError
+from hcsim.errors import NoCheckpoint
 
 HELD_OUT = 397
 
@@ -61,8 +61,8 @@ def main() -> None:
         saver = Saver(asked.save, model, optimizer)
         try:
             saved = load(asked.save)
-        except CheckpointError:
-            pass  # there is none yet
+        except NoCheckpoint:
+            pass
         else:
             saved.restore(model, optimizer)
             first = saved.step

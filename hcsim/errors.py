@@ -99,6 +99,10 @@ class CheckpointError(HcsimError):
     """A checkpoint cannot be written, or what is there is not a whole one; the text says what is missing or damaged."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is nothing of a checkpoint at all: training begins."""
+
+
 class CallRefused(HcsimError):
     """The other side does not do a remote call: no such function, wrong arguments, too large, too many."""
 

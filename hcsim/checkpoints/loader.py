@@ -21,7 +21,7 @@ from hcsim.checkpoints.random_numbers import restore_random_state
 from hcsim.checkpoints.ranges import Names
 from hcsim.checkpoints.saver import HasState
 from hcsim.checkpoints.words import as_tensor, gathered, place
-from hcsim.errors import CheckpointError
+from hcsim.errors import CheckpointError, NoCheckpoint
 
 
 class Checkpoint:
@@ -148,7 +148,8 @@ class Checkpoint:
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
     """The newest step that all ranks together hold all parts of. All ranks call this.
 
-    A rank whose folder lacks parts, or has damaged ones, gets them from the others and keeps them."""
+    A rank whose folder lacks parts, or has damaged ones, gets them from the others and keeps them. Where nobody has any
+    part the error is a `NoCheckpoint`."""
     folder = Path(folder)
     parts, sound = _chosen(folder, step, lambda mine: gathered(mine, group))
     for part in parts.values():
@@ -176,7 +177,9 @@ def _chosen(
                 warnings.warn("; ".join(troubles) + f": step {parts_of[0].step} is loaded", stacklevel=3)
             return parts_of, held
     said = _decoded(gather(msgspec.msgpack.encode(troubles)), list[str])
-    raise CheckpointError(_nothing(folder, step, described, [each for ours in said for each in ours]))
+    damaged = [each for ours in said for each in ours]
+    kind = CheckpointError if damaged or any(described) else NoCheckpoint
+    raise kind(_nothing(folder, step, described, damaged))
 
 
 def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:

@@ -15,7 +15,7 @@ from torch import nn
 from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import Part, parts_in, step_folder, steps_in, write_part
 from hcsim.checkpoints.saver import Saver, snapshot
-from hcsim.errors import CheckpointError
+from hcsim.errors import CheckpointError, NoCheckpoint
 from tests.torch_backend.ranks import Killed, Meeting, Ranks
 
 
@@ -124,9 +124,10 @@ def test_parts_of_two_savings_are_never_one_checkpoint(tmp_path: Path) -> None:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     write_part(tmp_path, *part_of(1, 3, 5, "a"))
-    with pytest.raises(CheckpointError, match="of step 5 the part of rank 0, 2 is missing"):
+    with pytest.raises(CheckpointError, match="of step 5 the part of rank 0, 2 is missing") as caught:
         load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"there is no whole checkpoint here$"):
+    assert not isinstance(caught.value, NoCheckpoint)  # who trains on from the start would overwrite it
+    with pytest.raises(NoCheckpoint, match=r"there is no whole checkpoint here$"):
         load(tmp_path / "elsewhere")
 
 

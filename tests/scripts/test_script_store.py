@@ -42,6 +42,27 @@ if dist.get_rank() == 0:
     assert run_well(on_switch(TWO), text).by(0) == ["same"] * 9
 
 
+@pytest.mark.parametrize("made", [
+    'dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, world, rank == 0, timedelta(seconds=9))',
+    'dist.FileStore("store-of-the-script", world)',
+])  # fmt: skip
+def test_a_store_that_the_script_makes_itself_is_reached_over_the_simulated_network(
+    run_well: Runner, made: str
+) -> None:
+    text = f"""
+from datetime import timedelta
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = {made}
+store.set(f"from {{rank}}", "yes")
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+x = torch.ones(3) * (rank + 1)
+dist.all_reduce(x)
+tell([x.tolist(), store.get(f"from {{1 - rank}}").decode()])
+"""
+    told = run_well(on_switch(TWO), text)
+    assert told.value(0) == told.value(1) == [[3.0] * 3, "yes"]
+
+
 def test_a_rank_waits_for_what_another_sets_and_each_call_is_a_round_trip(run_well: Runner) -> None:
     text = (
         STORE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -12,6 +13,7 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from hcsim.scripts.rank.store import RemoteStore
@@ -31,8 +33,36 @@ def install(store: RemoteStore) -> None:
 
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = meet
-    _replace("init_process_group", lambda given: _ours(given, "backend", 0))
-    _replace("new_group", lambda given: _ours(given, "backend", 2))
+    _adapt("init_process_group", lambda given: _ours(given, "backend", 0))
+    _adapt("new_group", lambda given: _ours(given, "backend", 2))
+
+    class TcpStore(Store):
+        """Whichever machine a script names, what is kept there is part of our store."""
+
+        def __new__(
+            cls,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            timeout: timedelta = default_pg_timeout,
+            **_: Any,
+        ) -> Any:
+            made = store.part(f"{host_name}:{port}/")
+            made.set_timeout(timeout)
+            made.host, made.port = host_name, port
+            return made
+
+    class FileStore(Store):
+        """The same for a file."""
+
+        def __new__(cls, file_name: str, world_size: int = -1) -> Any:
+            made = store.part(f"{file_name}/")
+            made.path = file_name
+            return made
+
+    _replace("TCPStore", TcpStore)
+    _replace("FileStore", FileStore)
 
 
 def _ours(given: tuple[list[Any], dict[str, Any]], name: str, place: int) -> None:
@@ -44,16 +74,22 @@ def _ours(given: tuple[list[Any], dict[str, Any]], name: str, place: int) -> Non
         named[name] = NAME
 
 
-def _replace(function: str, change: Callable[[tuple[list[Any], dict[str, Any]]], None]) -> None:
-    """Have the function called with other arguments, wherever in torch it is known under its name."""
+def _adapt(function: str, change: Callable[[tuple[list[Any], dict[str, Any]]], None]) -> None:
+    """Have the function called with other arguments."""
     original = getattr(distributed_c10d, function)
 
     @wraps(original)
-    def replaced(*positional: Any, **named: Any) -> Any:
+    def adapted(*positional: Any, **named: Any) -> Any:
         given = (list(positional), named)
         change(given)
         return original(*given[0], **given[1])
 
-    for module in (dist, *(module for name, module in sys.modules.items() if name.startswith("torch.distributed"))):
-        if getattr(module, function, None) is original:
-            setattr(module, function, replaced)
+    _replace(function, adapted)
+
+
+def _replace(name: str, other: Any) -> None:
+    """Put something in a thing's place, wherever in torch it is known under its name."""
+    original = getattr(dist, name)
+    for module in (dist, *(module for path, module in sys.modules.items() if path.startswith("torch.distributed"))):
+        if getattr(module, name, None) is original:
+            setattr(module, name, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
@@ -30,6 +30,10 @@ class RemoteStore(Store):
         super().__init__()
         self._attendant = attendant
         self._prefix = prefix
+
+    def part(self, prefix: str) -> Any:
+        """A store of its own at the same place."""
+        return RemoteStore(self._attendant, self._prefix + prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Let the key have this value."""

@@ -43,7 +43,7 @@ if dist.get_rank() == 0:
 
 
 @pytest.mark.parametrize("made", [
-    'dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, world, rank == 0, timedelta(seconds=9))',
+    'dist.TCPStore(os.environ["MASTER_ADDR"], 29511, world, rank == 0, timedelta(seconds=9))',
     'dist.FileStore("store-of-the-script", world)',
 ])  # fmt: skip
 def test_a_store_that_the_script_makes_itself_is_reached_over_the_simulated_network(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -17,6 +19,36 @@ from hcsim.runtime.frame import Header
 
 FRAME = 2**16
 FRAMES = 40
+
+
+FORKS_AND_DIES = """
+import asyncio, os, signal, sys
+from hcsim.real.host import RealHost, RealOptions
+
+async def main():
+    async with RealHost(RealOptions("one")) as host:
+        channel = await host.connect(sys.argv[1])
+        if os.fork() == 0:
+            os.read(0, 1)  # until our standard input is closed
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_is_killed_is_noticed_though_a_child_that_it_forked_lives_on():
+    async def main() -> None:
+        async with RealHost(RealOptions("other")) as other:
+            listener = await other.listen("127.0.0.1:0")
+            command = [sys.executable, "-c", FORKS_AND_DIES, listener.address]
+            with subprocess.Popen(command, stdin=subprocess.PIPE):  # which is closed at the end, and so ends the child
+                far = await listener.accept()
+                async with asyncio.timeout(20.0):
+                    with pytest.raises(ChannelBroken):
+                        await far.recv(lambda _: None)
+
+    asyncio.run(main())
 
 
 def test_close_with_unread_bytes_still_delivers_what_was_sent():

@@ -42,7 +42,8 @@ def test_a_process_that_is_killed_is_noticed_though_a_child_that_it_forked_lives
         async with RealHost(RealOptions("other")) as other:
             listener = await other.listen("127.0.0.1:0")
             command = [sys.executable, "-c", FORKS_AND_DIES, listener.address]
-            with subprocess.Popen(command, stdin=subprocess.PIPE):  # which is closed at the end, and so ends the child
+            # asyncio's would close the pipe, and so end the child, as soon as the parent has ended.
+            with subprocess.Popen(command, stdin=subprocess.PIPE):  # noqa: ASYNC220
                 far = await listener.accept()
                 async with asyncio.timeout(20.0):
                     with pytest.raises(ChannelBroken):

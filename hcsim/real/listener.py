@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
+from hcsim.real.forked import own
 from hcsim.real.tcp import TcpChannel, translated, tune
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
@@ -35,6 +36,7 @@ class TcpListener:
         refused: Callable[[ChannelError], None],
     ) -> None:
         self._sock = sock
+        own(sock)
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused

@@ -12,13 +12,11 @@ call and a large one copies no more than the read-ahead.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
-from weakref import WeakSet
 
 from hcsim.errors import (
     ChannelBroken,
@@ -30,6 +28,7 @@ from hcsim.errors import (
 )
 from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.direction import Direction
+from hcsim.real.forked import own
 from hcsim.real.tls_failures import HandshakeCut, handshake_cut, tls_failure, unexpected_tls
 from hcsim.runtime.channel import EMPTY, Fold, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
@@ -106,11 +105,7 @@ class TcpChannel:
         self._unsent: _Parts = []
         self._unsent_bytes = 0
         self._send_error: ChannelError | None = None
-        _OPEN.add(self)
-
-    def let_go(self) -> None:
-        """Close the socket here, in a forked child: the connection is the parent's, and ends with it."""
-        self._sock.close()
+        own(sock)
 
     @property
     def peer(self) -> str:
@@ -344,17 +339,6 @@ class TcpChannel:
             async with asyncio.timeout(_LINGER_S):
                 while await self._loop.sock_recv_into(self._sock, rest):
                     pass
-
-
-_OPEN: WeakSet[TcpChannel] = WeakSet()
-
-
-def _let_go_of_all() -> None:
-    for channel in list(_OPEN):
-        channel.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:

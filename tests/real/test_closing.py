@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, real_group
-from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout
+from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, PeerRefused
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.frame import Header
 
@@ -28,6 +28,8 @@ from hcsim.real.host import RealHost, RealOptions
 async def main():
     async with RealHost(RealOptions("one")) as host:
         channel = await host.connect(sys.argv[1])
+        listener = await host.listen("127.0.0.1:0")
+        print(listener.address, flush=True)
         if os.fork() == 0:
             os.read(0, 1)  # until our standard input is closed
             os._exit(0)
@@ -43,11 +45,15 @@ def test_a_process_that_is_killed_is_noticed_though_a_child_that_it_forked_lives
             listener = await other.listen("127.0.0.1:0")
             command = [sys.executable, "-c", FORKS_AND_DIES, listener.address]
             # asyncio's would close the pipe, and so end the child, as soon as the parent has ended.
-            with subprocess.Popen(command, stdin=subprocess.PIPE):  # noqa: ASYNC220
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as killed:  # noqa: ASYNC220
                 far = await listener.accept()
                 async with asyncio.timeout(20.0):
                     with pytest.raises(ChannelBroken):
                         await far.recv(lambda _: None)
+                assert killed.stdout is not None
+                with pytest.raises(PeerRefused):
+                    await other.connect(killed.stdout.readline().strip(), timeout_s=0.1)
 
     asyncio.run(main())
 

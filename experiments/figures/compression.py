@@ -30,6 +30,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         ]
         handles.append(left.plot([], [], color="0.3", marker="o", linestyle="-", label="with error feedback")[0])
         handles.append(left.plot([], [], color="0.3", marker="o", linestyle=":", mfc="w", label="without")[0])
+        handles.append(left.plot([], [], color="0.4", linewidth=0.9, label="no compression")[0])
         left.legend(handles=handles, loc="lower left", fontsize=8)
 
 
@@ -63,8 +64,6 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
         base = dense.iloc[0]
         axes.axhline(100 * base["accuracy"], color="0.4", linewidth=0.9)
         axes.axhspan(100 * base["lowest_accuracy"], 100 * base["highest_accuracy"], color="0.93", zorder=0)
-        axes.annotate("no compression", (1, 100 * base["accuracy"]), (0, 3), textcoords="offset points", fontsize=8,
-                      color="0.3")  # fmt: skip
     for (family, feedback), line in points[points["family"] != "none"].groupby(["family", "feedback"], sort=False):
         line = line[line["diverged"] == 0].sort_values("times_fewer_bytes")
         mean, low, high = (
@@ -78,6 +77,8 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
     if lost:
         words = f"diverged without error feedback: {', '.join(lost)}"
         axes.annotate(words, (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom=bottom - 0.06 * (top - bottom))  # room for these words below the lowest bar
     axes.set_xscale("log")
     labelled(axes.xaxis, lambda value: f"{value:g}×")
     axes.set_xlabel("fewer bytes on the wire than without compression (measured, headers included)")

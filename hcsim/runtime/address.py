@@ -32,9 +32,8 @@ def address_at(hosts: Sequence[str], port: int) -> str:
 
 
 def with_port(address: str, port: int) -> str:
-    """The address, with that port if it has none."""
-    has_port = address.rpartition(":")[2].isdecimal() and (address.count(":") == 1 or "]:" in address)
-    if has_port:
+    """The address, with that port if it has none; that of another carrier (ws://…) says by itself where it is."""
+    if "://" in address or address.count(":") == 1 or "]:" in address:
         return address
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
 

@@ -33,6 +33,8 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         (("run", "--real", "--task", "convex", "--name", "two\nlines"), ["--name", "can read"]),
         (("run", "--real", "--task", "convex", "--name", " "), ["--name", "can read"]),
         (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
+        (("run", "--real", "--peers", "localhost:x,localhost", "--rank", "0"), ["'localhost:x'", "host:port"]),
+        (("run", "--real", "--peers", "http://a:1,b", "--rank", "0"), ["'http://a:1'", "ws, wss, grpc"]),
         ((*REAL,), ["--rank", "0 to 1"]),
         ((*REAL, "--rank", "2"), ["--rank", "0 to 1"]),
         ((*REAL, "--rank", "0", "--seed", "3"), ["--seed", "virtual"]),

@@ -42,8 +42,9 @@ def results(output: str) -> list[str]:
     return re.findall(r"^result sha256 .*$", output, re.MULTILINE)
 
 
-def test_both_worlds_come_to_the_same_result() -> None:
-    peers = free_peers(2)
+@pytest.mark.parametrize("carrier", ["", "ws://"])
+def test_both_worlds_come_to_the_same_result(carrier: str) -> None:
+    peers = ",".join(f"{carrier}{peer}" for peer in free_peers(2).split(","))
     with rank(0, peers, *JOB) as zero, rank(1, peers, *JOB) as one:
         table, errors = zero.communicate(timeout=LIMIT_S)
         line, other_errors = one.communicate(timeout=LIMIT_S)

@@ -314,6 +314,9 @@ async def real_group(
     figures meanwhile.
     """
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
+    twice = next((address for address in addresses if addresses.count(address) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is there twice among the peers: each rank needs an address of its own")
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
         named = RealOptions(name=f"rank {rank}", seed=secrets.randbits(64), tls=tls, insecure=insecure, device=device)

@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
-from errno import EADDRINUSE
+from errno import EADDRINUSE, EADDRNOTAVAIL
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -142,8 +142,7 @@ class RealHost:
             else:
                 listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
-            busy = ": does hcsim run here already? End it, or take another port" if error.errno == EADDRINUSE else ""
-            raise ConfigError(f"cannot listen at {address}: {error.strerror}{busy}") from None
+            raise ConfigError(f"cannot listen at {address}: {error.strerror}{_what_to_do(error)}") from None
         self._listeners.append(listener)
         return listener
 
@@ -273,8 +272,17 @@ class RealHost:
             ip = ipaddress.ip_address(sockaddr[0])
             if not allowed and not ip.is_loopback:
                 raise ConfigError(
-                    f"{sockaddr[0]} is not on this machine, and plaintext is only allowed on loopback: "
+                    f"{sockaddr[0]} is not the loopback, and plaintext is only allowed there: "
                     "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
                     "or allow plaintext explicitly (insecure)"
                 )
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def _what_to_do(failure: OSError) -> str:
+    """About a place where we cannot listen."""
+    if failure.errno == EADDRINUSE:
+        return ": does hcsim run here already? End it, or take another port"
+    if failure.errno == EADDRNOTAVAIL or isinstance(failure, socket.gaierror):
+        return ": is that this machine? We can only listen at an address of our own"
+    return ""

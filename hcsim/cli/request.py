@@ -84,7 +84,8 @@ def perform(asked: Asked) -> bool:
     """Do it; whether all went well."""
     wire = asked.wire
     if asked.scenario is not None and asked.scenario.endswith(".py"):
-        asked.refuse("without a script", *_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
+        theirs = (*_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
+        asked.refuse("without a script (what a script is given stands after --)", *theirs)
         return _script_together(asked) if asked.real else _script(asked, wire)
     options.refuse(
         "with a script (a file that ends with .py)", {"--scenario": asked.where, "--": asked.arguments or None}

@@ -94,7 +94,10 @@ def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
         (("train.py",), "on which cluster? Give --scenario"),
         (("train.py", "--scenario", "four-macs"), "four-macs: there is no such file"),
         (("train.py", "--scenario", "two-macs-wifi", "--nodes", "3"), "--nodes 3: two-macs-wifi has 2"),
-        (("train.py", "--scenario", "two-macs-wifi", "--task", "digits"), "--task: only without a script"),
+        (
+            ("train.py", "--scenario", "two-macs-wifi", "--task", "digits"),
+            "--task: only without a script (what a script is given stands after --)",
+        ),
         (("two-macs-wifi", "--scenario", "two-macs-wifi"), "--scenario: only with a script"),
     ],
 )

@@ -41,6 +41,11 @@ def say(line: str) -> None:
     Console(soft_wrap=True).print(Text(line))
 
 
+def show(table: Table) -> None:
+    """A table of the result, its words as they are: [fd00::2] is no markup, and the :a: of an address no emoji."""
+    Console(markup=False, emoji=False).print(table)
+
+
 def scenarios(*, stderr: bool = False) -> None:
     """The shipped scenarios and what they are."""
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -100,7 +105,7 @@ class Progress:
 
     def _show(self, line: str) -> None:
         if self._status is not None:
-            self._status.update(line)
+            self._status.update(Text(line))
         else:
             self._console.print(Text(line))
 
@@ -125,7 +130,7 @@ def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:
             size(lap.sent_bytes),
             _verdict(lap),
         )
-    Console().print(table)
+    show(table)
     if laps[-1].sha256 is not None:
         say(f"result sha256 {laps[-1].sha256}")
 
@@ -145,7 +150,7 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
         loss = f"{point.score.loss:.4f}"
         table.add_row(str(point.step), duration(point.time_s), f"{point.loss:.4f}", loss, right, size(point.sent_bytes))
     if looks:
-        Console().print(table)
+        show(table)
     slowest = max(reports, key=lambda report: report.duration_s)
     spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in slowest.spent_s.items())
     each = slowest.duration_s / max(1, slowest.steps)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hcsim.cli import screen
@@ -125,7 +124,7 @@ def _show_ranks(run: ScriptRun) -> None:
             screen.size(record.sent_bytes),
             "crashed" if record.code is None else "ok" if record.code == 0 else "failed",
         )
-    Console().print(table)
+    screen.show(table)
 
 
 def _show_links(run: ScriptRun) -> None:
@@ -138,7 +137,7 @@ def _show_links(run: ScriptRun) -> None:
         table.add_column(heading, justify="left" if heading == "link" else "right", no_wrap=True)
     for load in loads[:_BUSIEST]:
         table.add_row(load.name, screen.size(load.sent_bytes), f"{load.share:.1%}")
-    Console().print(table)
+    screen.show(table)
     if len(loads) > _BUSIEST:
         screen.say(f"and {len(loads) - _BUSIEST} more, less busy")
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hcsim.cli import screen
@@ -116,4 +115,4 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    screen.show(table)

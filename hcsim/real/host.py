@@ -171,7 +171,7 @@ class RealHost:
         except TimeoutError:
             self._connected("refused" if isinstance(failure, PeerRefused) else "unanswered")
             if isinstance(failure, PeerRefused):
-                raise PeerRefused(f"{failure} (tried for {timeout_s:g} s)", address) from None
+                raise PeerRefused(f"{failure} (tried for {timeout_s:.3g} s)", address) from None
             reason = f": {failure}" if failure else ""
             raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{reason}") from None
 

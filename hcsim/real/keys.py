@@ -65,8 +65,9 @@ def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
     if load_secret(home, name) == secret:
         return False
     raise ConfigError(
-        f"{path}: this machine belongs to another cluster of the name {name!r} already (`hcsim cluster phrase` "
-        "prints how others join it); give this one another name (--name), or delete that file to forget the other"
+        f"{path}: this machine belongs to another cluster of the name {name!r} already (`hcsim cluster phrase "
+        f"--name {name}` prints how others join it); give this one another name (--name), or delete that file to "
+        "forget the other"
     )
 
 
@@ -75,8 +76,10 @@ def load_secret(home: Path, name: str) -> ClusterSecret:
     path = _cluster_file(home, name)
     data = _read_private(path)
     if data is None:
+        joined = ", ".join(sorted(other.name for other in path.parent.glob("*")))
         raise ConfigError(
-            f"this machine has joined no cluster of the name {name!r} ({path} does not exist): "
+            f"this machine has joined no cluster of the name {name!r} ({path} does not exist)"
+            f"{f', only {joined}' if joined else ''}: "
             "run `hcsim cluster create` on the first machine, `hcsim cluster join` on the others"
         )
     try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from hcsim.cli.app import app
+from hcsim.cli.screen import show
 from hcsim.real.keys import load_node_key, load_secret
 
 
@@ -51,7 +53,7 @@ def test_creating_again_overwrites_nothing_and_says_so(homes: tuple[Path, Path])
     before = load_secret(mini, "home")
     again = run(mini, "create")
     assert again.exit_code == 2
-    assert "hcsim cluster phrase" in again.stderr
+    assert "hcsim cluster phrase --name home" in again.stderr
     assert load_secret(mini, "home") == before
     assert run(mini, "create", "--name", "second").exit_code == 0
 
@@ -65,6 +67,24 @@ def test_joining_twice_is_harmless_and_joining_another_is_refused(homes: tuple[P
     refused = run(mini, "join", theirs)
     assert refused.exit_code == 2
     assert load_secret(mini, "home").phrase() == ours
+
+
+def test_a_cluster_that_was_not_joined_is_told_with_those_that_were(homes: tuple[Path, Path]) -> None:
+    mini, _ = homes
+    assert "hcsim cluster create" in run(mini, "status").stderr
+    run(mini, "create", "--name", "lab")
+    result = run(mini, "status")
+    assert result.exit_code == 2
+    assert "'home'" in result.stderr
+    assert "only lab" in result.stderr
+
+
+def test_a_table_shows_addresses_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    address = "[fd00::2]:52415 [2001:db8:a:b::1]:52415 [/b]"
+    table = Table("at")
+    table.add_row(address)
+    show(table)
+    assert address in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phrase", ["WSE38", "AAAAA-AAAAA-AAAAA-AAAAA-AAAAA-AAAAA", "it's a secret!"])

@@ -53,16 +53,26 @@ def main(
     if seed is not None:
         raise typer.Exit(_replay(seed))
     started_s = perf_counter()
-    trials = []
-    with Progress(*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        bar = progress.add_task("seeds", total=seeds)
-        for trial in _trials(range(first, first + seeds), workers):
-            trials.append(trial)
-            progress.advance(bar)
-            if trial.wrong:
-                progress.console.print(_told(trial), markup=False)
+    trials: list[Trial] = []
+    interrupted = False
+    try:
+        with Progress(*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+            bar = progress.add_task("seeds", total=seeds)
+            for trial in _trials(range(first, first + seeds), workers):
+                trials.append(trial)
+                progress.advance(bar)
+                if trial.wrong:
+                    progress.console.print(_told(trial), markup=False)
+    except KeyboardInterrupt:
+        interrupted = True
     asked.write_json(json, [msgspec.to_builtins(trial) for trial in sorted(trials, key=lambda each: each.seed)])
     _report(trials, perf_counter() - started_s)
+    if interrupted:
+        left = next(seed for seed in range(first, first + seeds + 1) if seed not in [trial.seed for trial in trials])
+        console.print(
+            f"interrupted; the rest: python -m experiments.faults --first {left} --seeds {first + seeds - left}"
+        )
+        raise typer.Exit(130)
     if any(trial.wrong for trial in trials):
         raise typer.Exit(1)
 

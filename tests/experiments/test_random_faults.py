@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from msgspec.structs import replace
 
+from experiments.faults import __main__ as faults
 from experiments.faults.laws import LAWS, Evidence, violations
 from experiments.faults.slopes import expected
-from experiments.faults.trial import run_trial, scenario_of
+from experiments.faults.trial import Trial, run_trial, scenario_of
 from hcsim.config import FAULTS, Crash, parse_scenario, write_faults
 from hcsim.training.run import Report
 from hcsim.units import Seconds
@@ -92,3 +97,22 @@ def test_what_is_printed_for_a_seed_is_a_schedule_that_can_be_read_back():
     medium = '{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }'
     faults = write_faults(scenario.faults).replace('"air"', '"switch"')
     assert parse_scenario(f'name = "t"\nnode = [{nodes}]\nmedium = [{medium}]\n{faults}', "t").faults
+
+
+def test_what_was_found_before_an_interruption_is_told_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def trials(seeds: range, workers: int) -> Iterator[Trial]:
+        for seed in (7, 9, 8):
+            yield Trial(seed, 3, "ddp, none", 60.0, 4, {"crash": 1}, [], "aa")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(faults, "_trials", trials)
+    rows = tmp_path / "rows.json"
+    with pytest.raises(typer.Exit) as caught:
+        faults.main(seeds=100, first=7, json=str(rows))
+    assert caught.value.exit_code == 130
+    said = capsys.readouterr().out
+    assert "every law held in every seed" in said
+    assert "--first 10 --seeds 97" in said
+    assert [row["seed"] for row in json.loads(rows.read_text())] == [7, 8, 9]

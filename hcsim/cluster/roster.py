@@ -103,12 +103,17 @@ class Roster:
 
     def _forgot(self, member: Member, view: View) -> bool:
         peer = self.peers.get(member.node)
-        if peer is None or peer.status.us.boot == member.boot:
-            return (peer is None or bool(peer.suspected)) and (member.name in self.forgotten or self._replaced(member))
-        if member.elsewhere(peer.status.us):  # whatever a copy knows or not, the member's word may stand
-            return False
+        if peer is None or member.elsewhere(
+            peer.status.us
+        ):  # whatever a copy knows or not, the member's word may stand
+            return self._will_not_come(member)
+        if peer.suspected and self._will_not_come(member):
+            return True
         left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
-        return view.lineage != peer.status.lineage and left < view.epoch
+        return peer.status.us.boot != member.boot and view.lineage != peer.status.lineage and left < view.epoch
+
+    def _will_not_come(self, member: Member) -> bool:
+        return member.node != self._us.node and (member.name in self.forgotten or self._replaced(member))
 
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""

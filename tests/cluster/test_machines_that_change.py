@@ -1,0 +1,43 @@
+"""Who is waited for, and who speaks for whom, when machines are copied, moved, emptied, or gone for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcsim.cluster.rules import Rules
+from tests.cluster.machines import Lan, Machine
+
+
+def formed(count: int, quorum: str = "tiebreak") -> tuple[Lan, list[Machine]]:
+    lan = Lan(count, Rules(count, quorum))  # type: ignore[arg-type]
+    lan.rounds(10)
+    assert lan.together()
+    return lan, [*lan.machines]
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_one_that_is_lost_for_good_just_after_it_was_started_anew_is_not_waited_for(emptied):
+    lan, (a, b) = formed(2)
+    a.start()
+    lan.connect(a, b)  # b has heard of its new life, and no view has it yet
+    a.stop()
+    lan.rounds(20)
+    assert b.members == "ab"
+    if emptied:
+        lan.lose_disk(a)
+    else:
+        lan.destroy(a)
+        lan.forget([b])
+    lan.rounds(20)
+    assert lan.together()
+
+
+def test_one_that_is_gone_for_good_can_be_forgotten_while_a_copy_of_it_is_there():
+    lan, (a, b) = formed(2)
+    lan.copy(a, with_memory=True)
+    lan.destroy(a)
+    lan.rounds(20)
+    assert b.members == "ab"
+    lan.forget([b])
+    lan.rounds(20)
+    assert lan.together()

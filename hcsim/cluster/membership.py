@@ -72,9 +72,7 @@ class Membership:
 
     def heard(self, status: Status, now: float) -> None:
         """A node says how it stands."""
-        peer = self.roster.peers.setdefault(status.us.node, Peer(status))
-        peer.status = status
-        self._bring_up_to_date(peer, now)
+        self._bring_up_to_date(self.roster.heard(status, self.view), now)
         self._review(now)
 
     def lost(self, node: str, why: str, now: float) -> None:
@@ -106,8 +104,7 @@ class Membership:
 
     def forget(self, name: str, now: float) -> None:
         """A person says that a node is gone for good."""
-        if name not in self.roster.forgotten:
-            self.roster.forgotten.append(name)
+        self.roster.give_up(name, self.view)
         self._review(now)
 
     def leave(self, now: float) -> None:

@@ -25,8 +25,21 @@ class Roster:
         self._us = us
         self.peers: dict[str, Peer] = {}
         self._declined: dict[str, tuple[str, int]] = {}
-        self.forgotten: list[str] = []
-        """Names of nodes that a person said are gone for good: while they are away, nobody waits for their word."""
+        self._given_up: dict[str, tuple[str, int]] = {}
+        """Members that a person said are gone for good, and from which view: nobody waits there for their word."""
+
+    def heard(self, status: Status, view: View) -> Peer:
+        """A node says how it stands: if it was given up, it is back, unless this is a copy of it."""
+        member = view.member(status.us.node)
+        if member is not None and not member.elsewhere(status.us):
+            self._given_up.pop(member.node, None)
+        peer = self.peers.setdefault(status.us.node, Peer(status))
+        peer.status = status
+        return peer
+
+    def give_up(self, name: str, view: View) -> None:
+        """Members of that name are gone for good, as a person says."""
+        self._given_up |= {m.node: (view.lineage, view.epoch) for m in view.members if m.name == name}
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """A node that was counted on does not take part in that view."""
@@ -106,14 +119,15 @@ class Roster:
         if peer is None or member.elsewhere(
             peer.status.us
         ):  # whatever a copy knows or not, the member's word may stand
-            return self._will_not_come(member)
-        if peer.suspected and self._will_not_come(member):
+            return self._will_not_come(member, view)
+        if peer.suspected and self._will_not_come(member, view):
             return True
         left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
         return peer.status.us.boot != member.boot and view.lineage != peer.status.lineage and left < view.epoch
 
-    def _will_not_come(self, member: Member) -> bool:
-        return member.node != self._us.node and (member.name in self.forgotten or self._replaced(member))
+    def _will_not_come(self, member: Member, view: View) -> bool:
+        given_up = self._given_up.get(member.node) == (view.lineage, view.epoch)
+        return member.node != self._us.node and (given_up or self._replaced(member))
 
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""

@@ -41,3 +41,41 @@ def test_one_that_is_gone_for_good_can_be_forgotten_while_a_copy_of_it_is_there(
     lan.forget([b])
     lan.rounds(20)
     assert lan.together()
+
+
+def test_one_that_came_back_though_a_person_had_given_it_up_is_waited_for_like_any_other():
+    lan, (a, b, c) = formed(3)
+    lan.cut = [(b, a), (b, c)]
+    a.stop()
+    c.stop()
+    lan.rounds(5)
+    b.core.forget("a", lan.now)
+    b.core.forget("c", lan.now)
+    b.drain()
+    lan.rounds(5)
+    assert b.members == "b"
+    a.start()
+    c.start()
+    lan.cut = []
+    lan.rounds(20)
+    assert lan.together()
+    lan.cut = [(b, a), (b, c)]
+    lan.rounds(20)
+    assert sorted(a.members) == sorted(c.members) == list("ac")
+    assert sorted(b.members) == list("abc")  # the others are two, and may have gone on
+
+
+def test_whoever_takes_the_name_of_one_that_was_given_up_is_waited_for_like_any_other():
+    lan, (a, b) = formed(2, "majority")
+    lan.destroy(a)
+    lan.rounds(5)
+    lan.forget([b])
+    other = lan.machine("a")
+    other.address = "elsewhere:2"
+    lan.machines.append(other)
+    other.start()
+    lan.rounds(20)
+    assert lan.together()
+    lan.cut = [(other, b)]
+    lan.rounds(20)
+    assert sorted(b.members) == list("ab")

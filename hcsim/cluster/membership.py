@@ -49,8 +49,7 @@ class Membership:
         """The views that we have been in, in this life."""
         self._declined: dict[str, int] = {}
         """By lineage, the view that we said we shall never be in."""
-        member = self.view.member(us.node)
-        if member is None or member.elsewhere(us) or (len(self.view.members) == 1 and not self.view.formed):
+        if not self._belongs_to(self.view) or (len(self.view.members) == 1 and not self.view.formed):
             self._alone()
 
     @property
@@ -154,13 +153,18 @@ class Membership:
             and (view.lineage, view.epoch) not in self._entered
         )
 
+    def _belongs_to(self, view: View) -> bool:
+        """Whether we are a member, in this life or another; not where that is a machine that our key was copied to."""
+        member = view.member(self.us.node)
+        return member is not None and not member.elsewhere(self.us)
+
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
         """Whether it is about the successor of our view; who is behind is told what that is."""
         view = self.view
         for past in self._acceptor.record.past:
             if past.lineage == lineage and past.epoch > epoch:
                 self._send(source, Decided(past), now)
-        if lineage != view.lineage or view.member(self.us.node) is None:
+        if lineage != view.lineage or not self._belongs_to(view):
             return False
         if epoch < view.epoch:
             self._send(source, Decided(view), now)
@@ -183,7 +187,7 @@ class Membership:
 
     def _review(self, now: float) -> None:
         self.wake_at_s = None
-        if self.view.member(self.us.node) is None:
+        if not self._belongs_to(self.view):
             self._alone()
         self._joins = self._stance.joins(self.view)
         proposer = self._proposer
@@ -243,7 +247,7 @@ class Membership:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         successive = view.previous == ours.epoch and view.lineage.startswith(f"{ours.lineage}/")
-        if view.lineage == ours.lineage and view.prevails(ours) and view.member(self.us.node) is None:
+        if view.lineage == ours.lineage and view.prevails(ours) and not self._belongs_to(view):
             self._yield_to(view)
         if view.epoch <= ours.epoch:
             return  # no node's epoch ever goes back; who counts on us in this one will have to ask again

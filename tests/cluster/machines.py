@@ -181,14 +181,15 @@ class Lan:
                     machine.core.forget(member.name, self.now)
                     machine.drain()
 
-    def copy(self, machine: Machine, *, with_memory: bool) -> None:
-        copy = self.machine("xy"[len(self.machines) % 2])
-        copy.name, copy.address = f"{copy.name}{self.keys}", f"{copy.name}{self.keys}:2"
-        copy.node, copy.epoch = machine.node, machine.epoch
-        copy.record = machine.record if with_memory else None
-        copy.epoch = machine.record.view.epoch if with_memory and machine.record else -1
+    def copy(self, machine: Machine, *, with_memory: bool) -> Machine:
+        """Another machine starts from a copy of this one's key."""
+        copy = self.machine(f"copy{len(self.machines)}")
+        copy.node = machine.node
+        if with_memory and machine.record is not None:
+            copy.record, copy.epoch = machine.record, machine.record.view.epoch
         self.machines.append(copy)
         copy.start()
+        return copy
 
     def lose_disk(self, machine: Machine) -> None:
         machine.stop()

@@ -79,3 +79,17 @@ def test_whoever_takes_the_name_of_one_that_was_given_up_is_waited_for_like_any_
     lan.cut = [(other, b)]
     lan.rounds(20)
     assert sorted(b.members) == list("ab")
+
+
+def test_one_whose_place_a_copy_has_taken_has_no_say_there():
+    lan, (a, b, c) = formed(3, "majority")
+    a.stop()
+    lan.rounds(5)
+    copy = lan.copy(a, with_memory=False)
+    lan.rounds(10)
+    assert b.members == c.members == copy.members == "bc" + copy.name
+    lan.cut = [(copy, b), (copy, c), (b, c)]
+    a.start()
+    lan.rounds(10)  # b and c do not hear each other, and a tells each what it knows
+    assert a.members == "a"
+    assert b.members == c.members == "bc" + copy.name

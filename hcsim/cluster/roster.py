@@ -122,8 +122,8 @@ class Roster:
             return self._will_not_come(member, view)
         if peer.suspected and self._will_not_come(member, view):
             return True
-        left = dict(peer.status.past).get(view.lineage, -1)  # earlier than the view: its memory is of an earlier day
-        return peer.status.us.boot != member.boot and view.lineage != peer.status.lineage and left < view.epoch
+        left = dict(peer.status.past).get(view.lineage, -1)  # later than the view: it knows what followed
+        return peer.status.us.boot != member.boot and view.lineage != peer.status.lineage and left <= view.epoch
 
     def _will_not_come(self, member: Member, view: View) -> bool:
         given_up = self._given_up.get(member.node) == (view.lineage, view.epoch)

@@ -93,3 +93,14 @@ def test_one_whose_place_a_copy_has_taken_has_no_say_there():
     lan.rounds(10)  # b and c do not hear each other, and a tells each what it knows
     assert a.members == "a"
     assert b.members == c.members == "bc" + copy.name
+
+
+def test_one_that_was_started_elsewhere_and_comes_home_is_not_waited_for():
+    lan, (a, b) = formed(2)
+    lan.cut = [(a, b)]
+    for place in ("away", "a"):
+        a.name, a.address = place, f"{place}:2"
+        a.start()
+    lan.cut = []
+    lan.rounds(30)
+    assert lan.together()

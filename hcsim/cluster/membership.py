@@ -234,6 +234,10 @@ class Membership:
         view, theirs = self.view, peer.status
         if view.member(theirs.us.node) is None and theirs.lineage == view.lineage and theirs.epoch <= view.epoch:
             self._send(theirs.us.node, Decided(view), now)
+        if theirs.anew:
+            for each in (view, *self._acceptor.record.past):
+                if each.branched_from(theirs.lineage):
+                    self._send(theirs.us.node, Decided(each), now)
         there = (theirs.lineage, theirs.epoch) == (view.lineage, view.epoch)
         ahead = theirs.lineage == view.lineage and theirs.epoch > view.epoch
         if view.rank(theirs.us) is None or there or ahead:
@@ -246,7 +250,8 @@ class Membership:
     def _learn(self, view: View) -> None:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
-        successive = view.previous == ours.epoch and view.lineage.startswith(f"{ours.lineage}/")
+        # One that was started anew has nothing of its own to go on with, however far the others have come since.
+        successive = view.branched_from(ours.lineage) and (view.previous == ours.epoch or ours.rank(self.us) is None)
         if view.lineage == ours.lineage and view.prevails(ours) and not self._belongs_to(view):
             self._yield_to(view)
         if view.epoch <= ours.epoch:

@@ -47,6 +47,11 @@ class Status(msgspec.Struct, frozen=True):
         """Where its cluster stands among others."""
         return standing(self.lineage, self.size, formed=self.formed)
 
+    @property
+    def anew(self) -> bool:
+        """Whether it was started anew, and waits for the others of its view."""
+        return self.joins == self.lineage
+
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     """The first message in each direction."""

@@ -101,11 +101,14 @@ class Roster:
         return ""
 
     def better(self, ours: View) -> Status | None:
-        """The cluster in sight that stands above ours, as a node of it says."""
+        """The cluster in sight that stands above ours, as a node of it says.
+
+        Those who have yet to find their cluster again are none that one that works would be given up for."""
         others = [
             peer.status
             for peer in self.peers.values()
             if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
+            if not (ours.formed and peer.status.anew)
         ]
         best = min(others, key=lambda status: status.standing, default=None)
         return best if best is not None and best.standing < ours.standing else None

@@ -80,6 +80,10 @@ class View(msgspec.Struct, frozen=True):
         ours, theirs = ([(m.node, m.boot) for m in view.members] for view in (self, other))
         return self.epoch == other.epoch and (self.standing, ours) < (other.standing, theirs)
 
+    def branched_from(self, lineage: str) -> bool:
+        """Whether some members of a view of that lineage went on in this one, where any may."""
+        return self.lineage.startswith(f"{lineage}/")
+
     def member(self, node: str) -> Member | None:
         """The member of that id, if there is one."""
         return next((member for member in self.members if member.node == node), None)

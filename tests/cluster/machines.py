@@ -207,7 +207,7 @@ class Lan:
     def all_well(self, *, first: bool) -> None:
         """Nothing is cut, everybody runs, and of two machines with one key one is taken away."""
         self.cut = []
-        for machine in self.machines if first else self.machines[::-1]:
+        for machine in [*self.machines] if first else self.machines[::-1]:
             if sum(each.node == machine.node for each in self.machines) > 1:
                 self.destroy(machine)
         for machine in self.machines:

@@ -104,3 +104,21 @@ def test_one_that_was_started_elsewhere_and_comes_home_is_not_waited_for():
     lan.cut = []
     lan.rounds(30)
     assert lan.together()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_with_any_as_the_rule_those_who_were_started_anew_join_those_who_went_on_without_them(count):
+    lan, machines = formed(count, "any")
+    seniors, juniors = machines[: count // 2], machines[count // 2 :]
+    for machine in seniors:
+        machine.stop()
+    lan.rounds(5)
+    juniors[0].core.broken(juniors[0].core.view.epoch, "as a test", lan.now)
+    lan.rounds(5)
+    alone = juniors[0].core.view
+    assert alone.nodes == tuple(machine.node for machine in juniors)
+    for machine in seniors:
+        machine.start()
+    lan.rounds(30)
+    assert lan.together()
+    assert juniors[0].core.view.lineage == alone.lineage  # where the model is

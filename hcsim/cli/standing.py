@@ -35,20 +35,25 @@ def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> No
 
 def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
     """Say that a machine is gone for good, unless it is there."""
-    told = _survey(home, cluster, peers, look).told
-    here = [each.status.us.name for each in told.values()]
-    if machine in here:
-        raise HcsimError(f"{machine} answers: it is not gone")
-    members = dict.fromkeys(member.name for each in told.values() for member in each.view.members)
-    awaited = [name for name in members if name not in here]
-    if machine not in awaited:
-        known = ", ".join(awaited) or "nobody"
-        raise HcsimError(f"nobody waits for {machine!r}{did_you_mean(machine, awaited)}; waited for: {known}")
-    controls = [each.status.control for each in told.values()]
-    survey = asyncio.run(ask_cluster(home, cluster, controls, 0.0, machine))
+    found = _survey(home, cluster, peers, look)
+    awaited = found.awaited()
+    nodes = dict.fromkeys(member.node for member in awaited if member.name == machine)
+    if not nodes:
+        if machine in [each.status.us.name for each in found.told.values()]:
+            raise HcsimError(f"{machine} answers: it is not gone")
+        names = list(dict.fromkeys(member.name for member in awaited))
+        known = ", ".join(names) or "nobody"
+        raise HcsimError(f"nobody waits for {machine!r}{did_you_mean(machine, names)}; waited for: {known}")
+    for node in nodes:
+        _forget(node, machine, found, home, cluster)
+
+
+def _forget(node: str, machine: str, found: Survey, home: Path, cluster: str) -> None:
+    controls = [each.status.control for each in found.told.values()]
+    survey = asyncio.run(ask_cluster(home, cluster, controls, 0.0, node))
     names = ", ".join(each.status.us.name for each in survey.told.values())
     screen.say(f"{machine} is not waited for any more: {names} will go on without it")
-    its_own = [link.control for each in told.values() for link in each.links if link.name == machine]
+    its_own = [link.control for each in found.told.values() for link in each.links if link.node == node]
     for address, why in survey.failures.items():
         if address not in its_own:
             screen.note(f"{address} was not told: {why}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hcsim.cluster.discovery import place_of
 from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES, hear, say
 from hcsim.cluster.messages import Ask, Told
+from hcsim.cluster.view import Member
 from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
 from hcsim.runtime.host import Host
 
@@ -44,6 +45,8 @@ class Survey:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self.told: dict[str, Told] = {}
         """By node, what it said."""
+        self._here: list[Member] = []
+        """Everybody who said something; two, where a key was copied."""
         self.failures: dict[str, str] = {}
         """By address, why nobody said anything."""
 
@@ -57,6 +60,11 @@ class Survey:
         await asyncio.gather(looking, return_exceptions=True)
         while waiting := [task for task in self._asking.values() if not task.done()]:
             await asyncio.gather(*waiting)
+
+    def awaited(self) -> list[Member]:
+        """Members that nobody who answered is: another machine under its name, or a copy of it, is not the member."""
+        members = dict.fromkeys(member for told in self.told.values() for member in told.view.members)
+        return [m for m in members if not any(us.node == m.node and not m.elsewhere(us) for us in self._here)]
 
     async def _look(self) -> None:
         try:
@@ -78,6 +86,7 @@ class Survey:
             self.failures[address] = str(error)
         else:
             self.told[told.status.us.node] = told
+            self._here.append(told.status.us)
             self._asking.setdefault(told.status.control, self._asking[address])
             for link in told.links:
                 self._ask(link.control)

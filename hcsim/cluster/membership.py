@@ -101,9 +101,9 @@ class Membership:
             self._fail(reason)
             self._review(now)
 
-    def forget(self, name: str, now: float) -> None:
+    def forget(self, node: str, now: float) -> None:
         """A person says that a node is gone for good."""
-        self.roster.give_up(name, self.view)
+        self.roster.give_up(node, self.view)
         self._review(now)
 
     def leave(self, now: float) -> None:

@@ -92,7 +92,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Instead of a hello: how do you stand? Whoever asks is told, and is no node for that."""
 
     forget: str = ""
-    """The name of a node that is gone for good, as a person says."""
+    """A node that is gone for good, as a person says."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):

@@ -182,7 +182,8 @@ class Node:
     def asked(self, ask: Ask) -> Told:
         """How we stand, and how we are connected; first, who is gone for good."""
         if ask.forget:
-            self._tell(f"{ask.forget} is gone for good, as somebody says")
+            member = self._membership.view.member(ask.forget)
+            self._tell(f"{member.name if member else ask.forget} is gone for good, as somebody says")
             self._membership.forget(ask.forget, self._now())
             self._carry_out()
         membership, pulses, ends = self._membership, self._pulses, self._ways.in_use()

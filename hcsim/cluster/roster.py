@@ -37,9 +37,9 @@ class Roster:
         peer.status = status
         return peer
 
-    def give_up(self, name: str, view: View) -> None:
-        """Members of that name are gone for good, as a person says."""
-        self._given_up |= {m.node: (view.lineage, view.epoch) for m in view.members if m.name == name}
+    def give_up(self, node: str, view: View) -> None:
+        """A member of the view is gone for good, as a person says."""
+        self._given_up[node] = view.lineage, view.epoch
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """A node that was counted on does not take part in that view."""

@@ -178,7 +178,7 @@ class Lan:
         for machine in tell:
             for member in machine.core.view.members:
                 if not any(each.node == member.node and not member.elsewhere(each.member) for each in self.machines):
-                    machine.core.forget(member.name, self.now)
+                    machine.core.forget(member.node, self.now)
                     machine.drain()
 
     def copy(self, machine: Machine, *, with_memory: bool) -> Machine:

@@ -8,10 +8,12 @@ import pytest
 
 from hcsim.cluster.inquiry import Survey, ask
 from hcsim.cluster.messages import Told
-from hcsim.cluster.node import Node
+from hcsim.cluster.node import Node, Self
+from hcsim.cluster.view import Member
 from hcsim.config import Crash
 from hcsim.errors import HcsimError
 from hcsim.units import Seconds
+from hcsim.virtual.host import VirtualHost
 from tests.cluster.nodes import Party
 
 ABC = ("a", "b", "c")
@@ -75,6 +77,39 @@ def test_a_leader_that_is_gone_for_good_is_waited_for_until_a_person_says_so() -
     party.run(20)
     assert party.members("b") == [("a", "b"), ("b",)]
     assert any("hcsim cluster forget NAME" in text for name, text in party.told if name == "b")
+
+
+class Renamed(Party):
+    """Host c calls itself a."""
+
+    def node(self, host: VirtualHost) -> Node:
+        name = "a" if host.name == "c" else host.name
+        me = Self(host.name, host.rng("boot").getrandbits(47), name, f"{host.name}:52415", f"{host.name}:52416")
+        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+
+
+def test_one_that_is_gone_for_good_is_known_from_another_machine_under_its_name() -> None:
+    party = Renamed(ABC, faults=[Crash(Seconds(2.0), "a")])
+    party.late_s["c"] = 5.0
+    awaited: list[Member] = []
+    members: list[list[str]] = []
+
+    async def say(node: Node) -> None:
+        host = party.world.host("b")
+        await host.clock.sleep(10.0)
+        survey = Survey(host, "", 1.0)
+        await survey.run(("b:52415", "c:52415"), 1.0)
+        awaited.extend(survey.awaited())
+        members.append(sorted(survey.told["b"].view.nodes))
+        await ask(host, "b:52415", 1.0, forget=awaited[0].node)
+        await host.clock.sleep(5.0)
+        members.append(sorted((await ask(host, "b:52415", 1.0)).view.nodes))
+
+    party.meanwhile["b"] = say
+    party.run(20)
+    assert [(member.node, member.name) for member in awaited] == [("a", "a")]
+    assert members == [["a", "b"], ["b", "c"]]
+    assert ("b", "a is gone for good, as somebody says") in party.told
 
 
 def test_nobody_is_there() -> None:

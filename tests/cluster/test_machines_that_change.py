@@ -49,8 +49,8 @@ def test_one_that_came_back_though_a_person_had_given_it_up_is_waited_for_like_a
     a.stop()
     c.stop()
     lan.rounds(5)
-    b.core.forget("a", lan.now)
-    b.core.forget("c", lan.now)
+    b.core.forget(a.node, lan.now)
+    b.core.forget(c.node, lan.now)
     b.drain()
     lan.rounds(5)
     assert b.members == "b"

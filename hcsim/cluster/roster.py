@@ -134,8 +134,4 @@ class Roster:
 
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""
-        return any(
-            (other.status.us.name, other.status.us.address) == (member.name, member.address)
-            for node, other in self.peers.items()
-            if node != member.node and not other.suspected
-        )
+        return any(other.status.us.in_place_of(member) for other in self.peers.values() if not other.suspected)

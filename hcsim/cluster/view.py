@@ -41,6 +41,14 @@ class Member(msgspec.Struct, frozen=True):
         """Whether another life of this node is on another machine, to which its key must have been copied."""
         return self.name != other.name and self.address != other.address
 
+    def in_place_of(self, other: Member) -> bool:
+        """Whether this is the machine of another node, which it cannot be beside this one: by name, address and port.
+
+        One address of several is enough, since those that are made from random numbers change."""
+        (ours, _, port), (theirs, _, their_port) = (each.address.rpartition(":") for each in (self, other))
+        common = any(host in theirs.split("|") for host in ours.split("|"))
+        return self.node != other.node and self.name == other.name and port == their_port and common
+
 
 class View(msgspec.Struct, frozen=True):
     """Who computes together in one epoch."""

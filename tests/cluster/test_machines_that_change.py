@@ -122,3 +122,17 @@ def test_with_any_as_the_rule_those_who_were_started_anew_join_those_who_went_on
     lan.rounds(30)
     assert lan.together()
     assert juniors[0].core.view.lineage == alone.lineage  # where the model is
+
+
+@pytest.mark.parametrize(("address", "known"), [("10.0.0.7|[fd00::8]:2", True), ("10.0.0.7|[fd00::8]:3", False)])
+def test_one_whose_disk_was_lost_is_known_by_one_of_its_addresses_for_others_change(address, known):
+    lan = Lan(2, Rules(2))
+    a, b = lan.machines
+    a.address = "10.0.0.7|[fd00::7]:2"
+    a.start()
+    lan.rounds(10)
+    assert b.members == "ab"
+    a.address = address
+    lan.lose_disk(a)
+    lan.rounds(20)
+    assert lan.together() == known

@@ -23,6 +23,11 @@ from hcsim.cluster.rules import PATIENCE_S, Rules
 from hcsim.cluster.stance import Stance
 from hcsim.cluster.view import Member, View
 
+BEGUN_ANEW = (
+    "{where} was in the cluster with our key: under another name and address we count as a new machine. If both are in "
+    "use, give each its own node key"
+)
+
 
 class Membership:
     """One node's part."""
@@ -277,6 +282,8 @@ class Membership:
 
     def _alone(self) -> None:
         """Begin a lineage of our own."""
+        if (member := self.view.member(self.us.node)) is not None and member.elsewhere(self.us):
+            self.effects.append(Waiting(BEGUN_ANEW.format(where=f"{member.name} at {member.address}")))
         self._lives += 1
         before = self.view.epoch
         lineage = f"{self.us.node}:{self.us.boot:x}.{self._lives}"

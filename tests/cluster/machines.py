@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.effects import Adopted, Send
+from hcsim.cluster.effects import Adopted, Send, Waiting
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
 from hcsim.cluster.rules import Rules
@@ -29,6 +29,8 @@ class Machine:
     core: Membership | None = None
     lines: dict[str, Machine] = field(default_factory=dict)
     epoch: int = -1
+    said: list[str] = field(default_factory=list)
+    """To the person in front of it."""
 
     @property
     def member(self) -> Member:
@@ -66,6 +68,8 @@ class Machine:
                     self.lan.mail.append((self, self.lines[effect.to], effect.message))
                 elif isinstance(effect, Adopted):
                     self.lan.adopted(self, effect.view)
+                elif isinstance(effect, Waiting):
+                    self.said.append(effect.reason)
 
     def hear(self, other: Machine) -> None:
         self.core.heard(other.core.status, self.lan.now)

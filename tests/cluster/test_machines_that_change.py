@@ -93,6 +93,7 @@ def test_one_whose_place_a_copy_has_taken_has_no_say_there():
     lan.rounds(10)  # b and c do not hear each other, and a tells each what it knows
     assert a.members == "a"
     assert b.members == c.members == "bc" + copy.name
+    assert any("with our key" in text and copy.name in text for text in a.said)
 
 
 def test_one_that_was_started_elsewhere_and_comes_home_is_not_waited_for():
@@ -136,3 +137,12 @@ def test_one_whose_disk_was_lost_is_known_by_one_of_its_addresses_for_others_cha
     lan.lose_disk(a)
     lan.rounds(20)
     assert lan.together() == known
+
+
+def test_one_that_comes_back_under_another_name_and_address_is_told_that_it_counts_as_a_new_one():
+    _lan, (a, _b) = formed(2)
+    a.name, a.address = "away", "away:2"
+    a.start()
+    (said,) = a.said
+    assert "a at a:2" in said
+    assert "its own node key" in said

@@ -76,7 +76,7 @@ class Membership:
 
     def heard(self, status: Status, now: float) -> None:
         """A node says how it stands."""
-        self._bring_up_to_date(self.roster.heard(status, self.view), now)
+        self._bring_up_to_date(self.roster.heard(status), now)
         self._review(now)
 
     def lost(self, node: str, why: str, now: float) -> None:
@@ -108,8 +108,9 @@ class Membership:
 
     def forget(self, node: str, now: float) -> None:
         """A person says that a node is gone for good."""
-        self.roster.give_up(node, self.view)
-        self._review(now)
+        if (member := self.view.member(node)) is not None:
+            self.roster.give_up(member)
+            self._review(now)
 
     def leave(self, now: float) -> None:
         """We would like to be in no view."""

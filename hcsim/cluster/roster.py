@@ -25,21 +25,20 @@ class Roster:
         self._us = us
         self.peers: dict[str, Peer] = {}
         self._declined: dict[str, tuple[str, int]] = {}
-        self._given_up: dict[str, tuple[str, int]] = {}
-        """Members that a person said are gone for good, and from which view: nobody waits there for their word."""
+        self._given_up: dict[str, Member] = {}
+        """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
 
-    def heard(self, status: Status, view: View) -> Peer:
+    def heard(self, status: Status) -> Peer:
         """A node says how it stands: if it was given up, it is back, unless this is a copy of it."""
-        member = view.member(status.us.node)
-        if member is not None and not member.elsewhere(status.us):
-            self._given_up.pop(member.node, None)
+        if self._is_given_up(status.us):
+            del self._given_up[status.us.node]
         peer = self.peers.setdefault(status.us.node, Peer(status))
         peer.status = status
         return peer
 
-    def give_up(self, node: str, view: View) -> None:
-        """A member of the view is gone for good, as a person says."""
-        self._given_up[node] = view.lineage, view.epoch
+    def give_up(self, member: Member) -> None:
+        """A member is gone for good, as a person says."""
+        self._given_up[member.node] = member
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """A node that was counted on does not take part in that view."""
@@ -122,15 +121,18 @@ class Roster:
         if peer is None or member.elsewhere(
             peer.status.us
         ):  # whatever a copy knows or not, the member's word may stand
-            return self._will_not_come(member, view)
-        if peer.suspected and self._will_not_come(member, view):
+            return self._will_not_come(member)
+        if peer.suspected and self._will_not_come(member):
             return True
         left = dict(peer.status.past).get(view.lineage, -1)  # later than the view: it knows what followed
         return peer.status.us.boot != member.boot and view.lineage != peer.status.lineage and left <= view.epoch
 
-    def _will_not_come(self, member: Member, view: View) -> bool:
-        given_up = self._given_up.get(member.node) == (view.lineage, view.epoch)
-        return member.node != self._us.node and (given_up or self._replaced(member))
+    def _will_not_come(self, member: Member) -> bool:
+        return member.node != self._us.node and (self._is_given_up(member) or self._replaced(member))
+
+    def _is_given_up(self, member: Member) -> bool:
+        given_up = self._given_up.get(member.node)
+        return given_up is not None and not given_up.elsewhere(member)
 
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""

@@ -89,6 +89,7 @@ class Lan:
         self.keys = 0
         self.mail: list[tuple[Machine, Machine, Message]] = []
         self.cut: list[tuple[Machine, Machine]] = []
+        """Whom nobody hears, and who does not hear it."""
         self.known: dict[tuple[str, int, str], tuple[View, list[Machine]]] = {}
         """The view of a lineage and epoch, and the one after it; and who knows of it."""
         self.machines = [self.machine(name) for name in "abcdefgh"[:count]]
@@ -119,34 +120,35 @@ class Lan:
             for key, (view, knowers) in self.known.items()
         }
 
-    def is_cut(self, one: Machine, other: Machine) -> bool:
-        return (one, other) in self.cut or (other, one) in self.cut
+    def split(self, *pairs: tuple[Machine, Machine]) -> None:
+        """These do not hear each other; all the rest do."""
+        self.cut = [*pairs, *((other, one) for one, other in pairs)]
+
+    def talk(self, one: Machine, other: Machine) -> bool:
+        """Whether both hear each other."""
+        return (one, other) not in self.cut and (other, one) not in self.cut
 
     def connect(self, one: Machine, other: Machine) -> None:
-        if one.core is None or other.core is None or one.node == other.node or self.is_cut(one, other):
-            return
-        if one.lines.get(other.node) is other:
+        strangers = one.core is not None and other.core is not None and one.node != other.node
+        if not strangers or one.lines.get(other.node) is other or not self.talk(one, other):
             return
         for here, there in ((one, other), (other, one)):
             old = here.lines.get(there.node)
-            if old is not None and old is not there:
-                if not self.is_cut(here, old):
+            if old is not None:
+                if self.talk(here, old):
                     return  # it answers: the newcomer is refused
                 here.hang_up(old)
-        one.lines[other.node] = other
-        other.lines[one.node] = one
+        one.lines[other.node], other.lines[one.node] = other, one
         for here, there in ((one, other), (other, one)):
             here.hear(there)
-            if here.lines.get(there.node) is there:
-                here.core.connected(there.node, self.now)
-                here.drain()
+            here.core.connected(there.node, self.now)
+            here.drain()
 
     def deliver(self, number: int) -> None:
-        here = [each for each in self.mail if not self.is_cut(*each[:2])]
-        if here:
-            each = here[number % len(here)]
+        heard = [each for each in self.mail if each[:2] not in self.cut]
+        if heard:
+            source, target, message = each = heard[number % len(heard)]
             self.mail.remove(each)
-            source, target, message = each
             target.core.message(source.node, message, self.now)
             target.core.found(source.node, self.now)
             target.drain()
@@ -162,10 +164,10 @@ class Lan:
         for one in self.alive:
             for other in self.alive:
                 self.connect(one, other)
-                if one.lines.get(other.node) is other and not self.is_cut(one, other):
+                if one.lines.get(other.node) is other and (other, one) not in self.cut:
                     one.hear(other)
             for node in list(one.core.roster.peers):
-                if node not in one.lines or self.is_cut(one, one.lines[node]):
+                if node not in one.lines or (one.lines[node], one) in self.cut:
                     one.lose(node)
         for _ in range(len(self.mail) * 4):
             self.deliver(0)
@@ -187,7 +189,7 @@ class Lan:
 
     def copy(self, machine: Machine, *, with_memory: bool) -> Machine:
         """Another machine starts from a copy of this one's key."""
-        copy = self.machine(f"copy{len(self.machines)}")
+        copy = self.machine(f"copy{self.keys}")
         copy.node = machine.node
         if with_memory and machine.record is not None:
             copy.record, copy.epoch = machine.record, machine.record.view.epoch

@@ -45,7 +45,7 @@ def test_one_that_is_gone_for_good_can_be_forgotten_while_a_copy_of_it_is_there(
 
 def test_one_that_came_back_though_a_person_had_given_it_up_is_waited_for_like_any_other():
     lan, (a, b, c) = formed(3)
-    lan.cut = [(b, a), (b, c)]
+    lan.split((b, a), (b, c))
     a.stop()
     c.stop()
     lan.rounds(5)
@@ -56,10 +56,10 @@ def test_one_that_came_back_though_a_person_had_given_it_up_is_waited_for_like_a
     assert b.members == "b"
     a.start()
     c.start()
-    lan.cut = []
+    lan.split()
     lan.rounds(20)
     assert lan.together()
-    lan.cut = [(b, a), (b, c)]
+    lan.split((b, a), (b, c))
     lan.rounds(20)
     assert sorted(a.members) == sorted(c.members) == list("ac")
     assert sorted(b.members) == list("abc")  # the others are two, and may have gone on
@@ -76,7 +76,7 @@ def test_whoever_takes_the_name_of_one_that_was_given_up_is_waited_for_like_any_
     other.start()
     lan.rounds(20)
     assert lan.together()
-    lan.cut = [(other, b)]
+    lan.split((other, b))
     lan.rounds(20)
     assert sorted(b.members) == list("ab")
 
@@ -88,7 +88,7 @@ def test_one_whose_place_a_copy_has_taken_has_no_say_there():
     copy = lan.copy(a, with_memory=False)
     lan.rounds(10)
     assert b.members == c.members == copy.members == "bc" + copy.name
-    lan.cut = [(copy, b), (copy, c), (b, c)]
+    lan.split((copy, b), (copy, c), (b, c))
     a.start()
     lan.rounds(10)  # b and c do not hear each other, and a tells each what it knows
     assert a.members == "a"
@@ -98,11 +98,11 @@ def test_one_whose_place_a_copy_has_taken_has_no_say_there():
 
 def test_one_that_was_started_elsewhere_and_comes_home_is_not_waited_for():
     lan, (a, b) = formed(2)
-    lan.cut = [(a, b)]
+    lan.split((a, b))
     for place in ("away", "a"):
         a.name, a.address = place, f"{place}:2"
         a.start()
-    lan.cut = []
+    lan.split()
     lan.rounds(30)
     assert lan.together()
 
@@ -146,3 +146,17 @@ def test_one_that_comes_back_under_another_name_and_address_is_told_that_it_coun
     (said,) = a.said
     assert "a at a:2" in said
     assert "its own node key" in said
+
+
+def test_one_that_is_gone_for_good_is_given_up_once_though_a_view_with_it_is_still_to_be_agreed_on():
+    lan, (a, b) = formed(2, "majority")
+    a.core.broken(a.core.view.epoch, "as a test", lan.now)
+    while b.record.accepted is None:
+        a.drain()
+        lan.deliver(0)
+    lan.destroy(a)
+    lan.rounds(5)
+    assert b.members == "ab"
+    lan.forget([b])
+    lan.rounds(10)
+    assert b.members == "b"  # after the view that b had accepted

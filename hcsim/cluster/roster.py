@@ -118,10 +118,8 @@ class Roster:
 
     def _forgot(self, member: Member, view: View) -> bool:
         peer = self.peers.get(member.node)
-        if peer is None or member.elsewhere(
-            peer.status.us
-        ):  # whatever a copy knows or not, the member's word may stand
-            return self._will_not_come(member)
+        if peer is None or member.elsewhere(peer.status.us):
+            return self._will_not_come(member)  # whatever a copy knows or not, the member's word may stand
         if peer.suspected and self._will_not_come(member):
             return True
         left = dict(peer.status.past).get(view.lineage, -1)  # later than the view: it knows what followed

@@ -82,6 +82,8 @@ class Machine:
 
 
 class Lan:
+    """Who hears whom, and what is on its way."""
+
     def __init__(self, count: int, rules: Rules) -> None:
         self.rules = rules
         self.now = 0.0
@@ -198,6 +200,7 @@ class Lan:
         return copy
 
     def lose_disk(self, machine: Machine) -> None:
+        """It starts from an empty disk, with a new key."""
         machine.stop()
         self.lost_disk(machine)
         self.keys += 1
@@ -205,10 +208,18 @@ class Lan:
         machine.start()
 
     def destroy(self, machine: Machine) -> None:
+        """It is gone for good."""
         if len(self.machines) > 1:
             machine.stop()
             self.lost_disk(machine)
             self.machines.remove(machine)
+
+    def move(self, machine: Machine, *, name: bool, address: bool) -> None:
+        """It starts with its disk under another name, at another address, or both."""
+        self.keys += 1
+        machine.name = f"{machine.name}{self.keys}" if name else machine.name
+        machine.address = f"{self.keys}{machine.address}" if address else machine.address
+        machine.start()
 
     def all_well(self, *, first: bool) -> None:
         """Nothing is cut, everybody runs, and of two machines with one key one is taken away."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hcsim.cluster.rules import Rules
 from tests.cluster.machines import Lan, Machine
@@ -160,3 +162,84 @@ def test_one_that_is_gone_for_good_is_given_up_once_though_a_view_with_it_is_sti
     lan.forget([b])
     lan.rounds(10)
     assert b.members == "b"  # after the view that b had accepted
+
+
+def act(lan: Lan, doomed: Machine, action: tuple[str, int, int]) -> None:
+    """Let something happen; only the doomed machine loses its disk or goes for good, so never a majority does."""
+    kind, first, second = action
+    one, other = (lan.machines[each % len(lan.machines)] for each in (first, second))
+    if kind == "deliver":
+        lan.deliver(first)
+    elif kind == "time":
+        lan.pass_time(0.5 * (1 + second % 4))
+    elif kind == "round":
+        lan.round()
+    elif kind == "start":
+        one.start()
+    elif kind == "stop":
+        one.stop()
+    elif kind == "cut":
+        lan.cut += [(one, other), (other, one)][: 1 + second % 2]
+    elif kind == "mend":
+        lan.split()
+    elif kind == "move":
+        lan.move(one, name=second % 3 != 0, address=second % 3 != 1)
+    elif kind == "copy":
+        lan.copy(one, with_memory=second % 2 == 0)
+    elif kind in ("lose disk", "destroy"):
+        if doomed in lan.machines:
+            (lan.lose_disk if kind == "lose disk" else lan.destroy)(doomed)
+    elif one.core is not None and other.core is not None:
+        act_on(lan, kind, one, other)
+
+
+def act_on(lan: Lan, kind: str, one: Machine, other: Machine) -> None:
+    linked = one.lines.get(other.node) is other
+    if kind == "forget":
+        lan.forget([one])
+    elif kind == "break":
+        one.core.broken(one.core.view.epoch, "as a test", lan.now)
+        one.drain()
+    elif kind == "connect":
+        lan.connect(one, other)
+    elif kind == "suspect" and one is not other:
+        one.lose(other.node)
+    elif kind == "hear" and linked:
+        one.hear(other)
+    elif kind == "hang up" and linked:
+        one.hang_up(other)
+
+
+USUAL = (
+    *(["deliver"] * 8 + ["hear", "connect", "time", "round"] * 3),
+    *("start", "stop", "cut", "cut", "mend", "break", "suspect", "hang up"),
+)
+COPIED = (*USUAL, "copy", "copy", "move")
+LOST = (*USUAL, "lose disk", "destroy", "forget", "move")
+
+
+def actions(kinds: tuple[str, ...]) -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 30), st.integers(0, 30)), max_size=80)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.sampled_from(["majority", "tiebreak", "any"]),
+    st.booleans(),
+    st.integers(0, 3),
+    actions(COPIED) | actions(LOST),
+)
+def test_all_who_are_left_come_together_once_they_know_who_will_not_come(count, quorum, original, doomed, happens):
+    lan, machines = formed(count, quorum)
+    for action in happens:
+        act(lan, machines[doomed % count], action)
+    lan.all_well(first=original)
+    lan.rounds(60)
+    if not {"copy", "move", "destroy"} & {kind for kind, _, _ in happens}:
+        assert lan.together()
+    for _ in range(3):  # whom a person gave up may have agreed to a view with others who are gone
+        if not lan.together():
+            lan.forget(lan.machines)
+            lan.rounds(60)
+    assert lan.together()

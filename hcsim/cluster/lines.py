@@ -49,8 +49,8 @@ class Owner(Protocol):
     def up(self, hello: Hello) -> None:
         """There is a line to a node, which began with this."""
 
-    def down(self, node: str, *, gone: bool) -> None:
-        """The line to a node has ended; `gone`: it said goodbye."""
+    def down(self, node: str, goodbye: Goodbye | None) -> None:
+        """The line to a node has ended, with this as its last word if it had one."""
 
     def said(self, node: str, message: Message) -> None:
         """A node said something."""
@@ -224,13 +224,13 @@ class Lines:
 
     async def _run(self, line: Line, node: str) -> None:
         sending = self._host.spawn(line.send_all(), name=f"outbox for {line.us.name}")
-        gone = False
+        goodbye: Goodbye | None = None
         try:
             while True:
                 message = await hear(line.channel)
                 line.signs += 1
                 if isinstance(message, Goodbye):
-                    gone = True
+                    goodbye = message
                     what = "refused us" if message.refused else "has gone"
                     self._owner.told(f"{line.us.name} {what}: {message.reason}")
                     break
@@ -246,7 +246,7 @@ class Lines:
             if self._lines.get(node) is line:
                 del self._lines[node]
                 if not self._closed:
-                    self._owner.down(node, gone=gone)
+                    self._owner.down(node, goodbye)
 
 
 async def say(channel: Channel, message: Message) -> None:

@@ -17,7 +17,7 @@ from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.messages import Ask, Beat, Echo, Hello, Link, Message, Status, Told
+from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, Link, Message, Status, Told
 from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
 from hcsim.cluster.terms import Terms, refusal, unlike
@@ -229,11 +229,12 @@ class Node:
             if node != self._us.node and not self._on_line(node):
                 self._discovery.learn(node, control)
 
-    def down(self, node: str, *, gone: bool) -> None:
-        """The line to a node has ended: it has gone, or has to be called again."""
-        if gone:
-            self._discovery.forget(node)
-            self._membership.lost(node, "it has gone", self._now())
+    def down(self, node: str, goodbye: Goodbye | None) -> None:
+        """The line to a node has ended: it has gone, or has to be called again, though not soon if it refused us."""
+        if goodbye is not None:
+            if not goodbye.refused:
+                self._discovery.forget(node)
+            self._membership.lost(node, "it refused us" if goodbye.refused else "it has gone", self._now())
             self._carry_out()
         else:
             lasted_s = self._now() - self._up_since_s[node]

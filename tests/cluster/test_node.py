@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cluster.discovery import Announcement
-from hcsim.cluster.node import Node
+from hcsim.cluster.node import Node, Self
 from hcsim.cluster.view import View
-from hcsim.config import Crash, Heartbeat, Partition, Pause, Reset, Restart
+from hcsim.config import Cluster, Crash, Heartbeat, Partition, Pause, Reset, Restart
 from hcsim.units import PositiveSeconds, Seconds
+from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed
 from tests.cluster.nodes import Party
 
@@ -199,3 +200,24 @@ def test_an_address_where_another_node_answers_does_not_hide_the_one_that_was_an
     party.meanwhile = {"b": mislead}
     party.run(20)
     assert sorted(party.views["b"][-1].nodes) == list(ABC)
+
+
+class WithCopy(Party):
+    """Host d has the key of host a."""
+
+    def node(self, host: VirtualHost) -> Node:
+        node = "a" if host.name == "d" else host.name
+        boot = host.rng("boot").getrandbits(47)
+        me = Self(node, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
+
+
+def test_one_that_was_refused_while_a_copy_of_it_was_there_comes_in_once_the_copy_has_gone():
+    party = WithCopy("abcd", [Restart(Seconds(4), "a", down_s=Seconds(16)), Crash(Seconds(60), "d")])
+    party.config = Cluster(nodes=3, preset="low_latency")
+    party.late_s["d"] = 10.0
+    party.run(120)
+    joined = [[member.name for member in view.members] for view in party.views["b"]]
+    assert ["b", "c", "d"] in joined
+    assert joined[-1] == ["b", "c", "a"]
+    assert any("give each machine its own node key" in what for name, what in party.told if name == "a")

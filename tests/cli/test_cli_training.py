@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,11 @@ def test_a_scenario_may_say_what_is_learned(tmp_path: Path) -> None:
     result = hcsim("run", str(file), "--compressor", "fp16")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("convex by local_sgd:2, compressor fp16, 2 ranks, learn")
+
+
+def test_the_shipped_cluster_comes_together_again_after_its_faults_and_ends() -> None:
+    command = [sys.executable, "-c", "from hcsim.cli import main; main()", "run", "four-macs-churn"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    views = [line for line in ended.stderr.splitlines() if "joined)" in line]
+    assert all(name in views[-1] for name in ("mini-1", "mini-2", "mini-3", "mini-4"))
+    assert "35 steps" in ended.stdout

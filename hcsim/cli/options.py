@@ -175,7 +175,8 @@ def clustered(scenario: Scenario, nodes: int | None) -> Scenario:
     there = len(scenario.nodes)
     given = given if given.nodes is not None else replace(given, nodes=there)
     if given.needed > there:
-        raise ConfigError(f"work begins with {given.needed} nodes, and {scenario.name} has {there}")
+        real = "" if there else "; to train on the machines of your cluster, say --real"
+        raise ConfigError(f"work begins with {given.needed} nodes, and {scenario.name} has {there} [[node]]{real}")
     return replace(scenario, cluster=given)
 
 

@@ -98,7 +98,8 @@ def main(
     except KeyboardInterrupt:
         console.print("interrupted: finished cells are kept, and the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}, with the figures of its studies")
+    figures = ", with the figures of its studies" if any(folder.glob("*.png")) else ""
+    typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}{figures}")
     if failed:
         console.print(f"cells that failed: {failed}; see the column error; the same command tries them again")
         raise typer.Exit(1)

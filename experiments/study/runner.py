@@ -60,9 +60,10 @@ class _Worker:
 def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
     """Run each, `jobs` at a time; `finished` hears of each when it is over, in any order."""
     todo = list(reversed(cells))
-    with starting():
-        workers = [_Worker() for _ in range(min(jobs, len(todo)))]
+    workers: list[_Worker] = []
     try:
+        with starting():  # an interrupt meanwhile is raised at its end, when they are in the list
+            workers += [_Worker() for _ in range(min(jobs, len(todo)))]
         for worker in workers:
             worker.give(todo.pop())
         while busy := [worker for worker in workers if worker.cell is not None]:
@@ -77,7 +78,7 @@ def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
                     if todo:
                         with starting():
                             worker = _Worker()
-                        workers.append(worker)
+                            workers.append(worker)
                 if todo:
                     worker.give(todo.pop())
     finally:

@@ -19,6 +19,9 @@ def starting() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     resource_tracker.ensure_running()  # not with the first process: it unblocks what we block
+    held: list[int] = []
+    # The mask is for those who are born here; an interrupt of ours may still come in through another thread.
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -29,3 +32,6 @@ def starting() -> Iterator[None]:
             else:
                 os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if held and callable(handler):
+            handler(signal.SIGINT, None)

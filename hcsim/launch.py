@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -43,11 +42,14 @@ from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.mesh import Membership, Wire
 from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World
 
 DEFAULT_PORT = 52416
 _ANSWER_S = 2.0
 PROBE_PORT = 52417
+STANDSTILL_S = 3600.0
+"""How long, at least, nothing moves in a simulated cluster before it is ended."""
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
@@ -136,7 +138,8 @@ def simulate_cluster(
     """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
 
     `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
-    after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`."""
+    after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
+    more, a `TrainingError`."""
     loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.nodes is None:
@@ -145,6 +148,16 @@ def simulate_cluster(
     _refuse_tunnels(plan.training)
     world = World(loaded, sink=sink, sealed=True)
     homes = {node.name: node.home for node in loaded.nodes}
+    said: dict[str, str] = {}
+
+    def moved() -> list[tuple[float, float]]:
+        """How far each host has come in its training, and in its views."""
+        return [
+            (host.metrics.value("hcsim_training_steps_total"), host.metrics.value("hcsim_view_epoch"))
+            for host in world.hosts
+        ]
+
+    standstill = Standstill(world.loop, max(STANDSTILL_S, 20 * plan.training.timeout_s), moved, limit_s)
 
     async def on_host(host: VirtualHost) -> Report:
         proved = _virtual_credentials(host, loaded.seed)
@@ -158,8 +171,12 @@ def simulate_cluster(
             proved.secret.namespace.hex(),
             homes[host.name] if len(loaded.homes) > 1 else "",
         )
-        heard = partial(tell, host.name)
-        async with asyncio.timeout_at(limit_s):
+
+        def heard(what: str) -> None:
+            said[host.name] = what
+            tell(host.name, what)
+
+        async with standstill.noticed(lambda: said.get(host.name, "before it had said anything")):
             return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))

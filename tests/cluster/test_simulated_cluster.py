@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Cluster, Crash, Restart, Scenario, Training
+from hcsim.errors import TrainingError
 from hcsim.launch import Outcome, simulate_cluster
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
@@ -50,6 +51,16 @@ def test_the_others_go_on_without_a_leader_that_crashed():
     assert [r.steps for r in outcome.results if isinstance(r, Report)] == [150, 150]
     assert len(digests(outcome)) == 1
     assert any("training goes on after step" in what for what in said)
+
+
+def test_a_run_ends_when_those_that_are_left_wait_for_one_that_is_gone_for_good():
+    scenario = home(Crash(Seconds(3), "a"), Crash(Seconds(6), "b"))
+    outcome = simulate_cluster(scenario)
+    assert outcome.seconds > 3600
+    error = outcome.results[2]
+    assert isinstance(error, TrainingError)
+    assert "nothing has moved for 3600 s" in str(error)
+    assert "waiting for b: c cannot decide alone" in str(error)
 
 
 @pytest.mark.parametrize("state", ["kept", "lost"])

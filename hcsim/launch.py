@@ -157,7 +157,9 @@ def simulate_cluster(
             for host in world.hosts
         ]
 
-    standstill = Standstill(world.loop, max(STANDSTILL_S, 20 * plan.training.timeout_s), moved, limit_s)
+    healed_s = max((fault.over_s for fault in loaded.faults), default=0.0)
+    patience_s = max(STANDSTILL_S, 20 * plan.training.timeout_s)
+    standstill = Standstill(world.loop, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
 
     async def on_host(host: VirtualHost) -> Report:
         proved = _virtual_credentials(host, loaded.seed)
@@ -176,7 +178,7 @@ def simulate_cluster(
             said[host.name] = what
             tell(host.name, what)
 
-        async with standstill.noticed(lambda: said.get(host.name, "before it had said anything")):
+        async with standstill.noticed(lambda: said.get(host.name, "nothing")):
             return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))

@@ -17,18 +17,27 @@ from hcsim.virtual.loop import VirtualLoop
 class Standstill:
     """Looks now and then whether something has moved; `moved` gives another value if it has."""
 
-    def __init__(self, loop: VirtualLoop, every_s: float, moved: Callable[[], object], limit_s: float | None) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        moved: Callable[[], object],
+        *,
+        every_s: float,
+        from_s: float = 0.0,
+        limit_s: float | None = None,
+    ) -> None:
+        """Before `from_s` something may still happen by itself: a fault heals."""
         self._loop = loop
         self._every_s = every_s
         self._moved = moved
         self._limit_s = limit_s
         self._seen: object = None
         self._running: dict[asyncio.Timeout, None] = {}
-        self._look_later()
+        self._look_at(from_s)
 
     @asynccontextmanager
-    async def noticed(self, doing: Callable[[], str]) -> AsyncIterator[None]:
-        """End what runs here when all stands still, with what it is doing then; and in any case at the limit."""
+    async def noticed(self, last_words: Callable[[], str]) -> AsyncIterator[None]:
+        """End what runs here when all stands still, with what it said last; and in any case at the limit."""
         timeout = asyncio.timeout_at(self._limit_s)
         self._running[timeout] = None
         try:
@@ -37,19 +46,21 @@ class Standstill:
         except TimeoutError:
             if not timeout.expired() or (self._limit_s is not None and self._loop.time() >= self._limit_s):
                 raise
-            raise TrainingError(f"nothing has moved for {self._every_s:g} s; it ended {doing()}") from None
+            raise TrainingError(
+                f"nothing has moved for {self._every_s:g} s, and it said last: {last_words()}"
+            ) from None
         finally:
             del self._running[timeout]
 
-    def _look_later(self) -> None:
-        # The world's own timer, which is in no trace.
-        self._loop.call_at_ns(self._loop.now_ns + round(self._every_s * 1e9), self._look)
+    def _look_at(self, time_s: float) -> None:
+        # The world's own timer: a frozen or crashed host does not stop it.
+        self._loop.call_at_ns(round(time_s * 1e9), self._look)
 
     def _look(self) -> None:
         now = self._moved()
         if now != self._seen:
             self._seen = now
-            self._look_later()
+            self._look_at(self._loop.time() + self._every_s)
             return
         for timeout in self._running:
             timeout.reschedule(self._loop.time())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hcsim.config import AnyFault, Cluster, Crash, Restart, Scenario, Training
+from hcsim.config import AnyFault, Cluster, Crash, Pause, Restart, Scenario, Training
 from hcsim.errors import TrainingError
 from hcsim.launch import Outcome, simulate_cluster
 from hcsim.training.run import Report
@@ -61,6 +61,12 @@ def test_a_run_ends_when_those_that_are_left_wait_for_one_that_is_gone_for_good(
     assert isinstance(error, TrainingError)
     assert "nothing has moved for 3600 s" in str(error)
     assert "waiting for b: c cannot decide alone" in str(error)
+
+
+def test_a_run_goes_on_after_hours_in_which_nothing_could_move():
+    outcome = simulate_cluster(home(*(Pause(Seconds(3), name, PositiveSeconds(3 * 3600)) for name in ABC)))
+    assert [report.steps for report in outcome.values()] == [150, 150, 150]
+    assert outcome.seconds > 3 * 3600
 
 
 @pytest.mark.parametrize("state", ["kept", "lost"])

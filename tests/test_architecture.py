@@ -173,7 +173,7 @@ def test_the_ways_in_do_not_wait_for_heavy_libraries(module: str) -> None:
         ("def f():\n    import random", "imports random"),
         ("if TYPE_CHECKING:\n    from random import Random", "imports random.Random"),
         ("from hcsim import virtual", "imports hcsim.virtual"),
-        ("from hcsim.real.tcp import TcpChannel", "imports hcsim.real.tcp.TcpChannel"),
+        ("from hcsim.real.tcp import TcpStream", "imports hcsim.real.tcp.TcpStream"),
         ("from asyncio import sleep", "imports asyncio.sleep"),
         ("import asyncio\nawait asyncio.sleep(1)", "uses asyncio.sleep"),
         ("import asyncio as aio\nnap = aio.sleep", "uses asyncio.sleep"),

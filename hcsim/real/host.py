@@ -27,10 +27,12 @@ from hcsim.real import carriers
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
+from hcsim.real.failures import translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import TcpListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
-from hcsim.real.tcp import TcpChannel, translated, tune
+from hcsim.real.stream import StreamChannel
+from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.address import join_address
 from hcsim.runtime.channel import Channel, Listener
@@ -92,7 +94,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
-        self._channels: WeakSet[TcpChannel] = WeakSet()
+        self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
 
@@ -158,7 +160,7 @@ class RealHost:
                     try:
                         channel = await self._dial(target)
                         self._connected("opened")
-                        if isinstance(channel, TcpChannel):
+                        if isinstance(channel, StreamChannel):
                             self._channels.add(channel)
                         return channel
                     except ssl.SSLCertVerificationError as error:
@@ -220,7 +222,7 @@ class RealHost:
     def _connected(self, outcome: str) -> None:
         self.metrics.counter("hcsim_connects_total", outcome=outcome).add()
 
-    def _accepted(self, channel: TcpChannel) -> None:
+    def _accepted(self, channel: StreamChannel) -> None:
         self.metrics.counter("hcsim_accepts_total").add()
         self._channels.add(channel)
 
@@ -247,9 +249,9 @@ class RealHost:
                     raise ConnectionRefusedError
                 peer = address if len(target.hosts) == 1 else join_address(sockaddr)
                 if self._tls is None:
-                    return TcpChannel(sock, peer)
+                    return StreamChannel(TcpStream(sock), peer)
                 secured = await self._tls.handshake(sock, server_side=False)
-                return TcpChannel(secured.sock, peer, secured.identity, secured.binding)
+                return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
             except OSError as error:
                 sock.close()
                 failure = error

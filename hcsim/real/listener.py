@@ -13,8 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
+from hcsim.real.failures import translated
 from hcsim.real.forked import own
-from hcsim.real.tcp import TcpChannel, translated, tune
+from hcsim.real.stream import StreamChannel
+from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 
@@ -32,7 +34,7 @@ class TcpListener:
         sock: socket.socket,
         tls: Tls | None,
         handshake_timeout_s: float,
-        accepted: Callable[[TcpChannel], None],
+        accepted: Callable[[StreamChannel], None],
         refused: Callable[[ChannelError], None],
     ) -> None:
         self._sock = sock
@@ -44,7 +46,7 @@ class TcpListener:
         self._accepted = accepted
         self._address = join_address(sock.getsockname())
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
-        self._welcomed: asyncio.Queue[TcpChannel | None] = asyncio.Queue()
+        self._welcomed: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving = self._start(self._serve())
 
@@ -53,7 +55,7 @@ class TcpListener:
         """`host:port`, with the port that was really taken."""
         return self._address
 
-    async def accept(self) -> TcpChannel:
+    async def accept(self) -> StreamChannel:
         """The next channel that a peer opened (and, with TLS, proved its membership on)."""
         channel = await self._welcomed.get()
         if channel is None:
@@ -112,13 +114,13 @@ class TcpListener:
         try:
             tune(sock)
             if self._tls is None:
-                channel = TcpChannel(sock, peer)
+                channel = StreamChannel(TcpStream(sock), peer)
             elif running > _MAX_HANDSHAKES_PER_ADDRESS:
                 raise ChannelBroken(f"too many TLS handshakes with {address} at once", peer)
             else:
                 async with asyncio.timeout(self._handshake_timeout_s):
                     secured = await self._tls.handshake(sock, server_side=True)
-                channel = TcpChannel(secured.sock, peer, secured.identity, secured.binding)
+                channel = StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
         except TimeoutError:
             self._turn_away(
                 sock, ChannelBroken(f"{peer} did not finish the TLS handshake in {self._handshake_timeout_s:g} s", peer)

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hcsim.errors import ConfigError
 from hcsim.identity.key import node_id_of
 from hcsim.real.certificates import RENEWED_AFTER, ClusterTls, make_certificates
-from hcsim.real.tls_failures import PLAINTEXT, HandshakeCut
+from hcsim.real.failures import PLAINTEXT, HandshakeCut
 
 _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024

@@ -293,7 +293,7 @@ def test_nagle_is_off_at_both_ends() -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
         for channel in (await left.connect(listener.address), await listener.accept()):
-            assert channel._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert channel._stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await channel.close()
 
     between(RealOptions("left"), RealOptions("right"), body)

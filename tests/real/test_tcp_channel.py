@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
 from hcsim.real import tcp
-from hcsim.real.tcp import TcpChannel, tune
+from hcsim.real.stream import StreamChannel
+from hcsim.real.tcp import TcpStream, tune
 from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.channel import Fold, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
 
 MIB = 2**20
-Body = Callable[[TcpChannel, socket.socket], Awaitable[None]]
+Body = Callable[[StreamChannel, socket.socket], Awaitable[None]]
 
 
 def allocate(header: Header) -> None:
@@ -41,7 +42,7 @@ def against_raw_socket(body: Body) -> None:
 
     async def main() -> None:
         ours, theirs = connected()
-        channel = TcpChannel(ours, "raw")
+        channel = StreamChannel(TcpStream(ours), "raw")
         with theirs:
             try:
                 async with asyncio.timeout(20):
@@ -55,7 +56,7 @@ def against_raw_socket(body: Body) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: bytes, chunk_bytes: int) -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         for start in range(0, len(garbage), chunk_bytes):
             raw.sendall(garbage[start : start + chunk_bytes])
         raw.shutdown(socket.SHUT_WR)
@@ -70,7 +71,7 @@ def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: byte
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_is_the_peers_fault(position: int, flip: int) -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         header = bytearray(encode_header(Header(4)))
         header[position] ^= flip
         raw.sendall(header + b"data")
@@ -87,7 +88,7 @@ def test_a_stream_that_ends_says_whether_a_frame_was_cut(cut: int) -> None:
     frame = encode_header(Header(4)) + b"data"
     stream = (frame + frame)[:cut]
 
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         raw.sendall(stream)
         raw.shutdown(socket.SHUT_WR)
         for _ in range(cut // len(frame)):
@@ -104,7 +105,7 @@ def test_a_stream_that_ends_says_whether_a_frame_was_cut(cut: int) -> None:
 def test_frames_are_found_however_the_stream_is_chopped(sizes: list[int], chunk_bytes: int) -> None:
     stream = b"".join(encode_header(Header(size, step=n)) + bytes([n]) * size for n, size in enumerate(sizes))
 
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         async def chop() -> None:
             for start in range(0, len(stream), chunk_bytes):
                 raw.sendall(stream[start : start + chunk_bytes])
@@ -129,7 +130,7 @@ def test_a_sum_is_right_however_the_stream_is_chopped(floats: int, chunk_bytes: 
     ours, theirs = np.arange(floats, dtype=np.float32), np.arange(floats, 0, -1, dtype=np.float32)
     stream = encode_header(Header(theirs.nbytes)) + theirs.tobytes() + encode_header(Header(4)) + b"next"
 
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         channel.limit(MIB)
         raw.setblocking(False)
 
@@ -152,7 +153,7 @@ def test_a_sum_is_right_however_the_stream_is_chopped(floats: int, chunk_bytes: 
 def test_a_sum_that_is_cut_breaks_the_channel_and_touches_only_its_place(arrived_bytes: int) -> None:
     around = np.zeros(100_002, np.float32)
 
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         channel.limit(MIB)
         raw.sendall(encode_header(Header(400_000)) + np.ones(100_000, np.float32).tobytes()[:arrived_bytes])
         raw.shutdown(socket.SHUT_WR)
@@ -164,7 +165,7 @@ def test_a_sum_that_is_cut_breaks_the_channel_and_touches_only_its_place(arrived
 
 
 def test_a_sum_cancelled_in_the_middle_breaks_the_channel() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         channel.limit(MIB)
         raw.sendall(encode_header(Header(400_000)) + bytes(200_000))
         with pytest.raises(TimeoutError):
@@ -180,7 +181,7 @@ def test_without_a_compiler_a_sum_is_received_beside(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tcp, "receive_sum", None)
     ours = np.zeros(50_000, np.float32)
 
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         channel.limit(MIB)
         fold = folding(ours)
         raw.sendall(encode_header(Header(200_000)) + np.ones(50_000, np.float32).tobytes())
@@ -192,7 +193,7 @@ def test_without_a_compiler_a_sum_is_received_beside(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_peer_may_not_announce_much() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         raw.sendall(encode_header(Header(2**31)))
         with pytest.raises(RemoteProtocolError, match="2147483648"):
             await channel.recv(allocate)
@@ -202,7 +203,7 @@ def test_an_unknown_peer_may_not_announce_much() -> None:
 
 
 def test_cancelled_in_the_middle_of_a_header_nothing_is_lost() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         frame = encode_header(Header(4)) + b"data"
         raw.sendall(frame[:20])
         with pytest.raises(TimeoutError):
@@ -215,7 +216,7 @@ def test_cancelled_in_the_middle_of_a_header_nothing_is_lost() -> None:
 
 
 def test_a_receive_cancelled_in_the_middle_of_a_payload_breaks_the_channel() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         raw.sendall(encode_header(Header(4)) + b"da")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -230,7 +231,7 @@ def test_a_receive_cancelled_in_the_middle_of_a_payload_breaks_the_channel() -> 
 
 
 def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await channel.send(Header(64 * MIB), memoryview(bytearray(64 * MIB)))
@@ -241,7 +242,7 @@ def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
 
 
 def test_a_send_cancelled_before_its_first_byte_sends_nothing() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         big = memoryview(bytearray(64 * MIB))
         first = asyncio.create_task(channel.send(Header(len(big), step=1), big))
         await asyncio.sleep(0)
@@ -259,7 +260,7 @@ def test_a_send_cancelled_before_its_first_byte_sends_nothing() -> None:
 
 
 def test_what_a_peer_said_before_it_went_can_be_read_after_a_send_has_failed() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         raw.sendall(encode_header(Header(4)) + b"last")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raw.close()  # with a reset
@@ -273,7 +274,7 @@ def test_what_a_peer_said_before_it_went_can_be_read_after_a_send_has_failed() -
 
 
 def test_a_place_that_fails_leaves_the_frame_unread() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         raw.sendall(encode_header(Header(4)) + b"data")
         for wrong in (memoryview(bytearray(3)), memoryview(b"read")):
             with pytest.raises(UsageError):
@@ -284,7 +285,7 @@ def test_a_place_that_fails_leaves_the_frame_unread() -> None:
 
 
 def test_a_phantom_cannot_cross_a_real_network() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         with pytest.raises(UsageError, match="phantom"):
             await channel.send(Header(4), Phantom(4))
 
@@ -292,7 +293,7 @@ def test_a_phantom_cannot_cross_a_real_network() -> None:
 
 
 def test_a_frame_that_fits_leaves_without_waiting() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         sending = channel.send(Header(4), memoryview(b"data"))
         with pytest.raises(StopIteration):
             sending.send(None)
@@ -309,7 +310,7 @@ def test_a_busy_channel_lets_others_have_their_turn() -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
-        channel = TcpChannel(ours, "raw")
+        channel = StreamChannel(TcpStream(ours), "raw")
         turns = 0
 
         async def count_turns() -> None:
@@ -332,7 +333,7 @@ def test_a_busy_channel_lets_others_have_their_turn() -> None:
 
 
 def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         frame = encode_header(Header(60_000)) + bytes(60_000)
         receiving = asyncio.create_task(channel.recv(allocate))
         await asyncio.sleep(0)
@@ -341,14 +342,14 @@ def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
-        assert not loop.remove_reader(channel._sock.fileno())
+        assert not loop.remove_reader(channel._stream._sock.fileno())
         assert (await channel.recv(allocate))[0].length == 60_000
 
     against_raw_socket(body)
 
 
 def test_closing_is_final() -> None:
-    async def body(channel: TcpChannel, raw: socket.socket) -> None:
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
         receiving = asyncio.create_task(channel.recv(allocate))
         await asyncio.sleep(0)
         await channel.close()

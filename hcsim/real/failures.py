@@ -1,4 +1,4 @@
-"""What went wrong in TLS, in words for the person at either end."""
+"""What went wrong with a connection, in words for the person at either end."""
 
 from __future__ import annotations
 
@@ -42,8 +42,20 @@ class HandshakeCut(ConnectionResetError):
     """The connection ended in the middle of the TLS handshake."""
 
 
-def tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:
-    """What OpenSSL's error means for the connection to `peer`."""
+def translated(error: OSError, peer: str) -> ChannelError:
+    """What the system's or OpenSSL's error means for the channel to `peer`."""
+    if isinstance(error, ssl.SSLError):
+        return _tls_failure(error, peer)
+    if isinstance(error, HandshakeCut):
+        return ChannelBroken(f"{peer} ended the connection during the TLS handshake: does it expect plaintext?", peer)
+    if isinstance(error, ConnectionRefusedError):
+        return PeerRefused(f"nobody listens at {peer}", peer)
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return ChannelBroken(f"{peer} reset the connection", peer)
+    return ChannelBroken(f"the connection to {peer} failed: {error.strerror or error}", peer)
+
+
+def _tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return PeerRefused(f"we refused {peer}: {_what_is_wrong(error)}", peer)
     reason = error.reason or str(error)
@@ -58,11 +70,6 @@ def tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return PeerRefused(f"we refused {peer}: it showed no certificate", peer)
     return ChannelBroken(f"TLS with {peer} failed: {reason.replace('_', ' ').lower()}", peer)
-
-
-def handshake_cut(peer: str) -> ChannelBroken:
-    """Said when the peer went away in the middle of the handshake."""
-    return ChannelBroken(f"{peer} ended the connection during the TLS handshake: does it expect plaintext?", peer)
 
 
 def unexpected_tls(received: bytes, peer: str) -> RemoteProtocolError | None:

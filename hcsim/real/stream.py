@@ -1,0 +1,340 @@
+"""A channel over one stream of bytes: a TCP connection, plain or TLS.
+
+Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
+header and payload; a payload is received straight into its destination, or added to it. Each direction tries
+at once, and only when the stream would block does the event loop take over. The
+loop's callback then moves the bytes itself and wakes the waiting task once, when all are there.
+
+Headers are read through a small read-ahead buffer, so that a run of small frames costs one system
+call and a large one copies no more than the read-ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from hcsim.errors import (
+    ChannelBroken,
+    ChannelClosed,
+    ChannelError,
+    RemoteProtocolError,
+    UsageError,
+)
+from hcsim.real.buffers import bytes_of, fresh, room_for
+from hcsim.real.direction import Direction
+from hcsim.real.failures import translated, unexpected_tls
+from hcsim.runtime.channel import EMPTY, Fold, Payload, Place
+from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
+
+FIRST_MAX_FRAME_BYTES = 64 * 1024
+"""What a peer may send before somebody raises the limit: enough to say hello."""
+_LARGE_BYTES = 64 * 1024
+_BYTES_PER_TURN = 4 * 2**20
+"""How much is read in a row before other tasks get their turn."""
+_SENDS_PER_TURN = 16
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+Parts: TypeAlias = list[bytes | memoryview]
+
+
+class Stream(Protocol):
+    """Bytes in both directions, in order. What cannot be done at once raises that it would block (`_WOULD_BLOCK`)."""
+
+    incoming: Direction
+    """Ready when there may be something to read, as far as the event loop can see."""
+    outgoing: Direction
+    """Ready when there may be room to write."""
+    ends: tuple[str, str]
+    read_ahead_bytes: int
+    """How much it pays to read at once where a header is expected."""
+    reports_late: bool
+    """Whether it may have taken more than it has reported as written."""
+    adds: bool
+    """Whether it can add what it reads."""
+
+    @property
+    def write(self) -> Callable[[Parts], int]:
+        """Take from the beginning of what is to be sent, and say how much."""
+
+    @property
+    def read(self) -> Callable[[memoryview], int]:
+        """Read some; 0 at the end."""
+
+    def add(self, fold: Fold, have: int, most: int) -> int:
+        """Read some of what a fold is to receive, of which `have` bytes have come; 0 where it would block.
+
+        Raises `EOFError` at the end."""
+
+    def hides_bytes(self) -> bool:
+        """Whether there may be something to read that the event loop cannot see."""
+
+    def hides_room(self) -> bool:
+        """The same for room to write."""
+
+    def finish(self) -> None:
+        """Say that nothing more will be written."""
+
+    def unread(self) -> bool:
+        """Whether something has come that nobody read, so that to close now would destroy what was written last."""
+
+    async def drain(self) -> None:
+        """Let what was written arrive."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class StreamChannel:
+    """A channel over a stream, which it owns from now on."""
+
+    def __init__(self, stream: Stream, peer: str, identity: str = "", binding: bytes = b"") -> None:
+        self._stream = stream
+        self._peer = peer
+        self._identity = identity
+        self._binding = binding
+        self._loop = asyncio.get_running_loop()
+        self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
+        self._error: ChannelError | None = None
+
+        self._incoming = stream.incoming
+        self._ahead = memoryview(bytearray(stream.read_ahead_bytes))
+        self._ahead_start = 0
+        self._ahead_end = 0
+        self._into = EMPTY
+        self._fold: Fold | None = None
+        self._missing_bytes = 0
+        self._turn_bytes = 0
+
+        self._outgoing = stream.outgoing
+        self._turn = asyncio.Lock()
+        self._unsent: Parts = []
+        self._unsent_bytes = 0
+        self._send_error: ChannelError | None = None
+
+    @property
+    def peer(self) -> str:
+        """The other end's address."""
+        return self._peer
+
+    @property
+    def identity(self) -> str:
+        """What TLS has proved; nothing else proves anybody's."""
+        return self._identity
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The stream's."""
+        return self._stream.ends
+
+    @property
+    def binding(self) -> bytes:
+        """TLS's; nothing else encrypts."""
+        return self._binding
+
+    def limit(self, max_frame_bytes: int) -> None:
+        """Refuse larger payloads from now on."""
+        self._max_frame_bytes = max_frame_bytes
+
+    async def send(self, header: Header, payload: Payload = EMPTY) -> None:
+        """Send one frame; see `Channel.send`."""
+        data, head = bytes_of(header, payload), encode_header(header)
+        async with self._turn:
+            self._raise_if_over(self._error or self._send_error)
+            self._unsent = [head, data]
+            self._unsent_bytes = frame_bytes = HEADER_BYTES + header.length
+            try:
+                if not self._push():
+                    await self._outgoing.finish(self._push)
+            except asyncio.CancelledError:
+                begun = self._unsent_bytes < frame_bytes or self._stream.reports_late
+                if begun and self._unsent_bytes:
+                    self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+                raise
+            except OSError as error:
+                # Only sending is over: what the peer said before it went can still be read.
+                self._send_error = translated(error, self._peer)
+                raise self._send_error from error
+            finally:
+                self._unsent = []
+
+    async def recv(self, place: Place) -> tuple[Header, Payload]:
+        """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
+        self._raise_if_over(self._error)
+        if self._incoming.busy:
+            raise UsageError(f"two tasks receive from {self._peer} at once")
+        if self._ahead_end - self._ahead_start < HEADER_BYTES:
+            await self._read_header()
+        start = self._ahead_start
+        try:
+            header = decode_header(
+                self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
+            )
+        except RemoteProtocolError as error:
+            raise self._end(unexpected_tls(bytes(self._ahead[start : start + 2]), self._peer) or error) from None
+        where = place(header)
+        while isinstance(where, asyncio.Future):
+            await asyncio.shield(where)
+            self._raise_if_over(self._error)
+            where = place(header)
+        view = room_for(header, where)
+        start += HEADER_BYTES
+        have = min(self._ahead_end - start, header.length)
+        view[:have] = self._ahead[start : start + have]
+        self._ahead_start = start + have
+        if have == header.length:
+            return header, view
+        if isinstance(where, Fold) and self._stream.adds:
+            self._fold = where
+            await self._read_payload(have, header.length, self._pull_sum)
+            return header, where.into
+        self._into = view[have:]
+        await self._read_payload(have, header.length, self._pull)
+        return header, view
+
+    async def close(self) -> None:
+        """End it; see `Channel.close`."""
+        if self._error is None:
+            self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
+            try:
+                if self._stream.unread():
+                    await self._stream.drain()
+            finally:
+                self._stream.close()
+
+    # -- receiving
+
+    async def _read_header(self) -> None:
+        ahead = self._ahead
+        have = self._ahead_end - self._ahead_start
+        ahead[:have] = ahead[self._ahead_start : self._ahead_end]
+        self._ahead_start, self._ahead_end = 0, have
+        self._into, self._missing_bytes = ahead[have:], HEADER_BYTES - have
+        try:
+            # After a large frame, who waited for it goes first: it will say where the next one goes.
+            await self._fill(self._pull, at_once=self._turn_bytes < _LARGE_BYTES)
+        except EOFError:
+            received = bytes(ahead[: len(ahead) - len(self._into)])
+            over = unexpected_tls(received, self._peer) or self._end_of_stream(within_frame=bool(received))
+            raise self._end(over) from None
+        finally:
+            self._ahead_end = len(ahead) - len(self._into)
+
+    async def _read_payload(self, have: int, size_bytes: int, pull: Callable[[], bool]) -> None:
+        self._missing_bytes = size_bytes - have
+        try:
+            await self._fill(pull)
+        except asyncio.CancelledError:
+            self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+            raise
+        except EOFError:
+            raise self._end(self._end_of_stream(within_frame=True)) from None
+        finally:
+            self._into, self._fold = EMPTY, None
+
+    async def _fill(self, pull: Callable[[], bool], *, at_once: bool = True) -> None:
+        try:
+            if at_once and pull():
+                return
+            self._look_again()
+            await self._incoming.finish(lambda: self._next_turn(pull))
+        except OSError as error:
+            raise self._end(translated(error, self._peer)) from error
+
+    def _pull(self) -> bool:
+        """Read on; True when nothing is missing, False when the loop has to call again."""
+        read = self._stream.read
+        while self._turn_bytes < _BYTES_PER_TURN:
+            try:
+                count = read(self._into)
+            except _WOULD_BLOCK:
+                return False
+            if count == 0:
+                raise EOFError
+            self._into = self._into[count:]
+            self._turn_bytes += count
+            self._missing_bytes -= count
+            if self._missing_bytes <= 0:
+                return True
+        self._look_again()
+        return False
+
+    def _look_again(self) -> None:
+        """What the event loop cannot see, it will not call for."""
+        if self._stream.hides_bytes():
+            self._loop.call_soon(self._incoming.ready)
+
+    def _pull_sum(self) -> bool:
+        """The same for what is added up as it comes."""
+        fold, most = self._fold, _BYTES_PER_TURN - self._turn_bytes
+        assert fold is not None
+        if most > 0:
+            have = len(fold.into) - self._missing_bytes
+            count = self._stream.add(fold, have, most)
+            self._turn_bytes += count
+            self._missing_bytes -= count
+        if self._missing_bytes:
+            self._look_again()
+            return False
+        return True
+
+    def _next_turn(self, pull: Callable[[], bool]) -> bool:
+        self._turn_bytes = 0
+        return pull()
+
+    def _end_of_stream(self, *, within_frame: bool) -> ChannelBroken:
+        where = "in the middle of a frame" if within_frame else "between two frames"
+        return ChannelBroken(f"{self._peer} ended the connection {where}", self._peer)
+
+    # -- sending
+
+    def _push(self) -> bool:
+        """Write on; True when the frame has left, False when the loop has to call again."""
+        write = self._stream.write
+        for _ in range(_SENDS_PER_TURN):
+            try:
+                count = write(self._unsent)
+            except _WOULD_BLOCK:
+                return False
+            self._unsent_bytes -= count
+            if not self._unsent_bytes:
+                return True
+            self._unsent = _without_first(count, self._unsent)
+        if self._stream.hides_room():
+            self._loop.call_soon(self._outgoing.ready)
+        return False
+
+    # -- ending
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used."""
+        return self._error is None
+
+    def _raise_if_over(self, error: ChannelError | None) -> None:
+        if error is not None:
+            raise fresh(error)
+
+    def _end(self, error: ChannelError) -> ChannelError:
+        """Close the stream; every later or waiting use raises the first error given here."""
+        if self._error is None:
+            self._stop(error)
+            self._stream.close()
+        return self._error or error
+
+    def _stop(self, error: ChannelError) -> None:
+        self._error = error
+        self._incoming.abandon(error)
+        self._outgoing.abandon(error)
+        self._stream.finish()
+
+
+def _without_first(count: int, parts: Parts) -> Parts:
+    head = parts[0]
+    if count < len(head):
+        return [memoryview(head)[count:], *parts[1:]]
+    if len(parts) == 1:
+        return []
+    return _without_first(count - len(head), parts[1:])

@@ -19,5 +19,12 @@ setup(
             py_limited_api=True,
             optional=True,  # without a compiler, numpy adds what has been received
         ),
+        Extension(
+            "hcsim.real.rings",
+            sources=["hcsim/real/rings.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off"],
+            py_limited_api=True,
+            optional=True,  # without a compiler, processes of one machine talk over TCP
+        ),
     ]
 )

@@ -1,4 +1,4 @@
-"""All-reduce over loopback TCP: hcsim beside gloo, MLX's ring and Open MPI, in one run.
+"""All-reduce within one machine: hcsim beside gloo, MLX's ring and Open MPI over TCP, in one run.
 
     python -m experiments.allreduce --ranks 2,4 --sizes 64KB,16MB --json allreduce.json
 
@@ -13,7 +13,9 @@ All have one thread for arithmetic and no binding to cores. `ratio_X` is hcsim's
 below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied, its tensor
 included, beyond `X_idle_bytes`: the most that an idle rank occupied, which reduced one number.
 
-`--peers hcsim,gloo,bare` puts a ring in C over bare sockets beside them: what TCP itself costs here.
+The processes of one machine share memory with hcsim; `hcsim_tcp` is hcsim over TCP like the others, as it is between
+machines, and `tcp_ratio_X` its time over X's. `--peers hcsim_tcp,gloo,bare` puts a ring in C over bare sockets beside
+them: what TCP itself costs here.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ MAX_RANKS = 64
 BUSY_LOAD = 0.5
 FLOAT_BYTES = 4
 MAX_BYTES = 4 << 30
-_WIDE = 140
+RATIOS = {"hcsim": "ratio", "hcsim_tcp": "tcp_ratio"}
+"""Whose time is compared with the others', and how that is called in the rows."""
+_WIDE = 160
 """Characters: a file has no edge at which to cut columns."""
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
@@ -146,10 +150,11 @@ def row(ranks: int, size_bytes: int, measured: dict[str, Measured]) -> Row:
     result: Row = {"ranks": ranks, "size_bytes": size_bytes}
     medians = {name: statistics.median(m.durations_s) for name, m in measured.items()}
     result |= {f"{name}_s": medians.get(name) for name in PEERS}
-    for name in PEERS:
-        if name != "hcsim":
-            both = "hcsim" in medians and name in medians
-            result[f"ratio_{name}"] = medians["hcsim"] / medians[name] if both else None
+    for us, ratio in RATIOS.items():
+        for name in PEERS:
+            if name not in RATIOS or (us, name) == ("hcsim", "hcsim_tcp"):
+                both = us in medians and name in medians
+                result[f"{ratio}_{name}"] = medians[us] / medians[name] if both else None
     for name in PEERS:
         of_peer = measured.get(name)
         result[f"{name}_peak_bytes"] = of_peer.peak_bytes if of_peer else None
@@ -159,13 +164,19 @@ def row(ranks: int, size_bytes: int, measured: dict[str, Measured]) -> Row:
 
 
 def time_table(rows: list[Row]) -> Table:
-    """Milliseconds, and hcsim's time over each of the others'."""
+    """Milliseconds, and hcsim's time over each of the others': through memory, and over TCP."""
     names = _measured(rows)
-    others = [name for name in names if name != "hcsim"]
-    result = _table("all-reduce of float32 over loopback TCP, ms", [*names, *(f"÷ {name}" for name in others)])
+    others = [name for name in names if name not in RATIOS]
+    ratios = {
+        f"{'TCP ' * (us != 'hcsim')}÷ {name}": f"{ratio}_{name}"
+        for us, ratio in RATIOS.items()
+        for name in others
+        if us in names
+    }
+    result = _table("all-reduce of float32 within one machine, ms", [*names, *ratios])
     for cell in rows:
         times = [_number(cell[f"{name}_s"], 1e-3) for name in names]
-        result.add_row(*_place(cell), *times, *(_number(cell[f"ratio_{name}"]) for name in others))
+        result.add_row(*_place(cell), *times, *(_number(cell[field]) for field in ratios.values()))
     return result
 
 
@@ -260,13 +271,13 @@ def main(
         str, typer.Option(help="Sizes of the tensor; 1 KB is 1024 bytes.")
     ] = "4KB,64KB,1MB,16MB,64MB,256MB",
     peers: Annotated[
-        str, typer.Option(help="Whom to measure; there are hcsim_tls and bare (the limit) too.")
+        str, typer.Option(help="Whom to measure; there are hcsim_tls and bare (TCP's limit) too.")
     ] = ",".join(UNASKED),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Rounds in which every peer takes a turn.")] = 5,
     algorithm: Annotated[str, typer.Option(help="hcsim's algorithm.")] = "auto",
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
 ) -> None:
-    """All-reduce over loopback TCP: hcsim beside gloo, MLX and Open MPI, interleaved in one run."""
+    """All-reduce within one machine: hcsim beside gloo, MLX and Open MPI over TCP, interleaved in one run."""
     rank_counts, size_list, chosen = parse_ranks(ranks), parse_sizes(sizes), parse_peers(peers)
     hcsim_algorithm = parse_algorithm(algorithm)
     output = parse_output(json_file) if json_file else None

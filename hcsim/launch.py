@@ -324,13 +324,15 @@ async def real_group(
     wire: Wire | None = None,
     tls: TlsFiles | ClusterTls | None = None,
     insecure: bool = False,
+    shared_memory: bool = True,
     device: str = "cpu",
     metrics_at: str | None = None,
 ) -> AsyncIterator[Group]:
     """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out.
 
-    `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus finds our
-    figures meanwhile.
+    Ranks of one machine that are named by its loopback reach each other through shared memory, unless they want TCP
+    there too. `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus
+    finds our figures meanwhile.
     """
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
@@ -338,7 +340,14 @@ async def real_group(
         raise ConfigError(f"{twice} is there twice among the peers: each rank needs an address of its own")
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
-        named = RealOptions(name=f"rank {rank}", seed=secrets.randbits(64), tls=tls, insecure=insecure, device=device)
+        named = RealOptions(
+            name=f"rank {rank}",
+            seed=secrets.randbits(64),
+            tls=tls,
+            insecure=insecure,
+            shared_memory=shared_memory,
+            device=device,
+        )
         host = await stack.enter_async_context(RealHost(named))
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))

@@ -65,7 +65,7 @@ def check(reports: dict[str, list[Timed]]) -> None:
 
 def table(rows: list[Row]) -> Table:
     """Milliseconds of a step, and hcsim's over gloo's."""
-    result = Table(title="DDP, 25 million parameters, loopback TCP: a step, ms", box=box.SIMPLE_HEAD)
+    result = Table(title="DDP, 25 million parameters, within one machine: a step, ms", box=box.SIMPLE_HEAD)
     result.add_column("ranks", justify="right")
     for what in ("", " least", " CPU"):
         for heading in (f"hcsim{what}", f"gloo{what}", "ratio"):

@@ -1,4 +1,4 @@
-"""hcsim itself: a group over real TCP, plain or with TLS, on the standard event loop."""
+"""hcsim itself, on the standard event loop: as it is within one machine, over TCP as between machines, and with TLS."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ def _tls(job: Job, rank: int) -> ClusterTls:
 @asynccontextmanager
 async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
     tls = _tls(job, rank) if job.peer == HCSIM_TLS.name else None
-    async with hcsim.real_group(rank=rank, peers=list(job.addresses), tls=tls) as group:
+    shared = job.peer == HCSIM.name
+    async with hcsim.real_group(rank=rank, peers=list(job.addresses), tls=tls, shared_memory=shared) as group:
         if job.algorithm == "auto":
             await group.measure()
         yield _HcsimRank(group, job.algorithm)
 
 
 HCSIM = Peer("hcsim", _missing, _join)
+HCSIM_TCP = Peer("hcsim_tcp", _missing, _join)
 HCSIM_TLS = Peer("hcsim_tls", _missing, _join)

@@ -66,7 +66,7 @@ def run(
         ),
     ] = None,
     real: Annotated[
-        bool, typer.Option("--real", help="Run over TCP; a scenario then only gives the job.", rich_help_panel=_WHERE)
+        bool, typer.Option("--real", help="Run for real; a scenario then only gives the job.", rich_help_panel=_WHERE)
     ] = False,
     seed: Annotated[
         int | None, typer.Option(help="Of the model, its batches, jitter, loss, faults.", rich_help_panel=_WHERE)

@@ -1,4 +1,4 @@
-"""`hcsim run --real`: this machine's part of the job, over TCP."""
+"""`hcsim run --real`: this machine's part of the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
     with screen.Progress("repeat", job.repeat) as progress:
         laps = asyncio.run(_run(job, place, wire, progress))
     if rank == 0:
-        screen.report(screen.title(job, ranks, "over TCP"), job, ranks, laps)
+        screen.report(screen.title(job, ranks, "for real"), job, ranks, laps)
     else:
         screen.say(f"rank {rank}: done, {len(laps)} repeats")
     return not any(lap.wrong for lap in laps)

@@ -90,7 +90,7 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
         else:
             progress.news("work begins with this member alone (--nodes); others may join it")
         report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))
-    screen.training_report(settings, f"this node was rank {report.rank} at the end, over TCP", [report])
+    screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
     return True
 
 

@@ -74,7 +74,7 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     with screen.Progress("step", settings.steps) as progress:
         report = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
-    where = f"rank {rank} of {ranks}, over TCP"
+    where = f"rank {rank} of {ranks}, for real"
     screen.training_report(settings, where, [report])
     return True
 

@@ -1,8 +1,9 @@
-"""One direction of a socket: what would block is finished by the event loop."""
+"""Waiting for a socket: what would block is finished by the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 from hcsim.errors import ChannelError
@@ -70,3 +71,13 @@ class Direction:
         if self._watched:
             self._unwatch(self._fd)
             self._watched = False
+
+
+async def readable(sock: socket.socket) -> None:
+    """Returns when there is something to read, or somebody at the door."""
+    loop, called = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, called.set)
+    try:
+        await called.wait()
+    finally:
+        loop.remove_reader(sock)

@@ -23,13 +23,14 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real import carriers
+from hcsim.real import carriers, shared
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.failures import translated
 from hcsim.real.interfaces import list_interfaces
-from hcsim.real.listener import TcpListener, listening_socket
+from hcsim.real.listener import StreamListener, listening_socket
+from hcsim.real.shared import Door
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
@@ -63,6 +64,8 @@ class RealOptions(msgspec.Struct, frozen=True):
     """Files of your own, or what a member of a cluster has."""
     insecure: bool = False
     """Allow plaintext beyond loopback."""
+    shared_memory: bool = True
+    """Plaintext to processes of this machine goes through memory, where they allow it too; else over TCP."""
     lan_interfaces: tuple[str, ...] = ()
     """Addresses to announce on; empty: all."""
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
@@ -94,6 +97,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
+        self._shares_memory = options.shared_memory and self._tls is None and shared.is_possible()
         self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
@@ -140,7 +144,10 @@ class RealHost:
             family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
             if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
-                listener = TcpListener(sock, self._tls, options.handshake_timeout_s, self._accepted, self._refused)
+                door = Door.open(sock.getsockname()) if self._shares_memory else None
+                listener = StreamListener(
+                    sock, door, self._tls, options.handshake_timeout_s, self._accepted, self._refused
+                )
             else:
                 listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
@@ -238,6 +245,9 @@ class RealHost:
         address = target.text
         places.sort(key=lambda place: place != self._answered.get(address))
         for family, sockaddr in places:
+            peer = address if len(target.hosts) == 1 else join_address(sockaddr)
+            if self._shares_memory and (stream := shared.dial(sockaddr)) is not None:
+                return StreamChannel(stream, peer)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 tune(sock)
@@ -247,7 +257,6 @@ class RealHost:
                 if sock.getsockname() == sock.getpeername():
                     # Dialling a free port of our own can meet itself in TCP's simultaneous open.
                     raise ConnectionRefusedError
-                peer = address if len(target.hosts) == 1 else join_address(sockaddr)
                 if self._tls is None:
                     return StreamChannel(TcpStream(sock), peer)
                 secured = await self._tls.handshake(sock, server_side=False)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
+from hcsim.real.direction import readable
 from hcsim.real.failures import translated
 from hcsim.real.forked import own
+from hcsim.real.shared import Door, guest, received
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
@@ -26,19 +28,20 @@ _BACKLOG = 128
 _ACCEPT_RETRY_S = 0.1
 
 
-class TcpListener:
-    """Accepts channels at one address."""
+class StreamListener:
+    """Accepts channels at one address, and at the door beside it where there is one (see `shared`)."""
 
     def __init__(
         self,
         sock: socket.socket,
+        door: Door | None,
         tls: Tls | None,
         handshake_timeout_s: float,
         accepted: Callable[[StreamChannel], None],
         refused: Callable[[ChannelError], None],
     ) -> None:
         self._sock = sock
-        own(sock)
+        self._door = door
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused
@@ -48,7 +51,11 @@ class TcpListener:
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
         self._welcomed: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._serving = self._start(self._serve())
+        self._serving = [self._start(self._serve(sock, self._welcome))]
+        own(sock)
+        if door is not None:
+            self._serving.append(self._start(self._serve(door.sock, self._welcome_guest)))
+            own(door.sock)
 
     @property
     def address(self) -> str:
@@ -68,10 +75,12 @@ class TcpListener:
         """Accept no more; what nobody accepted is closed."""
         if self._sock.fileno() < 0:
             return
-        await _end(self._serving)
+        await _end(*self._serving)
         await asyncio.sleep(0)  # a welcome that was cancelled before its first step would leave its socket open
         await _end(*self._tasks)
         self._sock.close()
+        if self._door is not None:
+            self._door.close()
         while not self._welcomed.empty():
             if channel := self._welcomed.get_nowait():
                 await channel.close()
@@ -83,13 +92,15 @@ class TcpListener:
         task.add_done_callback(self._tasks.pop)
         return task
 
-    async def _serve(self) -> None:
+    async def _serve(
+        self, listening: socket.socket, welcome: Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
+    ) -> None:
         while True:
             await self._slots.acquire()
-            await self._called()
+            await readable(listening)
             # `loop.sock_accept` would drop a caller without closing it if we are cancelled in the moment it comes.
             try:
-                sock, remote = self._sock.accept()
+                sock, remote = listening.accept()
             except BlockingIOError:  # the caller has gone again
                 self._slots.release()
             except OSError:  # out of descriptors
@@ -97,19 +108,11 @@ class TcpListener:
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
                 sock.setblocking(False)
-                host = remote[0].removeprefix("::ffff:")  # IPv4, as a socket of both kinds says it
-                self._start(self._welcome(sock, join_address((host, remote[1])), host))
+                self._start(welcome(sock, remote))
 
-    async def _called(self) -> None:
-        """Returns when somebody is at the door."""
-        loop, called = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._sock, called.set)
-        try:
-            await called.wait()
-        finally:
-            loop.remove_reader(self._sock)
-
-    async def _welcome(self, sock: socket.socket, peer: str, address: str) -> None:
+    async def _welcome(self, sock: socket.socket, remote: Any) -> None:
+        address = remote[0].removeprefix("::ffff:")  # IPv4, as a socket of both kinds says it
+        peer = join_address((address, remote[1]))
         running = self._handshakes[address] = self._handshakes.get(address, 0) + 1
         try:
             tune(sock)
@@ -136,6 +139,23 @@ class TcpListener:
             self._handshakes[address] -= 1
             if not self._handshakes[address]:
                 del self._handshakes[address]
+
+    async def _welcome_guest(self, sock: socket.socket, remote: Any) -> None:
+        peer = "a process of this machine"
+        try:
+            peer = guest(sock)
+            async with asyncio.timeout(self._handshake_timeout_s):
+                channel = StreamChannel(await received(sock, peer), peer)
+        except OSError as error:  # TimeoutError is one
+            self._turn_away(sock, translated(error, peer))
+        except ChannelError as error:
+            self._turn_away(sock, error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            self._accepted(channel)
+            self._welcomed.put_nowait(channel)
 
     def _turn_away(self, sock: socket.socket, error: ChannelError) -> None:
         sock.close()

@@ -76,7 +76,7 @@ def use_engine(engine: Engine) -> None:
 
 
 def current_engine() -> Engine:
-    """What `use_engine` was given; otherwise groups live in this process, over TCP."""
+    """What `use_engine` was given; otherwise groups live in this process, for real."""
     if _engine is not None:
         return _engine
     from hcsim.torch_backend.local import local_engine

@@ -1,4 +1,4 @@
-"""Groups in this process, over TCP: an event loop in a thread of its own, which the program's threads hand calls to."""
+"""Groups in this process, for real: an event loop in a thread of its own, which the program's threads hand calls to."""
 
 from __future__ import annotations
 

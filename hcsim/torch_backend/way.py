@@ -1,4 +1,4 @@
-"""How the ranks of a program reach each other over TCP: at which addresses, and how protected."""
+"""How the ranks of a program reach each other: at which addresses, and how protected."""
 
 from __future__ import annotations
 

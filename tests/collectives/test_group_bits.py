@@ -18,7 +18,8 @@ import pytest
 from hcsim import Group, Options, Wire
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import DTYPES
-from hcsim.real import tcp
+from hcsim.real.shared import SWITCH, SharedStream, rings
+from hcsim.real.tcp import TcpStream, receive_sum
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "iub"]
@@ -93,12 +94,15 @@ def test_both_worlds_give_the_same_bits(virtual, real, world):
 
 @pytest.mark.parametrize("segment_bytes", [2**18, 2**22])
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_large_sums_that_a_socket_adds_on_the_way_have_the_same_bits(virtual, real, monkeypatch, world, segment_bytes):
+@pytest.mark.parametrize("stream", [SharedStream, TcpStream])
+def test_large_sums_that_are_added_on_the_way_have_the_same_bits(
+    virtual, real, monkeypatch, stream, world, segment_bytes
+):
     """In order and in lanes; what a real channel adds as it comes, the virtual one leaves to be added."""
     received = []
-    receive_sum = tcp.receive_sum
-    if receive_sum is not None:
-        monkeypatch.setattr(tcp, "receive_sum", lambda *a: received.append(receive_sum(*a)) or received[-1])
+    add = stream.add
+    monkeypatch.setenv(SWITCH, str(int(stream is SharedStream)))
+    monkeypatch.setattr(stream, "add", lambda *a: received.append(add(*a)) or received[-1])
 
     async def program(group: Group) -> dict[str, bytes]:
         found = {}
@@ -112,7 +116,7 @@ def test_large_sums_that_a_socket_adds_on_the_way_have_the_same_bits(virtual, re
     wire, options = Wire(segment_bytes=segment_bytes), grouped(world)
     simulated = virtual.run(world, program, wire=wire, options=options)
     assert real.run(world, program, wire=wire, options=options) == simulated
-    assert sum(received) > 0 or receive_sum is None
+    assert sum(received) > 0 or receive_sum is None or rings is None
 
 
 def test_the_order_of_adding_shows_in_the_bits(virtual):

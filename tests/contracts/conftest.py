@@ -65,17 +65,24 @@ class _Arena:
 
 
 class RealArena(_Arena):
+    shared_memory = False
+
     def run(self, body: Body) -> Any:
         from hcsim.real.host import RealHost, RealOptions
 
         async def main() -> Any:
-            async with RealHost(RealOptions("left")) as left, RealHost(RealOptions("right")) as right:
+            options = (RealOptions(name, shared_memory=self.shared_memory) for name in ("left", "right"))
+            async with RealHost(next(options)) as left, RealHost(next(options)) as right:
                 return await self._bounded(body, left, right)
 
         return asyncio.run(main())
 
     def address(self, host: Host) -> str:
         return "127.0.0.1:0"
+
+
+class SharedArena(RealArena):
+    shared_memory = True
 
 
 class WebSocketArena(RealArena):
@@ -100,7 +107,13 @@ class VirtualArena(_Arena):
         return f"{host.name}:0"
 
 
-ARENAS = {"real": RealArena, "virtual": VirtualArena, "websocket": WebSocketArena, "grpc": GrpcArena}
+ARENAS = {
+    "real": RealArena,
+    "shared": SharedArena,
+    "virtual": VirtualArena,
+    "websocket": WebSocketArena,
+    "grpc": GrpcArena,
+}
 
 
 @pytest.fixture(params=[*ARENAS])

@@ -16,11 +16,12 @@ from experiments.peers.rank import Turn, count_wrong, pattern
 from experiments.peers.roster import PEERS
 from experiments.peers.team import TeamFailed, running
 
-NAMES = ("hcsim", "hcsim_tls", "gloo", "mlx", "mpi", "bare")
+NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "gloo", "mlx", "mpi", "bare")
 COLUMNS = {
     "ranks",
     "size_bytes",
-    *(f"ratio_{name}" for name in NAMES[1:]),
+    *(f"ratio_{name}" for name in NAMES if name != "hcsim"),
+    *(f"tcp_ratio_{name}" for name in NAMES if name not in ("hcsim", "hcsim_tcp")),
     *(f"{name}_{what}" for name in NAMES for what in ("s", "peak_bytes", "idle_bytes", "iterations")),
 }
 
@@ -101,10 +102,12 @@ def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path
 def test_the_ratio_is_ours_over_theirs() -> None:
     measured = {
         "hcsim": allreduce.Measured(idle_bytes=None, durations_s=[1.0, 2.0, 9.0]),
+        "hcsim_tcp": allreduce.Measured(idle_bytes=None, durations_s=[6.0]),
         "mpi": allreduce.Measured(idle_bytes=None, durations_s=[4.0, 4.0, 1.0]),
     }
     row = allreduce.row(2, 4096, measured)
     assert (row["hcsim_s"], row["mpi_s"], row["ratio_mpi"], row["ratio_gloo"]) == (2.0, 4.0, 0.5, None)
+    assert (row["tcp_ratio_mpi"], row["ratio_hcsim_tcp"]) == (1.5, 2.0 / 6.0)
 
 
 @pytest.mark.parametrize("elements", [1, 1000, 251 * 1024 + 3])

@@ -15,10 +15,17 @@ import pytest
 from hcsim import Group, Options, real_group
 from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, PeerRefused
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.shared import SWITCH
 from hcsim.runtime.frame import Header
 
+pytestmark = pytest.mark.usefixtures("either_way")
 FRAME = 2**16
 FRAMES = 40
+
+
+@pytest.fixture(params=["1", "0"], ids=["shared memory", "tcp"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, request.param)
 
 
 FORKS_AND_DIES = """

@@ -296,7 +296,7 @@ def test_nagle_is_off_at_both_ends() -> None:
             assert channel._stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await channel.close()
 
-    between(RealOptions("left"), RealOptions("right"), body)
+    between(RealOptions("left"), RealOptions("right", shared_memory=False), body)
 
 
 def test_closing_a_host_ends_its_tasks() -> None:

@@ -1,0 +1,410 @@
+/* Two rings of bytes in memory that two processes share, one for each direction.
+
+   Each ring has one writer and one reader, which see each other only through its counters. Who finds nothing to do says
+   so in the ring, looks once more, and is then woken by a byte on a socket, the bell. The other end is a process of the
+   same user; what it wrote into the counters is checked all the same before it is used. */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0 /* Python ignores the signal */
+#endif
+
+#define CAPACITY ((size_t)2 * 1024 * 1024)
+#define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
+#define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
+#define MAX_PARTS 8
+
+typedef struct {
+    _Alignas(128) _Atomic uint64_t written; /* bytes since the beginning; the writer's */
+    _Atomic uint64_t start;                 /* the count at which the memory's first byte was written last */
+    _Alignas(128) _Atomic uint64_t read;    /* the reader's */
+    _Alignas(128) _Atomic uint64_t awaited; /* how much the reader sleeps for, or 0; cleared by who wakes it */
+    _Atomic uint64_t full;                  /* whether the writer sleeps; likewise */
+} Counters;
+
+typedef struct {
+    Counters counters[2];
+    char data[2][CAPACITY];
+} Memory;
+
+typedef struct {
+    PyObject_HEAD
+    Memory *memory;
+    int out;  /* which of the two rings we write to */
+    int bell; /* belongs to whoever made us */
+    int over; /* the other end has gone; what it wrote can still be read */
+    int reader_sleeps, writer_sleeps;
+} Rings;
+
+enum { WOULD_BLOCK = -1, BROKEN = -2 };
+
+static void wake(Rings *self, _Atomic uint64_t *sleeps)
+{
+    if (!atomic_exchange(sleeps, 0)) return;
+    /* Never blocks: a socket without room has bells enough in it. That the peer has gone is seen at the bell's end. */
+    while (send(self->bell, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR) {}
+}
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* -- writing */
+
+static void publish(Rings *self, Counters *ring, uint64_t written)
+{
+    atomic_store(&ring->written, written);
+    uint64_t awaited = atomic_load(&ring->awaited);
+    if (awaited && written - atomic_load(&ring->read) >= awaited) wake(self, &ring->awaited);
+}
+
+/* Copy as much as there is room for; returns how much that was. */
+static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
+{
+    Counters *ring = &self->memory->counters[self->out];
+    char *data = self->memory->data[self->out];
+    uint64_t before = atomic_load_explicit(&ring->written, memory_order_relaxed), written = before, told = before;
+    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
+    for (int i = 0; i < count; i++) {
+        const char *from = parts[i].buf;
+        size_t left = (size_t)parts[i].len;
+        while (left) {
+            size_t used = (size_t)(written - atomic_load_explicit(&ring->read, memory_order_acquire));
+            if (used > CAPACITY) return BROKEN;
+            if (used == 0) { /* begin at the beginning: what need not be large stays in the cache */
+                start = written;
+                atomic_store_explicit(&ring->start, start, memory_order_relaxed);
+            }
+            size_t at = (size_t)((written - start) % CAPACITY);
+            size_t step = least(least(left, BLOCK), least(CAPACITY - used, CAPACITY - at));
+            if (!step) goto done;
+            memcpy(data + at, from, step);
+            from += step;
+            left -= step;
+            written += step;
+            if (written - told >= BLOCK) publish(self, ring, told = written);
+        }
+    }
+done:
+    if (written != told) publish(self, ring, written);
+    return (Py_ssize_t)(written - before);
+}
+
+/* Until all has been written or there is no room, of which the reader will tell. */
+static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, int *sleeps)
+{
+    _Atomic uint64_t *full = &self->memory->counters[self->out].full;
+    Py_ssize_t moved = put(self, parts, count);
+    *sleeps = moved == 0;
+    if (moved) return moved;
+    atomic_store(full, 1);
+    moved = put(self, parts, count); /* there may be room by now, and nobody would tell */
+    if (!moved) return WOULD_BLOCK;
+    *sleeps = 0;
+    atomic_store(full, 0);
+    return moved;
+}
+
+/* -- reading */
+
+static void add_floats(char *into, const char *from, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        float a, b;
+        memcpy(&a, into + i * sizeof a, sizeof a);
+        memcpy(&b, from + i * sizeof b, sizeof b);
+        a += b;
+        memcpy(into + i * sizeof a, &a, sizeof a);
+    }
+}
+
+static void add_doubles(char *into, const char *from, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        double a, b;
+        memcpy(&a, into + i * sizeof a, sizeof a);
+        memcpy(&b, from + i * sizeof b, sizeof b);
+        a += b;
+        memcpy(into + i * sizeof a, &a, sizeof a);
+    }
+}
+
+/* Take `bytes`, all within the ring: as they are where `element` is 1, else added as floats of that size. */
+static void take(const char *data, size_t at, char *into, size_t bytes, size_t element)
+{
+    size_t whole = least(bytes, (CAPACITY - at) / element * element);
+    char torn[sizeof(double)];
+    void (*move)(char *, const char *, size_t) = element == sizeof(float) ? add_floats : add_doubles;
+    if (element == 1) {
+        memcpy(into, data + at, whole);
+        memcpy(into + whole, data, bytes - whole);
+        return;
+    }
+    move(into, data + at, whole / element);
+    if (whole == bytes) return;
+    size_t before_end = CAPACITY - at - whole; /* an element may lie at the end and at the beginning */
+    if (before_end) {
+        memcpy(torn, data + at + whole, before_end);
+        memcpy(torn + before_end, data, element - before_end);
+        move(into + whole, torn, 1);
+        whole += element;
+    }
+    move(into + whole, data + (before_end ? element - before_end : 0), (bytes - whole) / element);
+}
+
+static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element)
+{
+    Counters *ring = &self->memory->counters[!self->out];
+    const char *data = self->memory->data[!self->out];
+    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
+    uint64_t written = atomic_load(&ring->written);
+    if (written - read > CAPACITY) return BROKEN;
+    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
+    size_t moved = 0, there = least((size_t)(written - read), bytes) / element * element;
+    while (moved < there) {
+        size_t step = least(there - moved, BLOCK);
+        take(data, (size_t)((read - start) % CAPACITY), into + moved, step, element);
+        moved += step;
+        read += step;
+        atomic_store(&ring->read, read);
+        if (written - read <= CAPACITY / 2 && atomic_load(&ring->full)) wake(self, &ring->full);
+    }
+    return (Py_ssize_t)moved;
+}
+
+/* Until all that is wanted has come, or nothing is there, of which the writer will tell. */
+static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t element, int *sleeps)
+{
+    _Atomic uint64_t *awaited = &self->memory->counters[!self->out].awaited;
+    size_t got = 0;
+    *sleeps = 0;
+    while (got < bytes) {
+        Py_ssize_t moved = get(self, into + got, bytes - got, element);
+        if (moved == BROKEN) return BROKEN;
+        if (!moved && *sleeps) return got ? (Py_ssize_t)got : WOULD_BLOCK;
+        got += (size_t)moved;
+        *sleeps = !moved; /* look once more before: something may have come by now, and nobody would tell */
+        atomic_store(awaited, moved ? 0 : least(bytes - got, ENOUGH));
+    }
+    return (Py_ssize_t)got;
+}
+
+/* -- the memory */
+
+static int sealed(int fd)
+{
+#ifdef F_GET_SEALS
+    int seals = fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && (seals & F_SEAL_SHRINK);
+#else
+    (void)fd;
+    return 1; /* shared memory has its size for ever */
+#endif
+}
+
+static int new_memory(void)
+{
+#ifdef F_GET_SEALS
+    int fd = memfd_create("hcsim", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+#else
+    static unsigned tried;
+    char name[32];
+    int fd = -1;
+    for (int i = 0; i < 100 && fd < 0 && (i == 0 || errno == EEXIST); i++) {
+        PyOS_snprintf(name, sizeof name, "/hcsim-%ld-%u", (long)getpid(), tried++);
+        fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    }
+    if (fd >= 0) shm_unlink(name);
+#endif
+    if (fd < 0) return -1;
+    if (ftruncate(fd, sizeof(Memory)) < 0) goto failed;
+#ifdef F_GET_SEALS
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0) goto failed;
+#endif
+    return fd;
+failed:;
+    int why = errno;
+    close(fd);
+    errno = why;
+    return -1;
+}
+
+/* -- Python */
+
+static PyObject *py_memory(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    int fd = new_memory();
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
+}
+
+static PyObject *rings_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    int fd, bell, first;
+    struct stat found;
+    if (!PyArg_ParseTuple(args, "iip", &fd, &bell, &first)) return NULL;
+    if (fstat(fd, &found) < 0) return PyErr_SetFromErrno(PyExc_OSError);
+    if (found.st_size < (off_t)sizeof(Memory) || !sealed(fd)) {
+        errno = EPROTO;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    void *memory = mmap(NULL, sizeof(Memory), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
+    Rings *self = (Rings *)PyType_GenericAlloc(type, 0);
+    if (!self) {
+        munmap(memory, sizeof(Memory));
+        return NULL;
+    }
+    self->memory = memory;
+    self->bell = bell;
+    self->out = !first;
+    return (PyObject *)self;
+}
+
+static void rings_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    munmap(((Rings *)object)->memory, sizeof(Memory));
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyObject *result(Py_ssize_t moved)
+{
+    if (moved >= 0) return PyLong_FromSsize_t(moved);
+    errno = moved == BROKEN ? EPROTO : EAGAIN; /* which Python calls a BlockingIOError */
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *rings_write(PyObject *object, PyObject *given)
+{
+    Rings *self = (Rings *)object;
+    Py_buffer parts[MAX_PARTS];
+    int count = 0;
+    Py_ssize_t moved = WOULD_BLOCK, wanted = PySequence_Size(given);
+    if (wanted < 0) return NULL;
+    if (wanted > MAX_PARTS) return PyErr_Format(PyExc_ValueError, "%zd parts are too many", wanted);
+    for (; count < wanted; count++) {
+        PyObject *part = PySequence_GetItem(given, count);
+        int failed = !part || PyObject_GetBuffer(part, &parts[count], PyBUF_SIMPLE) < 0;
+        Py_XDECREF(part);
+        if (failed) goto release;
+    }
+    if (self->over) {
+        errno = EPIPE;
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto release;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    moved = put_or_sleep(self, parts, count, &self->writer_sleeps);
+    Py_END_ALLOW_THREADS
+release:
+    while (count) PyBuffer_Release(&parts[--count]);
+    return PyErr_Occurred() ? NULL : result(moved);
+}
+
+static PyObject *rings_read(PyObject *object, PyObject *given)
+{
+    Rings *self = (Rings *)object;
+    Py_buffer into;
+    Py_ssize_t moved;
+    if (PyObject_GetBuffer(given, &into, PyBUF_WRITABLE) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    moved = get_or_sleep(self, into.buf, (size_t)into.len, 1, &self->reader_sleeps);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&into);
+    return result(moved == WOULD_BLOCK && self->over ? 0 : moved);
+}
+
+static PyObject *rings_add(PyObject *object, PyObject *args)
+{
+    Rings *self = (Rings *)object;
+    Py_buffer into;
+    Py_ssize_t element, have, most, moved = 0;
+    if (!PyArg_ParseTuple(args, "w*nnn", &into, &element, &have, &most)) return NULL;
+    int fit = (element == sizeof(float) || element == sizeof(double)) && into.len % element == 0 && 0 <= have &&
+              have < into.len && have % element == 0;
+    if (fit) {
+        size_t wanted = least((size_t)(into.len - have), (size_t)(most < element ? element : most / element * element));
+        Py_BEGIN_ALLOW_THREADS
+        moved = get_or_sleep(self, (char *)into.buf + have, wanted, (size_t)element, &self->reader_sleeps);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");
+        return NULL;
+    }
+    if (moved == WOULD_BLOCK && self->over) {
+        PyErr_SetNone(PyExc_EOFError);
+        return NULL;
+    }
+    return result(moved == WOULD_BLOCK ? 0 : moved);
+}
+
+static PyObject *rings_rung(PyObject *object, PyObject *over)
+{
+    Rings *self = (Rings *)object;
+    self->reader_sleeps = self->writer_sleeps = 0;
+    self->over = self->over || PyObject_IsTrue(over) == 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *rings_reader_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(((Rings *)self)->reader_sleeps);
+}
+
+static PyObject *rings_writer_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(((Rings *)self)->writer_sleeps);
+}
+
+static PyMethodDef rings_methods[] = {
+    {"write", rings_write, METH_O, NULL},
+    {"read", rings_read, METH_O, NULL},
+    {"add", rings_add, METH_VARARGS, NULL},
+    {"rung", rings_rung, METH_O, NULL},
+    {"reader_sleeps", rings_reader_sleeps, METH_NOARGS, NULL},
+    {"writer_sleeps", rings_writer_sleeps, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot rings_slots[] = {
+    {Py_tp_new, rings_new},
+    {Py_tp_dealloc, rings_dealloc},
+    {Py_tp_methods, rings_methods},
+    {0, NULL},
+};
+
+static PyType_Spec rings_spec = {"hcsim.real.rings.Rings", sizeof(Rings), 0, Py_TPFLAGS_DEFAULT, rings_slots};
+
+static int fill(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&rings_spec);
+    int failed = !type || PyModule_AddObjectRef(module, "Rings", type) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+static PyMethodDef methods[] = {
+    {"memory", py_memory, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
+
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "rings", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_rings(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,223 @@
+"""Memory that two processes of one machine share, in place of a connection over its loopback.
+
+Who listens in plaintext at an address of the loopback has a second door there: a Unix socket of that address's name.
+Who dials such an address tries this door first, and brings the memory with it (see rings.c). The socket stays: a byte
+on it wakes who sleeps at the other end, and its end tells that the other process has gone, killed or not. Only
+processes of one user meet here. Without the door, or without a compiler for rings.c, it is TCP as between machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+import tempfile
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from hcsim.errors import ChannelBroken
+from hcsim.real.direction import Direction, readable
+from hcsim.real.forked import own
+from hcsim.runtime.address import join_address
+from hcsim.runtime.channel import Fold
+from hcsim.runtime.frame import HEADER_BYTES
+
+try:
+    from hcsim.real import rings
+except ImportError:  # there was no compiler
+    rings = None  # type: ignore[assignment]
+
+SWITCH = "HCSIM_SHARED_MEMORY"
+"""0 in the environment: TCP, also within this machine."""
+_ABSTRACT = sys.platform == "linux"
+"""Whether a Unix socket can have a name that is no file; it belongs to a network namespace then, as addresses do."""
+_VERSION = 1
+"""Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
+_BACKLOG = 128
+_MAX_GREETING_BYTES = 64
+_BELLS_AT_ONCE = 64
+_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_EVERYWHERE = ("0.0.0.0", "::")
+_SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
+"""macOS's <sys/un.h>, which Python does not name."""
+
+
+def is_possible() -> bool:
+    """Whether this process can share memory, and may."""
+    return rings is not None and os.environ.get(SWITCH, "") != "0"
+
+
+class SharedStream:
+    """A stream through shared memory. `first` is whoever brought it."""
+
+    read_ahead_bytes = HEADER_BYTES
+    """To read costs no system call."""
+    reports_late = False
+    adds = True
+
+    def __init__(self, bell: socket.socket, memory: int, address: str, *, first: bool) -> None:
+        self._bell = bell
+        self._rings = rings.Rings(memory, bell.fileno(), first)
+        self._loop = asyncio.get_running_loop()
+        self.ends = address, address
+        self.incoming = Direction(bell.fileno(), _watch, _unwatch)
+        self.outgoing = Direction(bell.fileno(), _watch, _unwatch)
+        self.read, self.write = self._rings.read, self._rings.write
+        self._loop.add_reader(bell, self._rung)
+        own(bell)
+
+    def add(self, fold: Fold, have: int, most: int) -> int:
+        """See `Stream.add`."""
+        return self._rings.add(fold.into, fold.element_bytes, have, most)
+
+    def hides_bytes(self) -> bool:
+        """The bell is rung only for who sleeps."""
+        return not self._rings.reader_sleeps()
+
+    def hides_room(self) -> bool:
+        """Likewise."""
+        return not self._rings.writer_sleeps()
+
+    def finish(self) -> None:
+        """See `Stream.finish`."""
+        with suppress(OSError):  # the peer may have been faster
+            self._bell.shutdown(socket.SHUT_WR)
+
+    def unread(self) -> bool:
+        """What was written stays in the memory for as long as the peer has it."""
+        return False
+
+    async def drain(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Let go of the bell; the memory goes with the last who refers to it."""
+        self._loop.remove_reader(self._bell)
+        self._bell.close()
+
+    def _rung(self) -> None:
+        try:
+            over = not self._bell.recv(_BELLS_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            over = True
+        if over:
+            self._loop.remove_reader(self._bell)
+        self._rings.rung(over)
+        self.incoming.ready()
+        self.outgoing.ready()
+
+
+class Door:
+    """Where processes of this machine come in that bring memory."""
+
+    def __init__(self, sock: socket.socket, place: str) -> None:
+        self.sock = sock
+        self._place = place
+
+    @classmethod
+    def open(cls, sockaddr: Any) -> Door | None:
+        """Beside a socket that listens there; None where no such door is possible."""
+        if not (sockaddr[0] in _EVERYWHERE or ip_address(sockaddr[0]).is_loopback):
+            return None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            place = _place(sockaddr)
+            _remove(place)  # left by one that was killed: the address is ours now
+            sock.setblocking(False)
+            sock.bind(place)
+            sock.listen(_BACKLOG)
+        except OSError:
+            sock.close()
+            return None
+        return cls(sock, place)
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        self.sock.close()
+        _remove(self._place)
+
+
+def guest(sock: socket.socket) -> str:
+    """Who came in, in words; raises `OSError` if it is another user's process."""
+    user, process = _credentials(sock)
+    name = f"process {process} of this machine"
+    if user != os.getuid():
+        raise PermissionError(f"{name} is another user's")
+    return name
+
+
+async def received(sock: socket.socket, peer: str) -> SharedStream:
+    """The stream through the memory that a guest has brought."""
+    await readable(sock)
+    greeting, memories, _, _ = socket.recv_fds(sock, _MAX_GREETING_BYTES, 1, _CLOSED_ON_EXEC)
+    try:
+        address = greeting.decode("ascii", "replace")
+        try:
+            brought = ip_address(address).is_loopback and len(memories) == 1
+        except ValueError:
+            brought = False
+        if not brought:
+            raise ChannelBroken(f"{peer} came in without memory to share", peer)
+        return SharedStream(sock, memories[0], address, first=False)
+    finally:
+        for memory in memories:
+            os.close(memory)
+
+
+def dial(sockaddr: Any) -> SharedStream | None:
+    """To who listens there, if it is a process of ours that has a door."""
+    if not ip_address(sockaddr[0]).is_loopback:
+        return None
+    for host in (sockaddr[0], *_EVERYWHERE):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(_place((host, sockaddr[1])))
+            guest(sock)
+            memory = rings.memory()
+            try:
+                socket.send_fds(sock, [sockaddr[0].encode("ascii")], [memory])
+                return SharedStream(sock, memory, sockaddr[0], first=True)
+            finally:
+                os.close(memory)
+        except OSError:
+            sock.close()
+    return None
+
+
+def _place(sockaddr: Any) -> str:
+    """Where the door of an address is."""
+    name = f"hcsim-{_VERSION}-{join_address((sockaddr[0], sockaddr[1]))}"
+    if _ABSTRACT:
+        return f"\0{name}"
+    folder = Path(tempfile.gettempdir()) / f"hcsim-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return str(folder / name)
+
+
+def _remove(place: str) -> None:
+    if not _ABSTRACT:
+        Path(place).unlink(missing_ok=True)
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """The user and the number of the process at the other end."""
+    if sys.platform == "linux":
+        process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return user, process
+    _, user = struct.unpack("2I", sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)[:8])
+    return user, sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
+
+
+def _watch(fd: int, ready: object) -> None:
+    """The bell is watched all the time."""
+
+
+def _unwatch(fd: int) -> bool:
+    return True

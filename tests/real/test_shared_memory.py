@@ -1,0 +1,585 @@
+"""Channels through memory that processes share: who gets one, and what a bad guest can do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import mmap
+import os
+import random
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcsim.errors import ChannelError
+from hcsim.real import shared
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.shared import SharedStream
+from hcsim.real.stream import StreamChannel
+from hcsim.real.tcp import TcpStream
+from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.frame import Header
+
+rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
+
+CAPACITY = 2 * 2**20
+LIMIT_S = 60.0
+
+
+def run(body: Awaitable[None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await body
+
+    asyncio.run(main())
+
+
+def stream_of(channel: Channel) -> object:
+    assert isinstance(channel, StreamChannel)
+    return channel._stream
+
+
+async def between(
+    left: RealOptions, right: RealOptions, address: str = "127.0.0.1:0", *, dialled: str = ""
+) -> set[type]:
+    """The kinds of stream at both ends of a new channel, over which a frame has gone each way."""
+    async with RealHost(left) as near, RealHost(right) as far:
+        listener = await far.listen(address)
+        port = listener.address.rpartition(":")[2]
+        ours = await near.connect(f"{dialled}:{port}" if dialled else listener.address)
+        theirs = await listener.accept()
+        for one, other in ((ours, theirs), (theirs, ours)):
+            await one.send(Header(4, step=7), memoryview(b"data"))
+            header, payload = await other.recv(lambda _: None)
+            assert (header.step, payload) == (7, b"data")
+        kinds = {type(stream_of(ours)), type(stream_of(theirs))}
+        for channel in (ours, theirs):
+            await channel.close()
+        return kinds
+
+
+# -- who gets one
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "127.0.0.2:0", "[::1]:0", "localhost:0"])
+def test_processes_of_one_machine_share_memory(address: str) -> None:
+    async def body() -> None:
+        assert await between(RealOptions("left"), RealOptions("right"), address) == {SharedStream}
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("address", "dialled"), [("0.0.0.0:0", "127.0.0.1"), ("[::]:0", "127.0.0.1"), ("[::]:0", "[::1]")]
+)
+def test_also_with_who_listens_everywhere(address: str, dialled: str) -> None:
+    async def body() -> None:
+        options = RealOptions("left"), RealOptions("right", insecure=True)
+        assert await between(*options, address, dialled=dialled) == {SharedStream}
+
+    run(body())
+
+
+@pytest.mark.parametrize(("left", "right"), [(True, False), (False, True), (False, False)])
+def test_who_does_not_want_to_gets_tcp(left: bool, right: bool) -> None:
+    async def body() -> None:
+        options = RealOptions("left", shared_memory=left), RealOptions("right", shared_memory=right)
+        assert await between(*options) == {TcpStream}
+
+    run(body())
+
+
+def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(shared.SWITCH, "0")
+
+    async def body() -> None:
+        assert await between(RealOptions("left"), RealOptions("right")) == {TcpStream}
+
+    run(body())
+
+
+def test_without_a_compiler_it_is_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "rings", None)
+
+    async def body() -> None:
+        assert await between(RealOptions("left"), RealOptions("right")) == {TcpStream}
+
+    run(body())
+
+
+def test_an_address_that_is_not_the_loopback_is_a_network_even_if_it_is_ours() -> None:
+    """Links that are shaped, filtered or measured stay what they are."""
+
+    async def body() -> None:
+        async with RealHost(RealOptions("asking")) as host:
+            addresses = [a for i in host.interfaces() for a in i.addresses if ":" not in a and not a.startswith("127.")]
+        if not addresses:
+            pytest.skip("this machine has no address besides the loopback")
+        options = RealOptions("left", insecure=True), RealOptions("right", insecure=True)
+        assert await between(*options, f"{addresses[0]}:0") == {TcpStream}
+
+    run(body())
+
+
+def test_where_names_are_files_the_door_is_one_that_only_we_can_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared, "_ABSTRACT", False)
+    monkeypatch.setattr(shared.tempfile, "gettempdir", lambda: str(tmp_path))
+
+    async def body() -> None:
+        async with RealHost(RealOptions("right")) as host:
+            listener = await host.listen("127.0.0.1:0")
+            (door,) = tmp_path.glob("hcsim-*/*")  # noqa: ASYNC240
+            assert door.parent.stat().st_mode & 0o777 == 0o700
+            port = int(listener.address.rpartition(":")[2])
+        assert not door.exists()
+        with socket.socket(socket.AF_UNIX) as killed:  # one that left its door behind
+            killed.bind(str(door))
+        assert await between(RealOptions("left"), RealOptions("right"), f"127.0.0.1:{port}") == {SharedStream}
+        assert not door.exists()
+
+    run(body())
+
+
+NOBODY = 65534
+KNOCKS = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect("\\0" + sys.argv[1])
+    sock.settimeout(20)
+    try:
+        sys.exit(len(sock.recv(1)))
+    except ConnectionResetError:
+        sys.exit(0)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or sys.platform != "linux", reason="only root can be somebody else")
+def test_another_user_does_not_get_in_and_is_not_trusted_with_ours() -> None:
+    async def body() -> None:
+        async with RealHost(RealOptions("right"), on_refused=refused.append) as host:
+            listener = await host.listen("127.0.0.1:0")
+            door = f"hcsim-1-{listener.address}"
+            knocking = await asyncio.create_subprocess_exec(sys.executable, "-c", KNOCKS, door, str(NOBODY))
+            assert await knocking.wait() == 0
+        assert ["another user's" in str(error) for error in refused] == [True]
+
+    refused: list[ChannelError] = []
+    run(body())
+
+
+SQUATS = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.bind("\\0" + sys.argv[1])
+    sock.listen()
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or sys.platform != "linux", reason="only root can be somebody else")
+def test_a_door_of_another_user_is_passed_by() -> None:
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", SQUATS, f"hcsim-1-{address}", str(NOBODY)]
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe) as squatter:  # noqa: ASYNC220
+            assert squatter.stdout is not None
+            squatter.stdout.readline()
+            assert await between(RealOptions("left"), RealOptions("right"), address) == {TcpStream}
+            squatter.communicate(b"")
+
+    run(body())
+
+
+# -- bad guests
+
+
+def sealed_memory() -> int:
+    return rings.memory()
+
+
+def unsealed_memory() -> int:
+    memory = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 2 * CAPACITY + 2**16)
+    return memory
+
+
+def small_memory() -> int:
+    memory = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 4096)
+    return memory
+
+
+@contextmanager
+def knocking(listener: Listener) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(f"\0hcsim-1-{listener.address}")
+        yield sock
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names and seals")
+@pytest.mark.parametrize(
+    ("greeting", "memory"),
+    [
+        (b"127.0.0.1", None),
+        (b"127.0.0.1", unsealed_memory),
+        (b"127.0.0.1", small_memory),
+        (b"127.0.0.1", lambda: os.open(os.devnull, os.O_RDWR)),
+        (b"8.8.8.8", sealed_memory),
+        (b"\xff\xfe", sealed_memory),
+        (b"", None),
+    ],
+)
+def test_a_guest_that_brings_something_else_is_sent_away_and_others_are_served(
+    greeting: bytes, memory: Callable[[], int] | None
+) -> None:
+    async def body() -> None:
+        async with RealHost(RealOptions("right", handshake_timeout_s=0.2), on_refused=refused.append) as host:
+            listener = await host.listen("127.0.0.1:0")
+            with knocking(listener) as sock:
+                brought = [] if memory is None else [memory()]
+                if greeting:  # else it says nothing at all
+                    socket.send_fds(sock, [greeting], brought)
+                for fd in brought:
+                    os.close(fd)
+                with suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(sock.recv, 1) == b""
+            async with RealHost(RealOptions("left")) as other:
+                channel = await other.connect(listener.address)
+                accepted = await listener.accept()
+                await channel.send(Header(2), memoryview(b"hi"))
+                assert (await accepted.recv(lambda _: None))[1] == b"hi"
+                await channel.close()
+                await accepted.close()
+        assert len(refused) == 1
+
+    refused: list[ChannelError] = []
+    run(body())
+    assert no_memory_left()
+
+
+def no_memory_left() -> bool:
+    gc.collect()
+    return "memfd:hcsim" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+@pytest.mark.parametrize("value", [0, 1, CAPACITY + 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("counter", range(0, 1024, 128))
+def test_a_guest_that_writes_nonsense_into_the_counters_breaks_its_own_channel_at_most(
+    value: int, counter: int
+) -> None:
+    """Every counter of the layout starts one of these lines."""
+
+    async def body() -> None:
+        async with RealHost(RealOptions("right")) as host:
+            listener = await host.listen("127.0.0.1:0")
+            with knocking(listener) as sock:
+                memory = sealed_memory()
+                socket.send_fds(sock, [b"127.0.0.1"], [memory])
+                with mmap.mmap(memory, 2 * CAPACITY) as brought:
+                    brought[counter : counter + 16] = struct.pack("=2Q", value, value)
+                os.close(memory)
+                channel = await listener.accept()
+                for _ in range(3):
+                    with suppress(ChannelError, TimeoutError):
+                        async with asyncio.timeout(0.01):
+                            await channel.send(Header(4), memoryview(b"data"))
+                    with suppress(ChannelError, TimeoutError):
+                        async with asyncio.timeout(0.01):
+                            await channel.recv(lambda _: None)
+                await channel.close()
+
+    run(body())
+
+
+# -- the rings themselves
+
+
+@contextmanager
+def two_ends() -> Iterator[tuple[rings.Rings, rings.Rings, socket.socket, socket.socket]]:
+    bells = socket.socketpair()
+    memory = rings.memory()
+    try:
+        for bell in bells:
+            bell.setblocking(False)
+        yield (*(rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2)), *bells)
+    finally:
+        os.close(memory)
+        for bell in bells:
+            bell.close()
+
+
+SIZES = st.one_of(
+    st.integers(1, 300), st.integers(CAPACITY // 3, CAPACITY + 5), st.sampled_from([CAPACITY, CAPACITY - 1])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), SIZES), max_size=40), st.integers(0, 2**32 - 1))
+def test_bytes_come_out_as_they_went_in(moves: list[tuple[bool, int]], seed: int) -> None:
+    draw = random.Random(seed)
+    flowing = b""
+    with two_ends() as (ours, theirs, _, _):
+        for writes, size in moves:
+            if writes:
+                given_bytes = draw.randbytes(size)
+                with suppress(BlockingIOError):
+                    flowing += given_bytes[: ours.write([given_bytes[:5], memoryview(given_bytes)[5:]])]
+                assert len(flowing) <= CAPACITY
+            else:
+                into = memoryview(bytearray(size))
+                try:
+                    count = theirs.read(into)
+                except BlockingIOError:
+                    assert not flowing
+                    continue
+                assert count == min(size, len(flowing))
+                assert into[:count] == flowing[:count]
+                flowing = flowing[count:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([np.float32, np.float64]),
+    st.integers(CAPACITY - 250, CAPACITY - 1),
+    st.lists(st.integers(1, 240), min_size=1, max_size=8),
+    st.integers(1, 200),
+)
+def test_floats_are_added_wherever_the_ring_ends(
+    dtype: type[np.float32], before: int, cuts: list[int], most: int
+) -> None:
+    """They begin at any byte, come in pieces of any size, and lie across the end of the memory."""
+    sent = np.arange(1, 31, dtype=dtype)
+    raw = sent.tobytes()
+    sum_now = np.full(30, 0.5, dtype)
+    with two_ends() as (writer, reader, _, _):
+        assert writer.write([bytes(before)]) == before
+        assert reader.read(memoryview(bytearray(before - 1))) == before - 1
+        start = writer.write([raw[: cuts[0]]])  # behind what is left: the ring does not start anew
+        assert reader.read(memoryview(bytearray(1))) == 1
+        have = 0
+        for cut in [*cuts[1:], len(raw)]:
+            while have < start and (
+                count := reader.add(sum_now.view(np.uint8).data, sent.itemsize, have, most)
+            ):  # a number that has come in part stays where it is
+                have += count
+            assert have == start // sent.itemsize * sent.itemsize
+            if start < len(raw):
+                start += writer.write([raw[start : start + cut]])
+        while have < len(raw):
+            have += reader.add(sum_now.view(np.uint8).data, sent.itemsize, have, most)
+        np.testing.assert_array_equal(sum_now, sent + dtype(0.5))
+
+
+def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
+    with two_ends() as (writer, reader, writers_bell, readers_bell):
+        with pytest.raises(BlockingIOError):
+            reader.read(memoryview(bytearray(100)))
+        assert reader.reader_sleeps()
+        writer.write([bytes(99)])
+        with pytest.raises(BlockingIOError):
+            readers_bell.recv(10)
+        writer.write([bytes(1)])
+        writer.write([bytes(1)])
+        assert readers_bell.recv(10) == b"\0"
+        writer.write([bytes(2 * CAPACITY)])
+        with pytest.raises(BlockingIOError):
+            writer.write([b"more"])
+        reader.read(memoryview(bytearray(CAPACITY // 4)))
+        with pytest.raises(BlockingIOError):
+            writers_bell.recv(10)
+        reader.read(memoryview(bytearray(CAPACITY // 4)))
+        reader.read(memoryview(bytearray(CAPACITY // 4)))
+        assert writers_bell.recv(10) == b"\0"
+        reader.rung(False)
+        assert not reader.reader_sleeps()
+
+
+def test_what_was_written_can_be_read_after_the_end_and_nothing_can_be_written() -> None:
+    with two_ends() as (writer, reader, _, _):
+        writer.write([b"last"])
+        reader.rung(True)
+        into = memoryview(bytearray(10))
+        assert reader.read(into) == 4
+        assert reader.read(into) == 0
+        with pytest.raises(EOFError):
+            reader.add(into[:8], 8, 0, 8)
+        with pytest.raises(BrokenPipeError):
+            reader.write([b"to nobody"])
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "element_bytes", "have"), [(8, 2, 0), (7, 4, 0), (8, 4, 8), (8, 4, -4), (8, 4, 2), (8, 8, 4)]
+)
+def test_sizes_that_do_not_fit_each_other_are_refused(size_bytes: int, element_bytes: int, have: int) -> None:
+    with two_ends() as (writer, reader, _, _):
+        writer.write([bytes(64)])
+        with pytest.raises(ValueError, match="fit"):
+            reader.add(memoryview(bytearray(size_bytes)), element_bytes, have, 64)
+
+
+def test_the_memory_is_let_go_with_the_channels() -> None:
+    async def body() -> None:
+        await between(RealOptions("left"), RealOptions("right"))
+
+    run(body())
+    assert no_memory_left()
+
+
+# -- two processes at once
+
+ANSWERS = """
+import random, sys
+from hcsim.real.rings import Rings
+
+draw, rings = random.Random(1).randrange, Rings(int(sys.argv[1]), int(sys.argv[2]), False)
+one = memoryview(bytearray(1))
+for _ in range(int(sys.argv[3])):
+    while True:
+        try:
+            rings.read(one)
+            break
+        except BlockingIOError:
+            pass
+    for _ in range(draw(60)):
+        pass
+    rings.write([b"!"])
+"""
+TAKES = """
+import random, sys
+from hcsim.real.rings import Rings
+
+draw, rings, left = random.Random(1).randrange, Rings(int(sys.argv[1]), int(sys.argv[2]), False), int(sys.argv[3])
+into = memoryview(bytearray(2**20))
+while left:
+    for _ in range(draw(60)):
+        pass
+    try:
+        left -= rings.read(into[: 1 + draw(len(into))])
+    except BlockingIOError:
+        pass
+"""
+
+
+@contextmanager
+def another_process(code: str, count: int) -> Iterator[tuple[rings.Rings, socket.socket]]:
+    """Our end of rings whose other end that process has, wide awake."""
+    with two_ends() as (_, _, ours, theirs):
+        memory = rings.memory()
+        command = [sys.executable, "-c", code, *map(str, (memory, theirs.fileno(), count))]
+        with subprocess.Popen(command, pass_fds=(memory, theirs.fileno())) as process:
+            try:
+                yield rings.Rings(memory, ours.fileno(), True), ours
+            finally:
+                process.kill()
+                os.close(memory)
+
+
+def sleep(bell: socket.socket) -> None:
+    assert select.select([bell], [], [], LIMIT_S)[0], "nobody woke us"
+    bell.recv(64)
+
+
+def test_who_falls_asleep_while_something_comes_is_woken() -> None:
+    """The answer comes in that very moment, sooner or later: dropping the second look is found within some thousand."""
+    draw, one, rounds = random.Random(2).randrange, memoryview(bytearray(1)), 30_000
+    with another_process(ANSWERS, rounds) as (end, bell):
+        for _ in range(rounds):
+            end.write([b"?"])
+            for _ in range(draw(250)):
+                pass
+            while True:
+                try:
+                    end.read(one)
+                    break
+                except BlockingIOError:
+                    sleep(bell)
+
+
+def test_who_falls_asleep_while_room_is_made_is_woken() -> None:
+    left = 2_000 * 2**20
+    data = memoryview(bytes(2**20))
+    with another_process(TAKES, left) as (end, bell):
+        while left:
+            try:
+                left -= end.write([data[: min(left, len(data))]])
+            except BlockingIOError:
+                sleep(bell)
+
+
+SENDS_AND_RECEIVES = """
+import asyncio, hashlib, random, sys
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.shared import SharedStream
+from hcsim.runtime.frame import Header
+
+async def exchange(channel, seed, frames):
+    assert isinstance(channel._stream, SharedStream)
+    channel.limit(2**24)
+    draw, sent, came = random.Random(seed), hashlib.sha256(), hashlib.sha256()
+
+    async def send():
+        for step in range(frames):
+            size = draw.choice((0, 1, 100, 5_000, 70_001, 900_000, 3_000_001)[: 4 + 3 * (step % 10 == 0)])
+            data = draw.randbytes(size)
+            sent.update(data)
+            await channel.send(Header(size, step=step), memoryview(data))
+
+    async def receive():
+        for step in range(frames):
+            header, payload = await channel.recv(lambda _: None)
+            assert header.step == step
+            came.update(payload)
+
+    await asyncio.gather(send(), receive())
+    return sent.hexdigest(), came.hexdigest()
+
+async def main(address, seed, frames):
+    async with RealHost(RealOptions("there")) as host:
+        channel = await host.connect(address)
+        print(*await exchange(channel, seed, frames), flush=True)
+        await channel.close()
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+def test_two_processes_that_write_and_read_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Both run at the same time, on memory that no lock guards."""
+    script = tmp_path / "exchange.py"
+    script.write_text(SENDS_AND_RECEIVES)
+    there: dict[str, object] = {"__name__": "there"}
+    exec(compile(SENDS_AND_RECEIVES, "exchange", "exec"), there)
+    frames = 3000
+
+    async def body() -> None:
+        async with RealHost(RealOptions("here")) as host:
+            listener = await host.listen("127.0.0.1:0")
+            other = await asyncio.create_subprocess_exec(
+                sys.executable, script, listener.address, "2", str(frames), stdout=subprocess.PIPE
+            )
+            channel = await listener.accept()
+            sent, came = await there["exchange"](channel, 1, frames)  # type: ignore[operator]
+            told, _ = await other.communicate()
+            assert told.decode().split() == [came, sent]
+            await channel.close()
+
+    run(body())

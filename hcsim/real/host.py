@@ -39,7 +39,6 @@ from hcsim.runtime.address import join_address
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Device
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
-from hcsim.runtime.store import Store
 from hcsim.runtime.target import TCP, Target, parse
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
@@ -125,7 +124,7 @@ class RealHost:
         return MdnsLan(self._options.lan_interfaces)
 
     @cached_property
-    def store(self) -> Store:
+    def store(self) -> FileStore | MemoryStore:
         """Files in the folder that the options name."""
         return MemoryStore() if self._options.state is None else FileStore(self._options.state)
 
@@ -210,6 +209,8 @@ class RealHost:
             await listener.close()
         if "lan" in self.__dict__:
             await self.lan.close()
+        if "store" in self.__dict__:
+            self.store.close()
         self._own_device.close()
 
     async def __aenter__(self) -> RealHost:

@@ -186,22 +186,22 @@ class Mesh:
                 opening.set_result(link)
 
     async def _opened(self, rank: int) -> Link:
-        us = self.us
+        us, limit_s = self.us, self.us.wire.connect_timeout_s
+        if rank < us.rank:
+            until_s = self.host.clock.elapsed() + limit_s
+            channels = [await self._dial(rank, stripe, until_s) for stripe in range(us.wire.stripes)]
+            return self._join(rank, channels)
+        if rank in self.links:  # it called between the question for the link and this first look
+            return self.links[rank]
+        called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        self._complete[rank] = called
         try:
-            async with self.host.clock.timeout(us.wire.connect_timeout_s):
-                if rank < us.rank:
-                    channels = [await self._dial(rank, stripe) for stripe in range(us.wire.stripes)]
-                    return self._join(rank, channels)
-                if rank in self.links:  # it called between the question for the link and this first look
-                    return self.links[rank]
-                called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-                self._complete[rank] = called
+            async with self.host.clock.timeout(limit_s):
                 return await called
         except TimeoutError as error:
             if isinstance(error, HcsimError):
                 raise
-            did = "did not answer" if rank < us.rank else "did not call"
-            raise DeadlineExceeded(f"rank {rank} {did} within {us.wire.connect_timeout_s:g} s") from None
+            raise DeadlineExceeded(f"rank {rank} did not call within {limit_s:g} s") from None
 
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make channels a link, which from now on hears what the peer says."""
@@ -212,19 +212,27 @@ class Mesh:
             self.on_link(link)
         return link
 
-    async def _dial(self, rank: int, stripe: int) -> Channel:
+    async def _dial(self, rank: int, stripe: int, until_s: float) -> Channel:
         """Call until somebody takes us in or says no; whoever is behind us by an epoch says: later."""
-        backoff_s = FIRST_BACKOFF_S
+        clock, backoff_s = self.host.clock, FIRST_BACKOFF_S
         while True:
-            channel = await self._call(rank, stripe)
-            if channel is not None:
-                return channel
-            await self.host.clock.sleep(backoff_s)
+            # It has its own deadline, and says why nobody could be reached.
+            channel = await self.host.connect(self.dialled[rank], timeout_s=max(0.0, until_s - clock.elapsed()))
+            try:
+                async with clock.timeout(max(0.0, until_s - clock.elapsed())):
+                    if await self._is_taken_in(channel, rank, stripe):
+                        return channel
+                    await clock.sleep(backoff_s)
+            except TimeoutError as error:
+                if isinstance(error, HcsimError):
+                    raise
+                limit_s = self.us.wire.connect_timeout_s
+                raise DeadlineExceeded(f"rank {rank} did not answer within {limit_s:g} s") from None
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
-    async def _call(self, rank: int, stripe: int) -> Channel | None:
+    async def _is_taken_in(self, channel: Channel, rank: int, stripe: int) -> bool:
+        """Introduce ourselves on a new channel, which is closed unless we are taken in."""
         us = self.us
-        channel = await self.host.connect(self.dialled[rank], timeout_s=us.wire.connect_timeout_s)
         try:
             if _is_impostor(us, rank, channel):
                 proved = f"proved to be node {channel.identity}" if channel.identity else "proved nothing"
@@ -235,7 +243,7 @@ class Mesh:
             kind, data = await _hear(channel)
             if kind is Kind.LATER:
                 await channel.close()
-                return None
+                return False
             if kind is Kind.ABORT:
                 raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {data.decode(errors='replace')}")
             theirs = _decode_hello(data, channel.peer)
@@ -245,12 +253,12 @@ class Mesh:
         except ChannelBroken:
             await channel.close()
             if self.patient:
-                return None
+                return False
             raise
         except BaseException:
             await channel.close()
             raise
-        return channel
+        return True
 
     def _called_by(self, channel: Channel, number: int) -> None:
         self.host.spawn(self._greet(channel), name=f"greet caller {number}")

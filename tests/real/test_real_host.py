@@ -336,3 +336,48 @@ def test_services_come_into_view_change_and_leave() -> None:
     between(
         RealOptions("left", lan_interfaces=("127.0.0.1",)), RealOptions("right", lan_interfaces=("127.0.0.1",)), body
     )
+
+
+HOLDS = """
+import asyncio, sys
+from pathlib import Path
+from hcsim.real.host import RealHost, RealOptions
+
+async def main():
+    async with RealHost(RealOptions("first", state=Path(sys.argv[1]))) as host:
+        host.store.save("view", b"theirs")
+        print("here", flush=True)
+        sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+def test_a_folder_of_state_belongs_to_one_process_until_it_ends(tmp_path: Path) -> None:
+    def second() -> bytes | None:
+        async def main() -> bytes | None:
+            async with RealHost(RealOptions("second", state=tmp_path)) as host:
+                return host.store.load("view")
+
+        return asyncio.run(main())
+
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdin=pipe, stdout=pipe) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"here\n"
+        with pytest.raises(ConfigError, match="another process keeps its state there"):
+            second()
+        first.kill()
+    assert second() == b"theirs"
+    assert second() == b"theirs"  # we let go of it
+
+
+def test_a_folder_of_state_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+
+    async def main() -> None:
+        async with RealHost(RealOptions("host", state=tmp_path / "file")) as host:
+            host.store.load("view")
+
+    with pytest.raises(ConfigError, match="file: cannot be written"):
+        asyncio.run(main())

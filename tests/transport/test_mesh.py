@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from hcsim import real_group
 from hcsim.config import parse_scenario
-from hcsim.errors import ChannelBroken, ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
+from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
@@ -292,6 +294,24 @@ def test_garbage_from_a_real_socket_is_dropped_and_members_still_connect(what):
             await main()
 
     asyncio.run(bounded())
+
+
+def test_a_name_that_nobody_knows_is_told_as_the_reason(monkeypatch, addresses) -> None:
+    known = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host == "mini.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *args, **kwargs)
+
+    async def main() -> None:
+        wire = Wire(connect_timeout_s=0.3)
+        async with real_group(1, ["mini.invalid:52416", *addresses(1)], wire=wire) as group:
+            with pytest.raises(CollectiveError, match=r"rank 0.*mini\.invalid:52416 did not answer.*Name or"):
+                await group.barrier()
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    asyncio.run(main())
 
 
 def test_a_call_that_is_taken_in_before_the_waiting_for_it_begins_is_found() -> None:

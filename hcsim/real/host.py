@@ -247,7 +247,7 @@ class RealHost:
         places.sort(key=lambda place: place != self._answered.get(address))
         for family, sockaddr in places:
             peer = address if len(target.hosts) == 1 else join_address(sockaddr)
-            if self._shares_memory and (stream := shared.dial(sockaddr)) is not None:
+            if self._shares_memory and (stream := await shared.dial(sockaddr)) is not None:
                 return StreamChannel(stream, peer)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:

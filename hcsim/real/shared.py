@@ -3,7 +3,7 @@
 Who listens in plaintext at an address of the loopback has a second door there: a Unix socket of that address's name.
 Who dials such an address tries this door first, and brings the memory with it (see rings.c). The socket stays: a byte
 on it wakes who sleeps at the other end, and its end tells that the other process has gone, killed or not. Only
-processes of one user meet here. Without the door, or without a compiler for rings.c, it is TCP as between machines.
+processes of one user meet here. Where anything about it does not work, it is TCP as between machines.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ _VERSION = 1
 _BACKLOG = 128
 _MAX_GREETING_BYTES = 64
 _BELLS_AT_ONCE = 64
+_TAKEN = b"!"
+_ANSWER_S = 1.0
+"""A process that does not come to it in this time may still be reached by TCP, which answers for it."""
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _EVERYWHERE = ("0.0.0.0", "::")
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
@@ -144,7 +147,7 @@ class Door:
 
 
 def guest(sock: socket.socket) -> str:
-    """Who came in, in words; raises `OSError` if it is another user's process."""
+    """Who is at the other end, in words; raises `OSError` if it is another user's process."""
     user, process = _credentials(sock)
     name = f"process {process} of this machine"
     if user != os.getuid():
@@ -164,31 +167,48 @@ async def received(sock: socket.socket, peer: str) -> SharedStream:
             brought = False
         if not brought:
             raise ChannelBroken(f"{peer} came in without memory to share", peer)
-        return SharedStream(sock, memories[0], address, first=False)
+        stream = SharedStream(sock, memories[0], address, first=False)
+        try:
+            sock.send(_TAKEN)
+        except OSError:
+            stream.close()
+            raise
+        return stream
     finally:
         for memory in memories:
             os.close(memory)
 
 
-def dial(sockaddr: Any) -> SharedStream | None:
-    """To who listens there, if it is a process of ours that has a door."""
+async def dial(sockaddr: Any) -> SharedStream | None:
+    """To who listens there, if it is a process of ours that has a door and takes what we bring."""
     if not ip_address(sockaddr[0]).is_loopback:
         return None
     for host in (sockaddr[0], *_EVERYWHERE):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.setblocking(False)
-            sock.connect(_place((host, sockaddr[1])))
-            guest(sock)
-            memory = rings.memory()
-            try:
-                socket.send_fds(sock, [sockaddr[0].encode("ascii")], [memory])
-                return SharedStream(sock, memory, sockaddr[0], first=True)
-            finally:
-                os.close(memory)
-        except OSError:
+            return await _bring(sock, (host, sockaddr[1]), sockaddr[0])
+        except OSError:  # TimeoutError is one
             sock.close()
+        except BaseException:
+            sock.close()
+            raise
     return None
+
+
+async def _bring(sock: socket.socket, door: tuple[str, int], address: str) -> SharedStream:
+    sock.setblocking(False)
+    sock.connect(_place(door))
+    guest(sock)
+    memory = rings.memory()
+    try:
+        socket.send_fds(sock, [address.encode("ascii")], [memory])
+        async with asyncio.timeout(_ANSWER_S):
+            await readable(sock)
+        if sock.recv(len(_TAKEN)) != _TAKEN:
+            raise ConnectionRefusedError
+        return SharedStream(sock, memory, address, first=True)
+    finally:
+        os.close(memory)
 
 
 def _place(sockaddr: Any) -> str:

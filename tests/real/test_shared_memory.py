@@ -207,6 +207,33 @@ def test_a_door_of_another_user_is_passed_by() -> None:
     run(body())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+@pytest.mark.parametrize("answer", [None, b"?", b""])
+def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None) -> None:
+    """None: it does not answer at all, as a process that is busy or stopped."""
+
+    async def body() -> None:
+        async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right", shared_memory=False)) as far:
+            listener = await far.listen("127.0.0.1:0")
+            with socket.socket(socket.AF_UNIX) as door:
+                door.bind(f"\0hcsim-1-{listener.address}")
+                door.listen()
+                door.setblocking(False)
+                dialling = asyncio.create_task(near.connect(listener.address))
+                with (await asyncio.get_running_loop().sock_accept(door))[0] as guest:
+                    if answer is not None:
+                        guest.send(answer)
+                        guest.shutdown(socket.SHUT_WR)
+                    ours = await dialling
+            assert isinstance(stream_of(ours), TcpStream)
+            theirs = await listener.accept()
+            await ours.close()
+            await theirs.close()
+
+    run(body())
+    assert no_memory_left()
+
+
 # -- bad guests
 
 

@@ -71,7 +71,7 @@ def _closed_form(cells: pd.DataFrame, file: Path) -> None:
         _log_axes(upper)
         upper.set_ylabel("time")
         lower.set_ylabel("simulated\nabove formula, %")
-        lower.set_ylim(-1, 3)
+        lower.set_ylim(-1, 1)
         lower.set_xlabel("size of the reduced tensor")
 
 

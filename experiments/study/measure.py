@@ -15,6 +15,7 @@ from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
 from hcsim.launch import simulate
 from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
 
 TIMEOUT_S = 24 * 3600.0
@@ -60,7 +61,7 @@ def _all_reduces(cell: AllReduce) -> Result:
 def _formula_s(cell: AllReduce, place: Cluster) -> float | None:
     if not place.alpha_beta:
         return None
-    return closed_form(cell.algorithm, cell.world, cell.size_bytes, *place.alpha_beta)
+    return closed_form(cell.algorithm, cell.world, cell.size_bytes, *place.alpha_beta, header_bytes=HEADER_BYTES)
 
 
 async def _timed(group: Group, algorithm: str, size_bytes: int, repeats: int) -> tuple[list[float], int]:

@@ -162,6 +162,7 @@ def closed_form(
     alpha_s: float,
     beta_Bps: float,
     arity: int = 2,
+    header_bytes: int = 0,
 ) -> float:
     """Seconds of an all_reduce of L bytes over n uniform links, as the textbooks have it.
 
@@ -177,25 +178,27 @@ def closed_form(
 
     The messages that a rank sends, or receives, at one time share its port evenly. So going down, a parent
     of c children is done with them after α + c B; going up, it has c messages after α and however long its
-    port is busy with them, from the first that is ready to the last.
+    port is busy with them, from the first that is ready to the last. Of headers, which make each message
+    longer, the textbooks know nothing.
     """
-    n, buffer_s = world, size_bytes / beta_Bps
+    n = world
+    whole_s, part_s = ((length_bytes + header_bytes) / beta_Bps for length_bytes in (size_bytes, size_bytes / n))
     if n == 1:
         return 0.0
     if algorithm == "ring":
-        return 2 * (n - 1) * (alpha_s + buffer_s / n)
+        return 2 * (n - 1) * (alpha_s + part_s)
     if algorithm == "direct":
-        return 2 * (alpha_s + (n - 1) / n * buffer_s)
+        return 2 * (alpha_s + (n - 1) * part_s)
     if algorithm == "centralized":
-        return 2 * (alpha_s + (n - 1) * buffer_s)
+        return 2 * (alpha_s + (n - 1) * whole_s)
     if algorithm == "tree":
-        return _up_s(0, n, alpha_s, buffer_s, arity) + _down_s(0, n, alpha_s, buffer_s, arity)
+        return _up_s(0, n, alpha_s, whole_s, arity) + _down_s(0, n, alpha_s, whole_s, arity)
     steps = n.bit_length() - 1
     if algorithm not in ("recursive_doubling", "halving_doubling") or n != 1 << steps:
         raise UsageError(f"there is no closed form for {algorithm} on {n} ranks")
     if algorithm == "recursive_doubling":
-        return steps * (alpha_s + buffer_s)
-    return 2 * steps * alpha_s + 2 * (n - 1) / n * buffer_s
+        return steps * (alpha_s + whole_s)
+    return 2 * steps * (alpha_s + header_bytes / beta_Bps) + 2 * (n - 1) / n * size_bytes / beta_Bps
 
 
 def _children(v: int, world: int, arity: int) -> range:

@@ -363,12 +363,12 @@ static PyObject *rings_rung(PyObject *object, PyObject *over)
 
 static PyObject *rings_reader_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    return PyBool_FromLong(((Rings *)self)->reader_sleeps);
+    return PyBool_FromLong(((Rings *)self)->reader_sleeps && !((Rings *)self)->over); /* who would wake it? */
 }
 
 static PyObject *rings_writer_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    return PyBool_FromLong(((Rings *)self)->writer_sleeps);
+    return PyBool_FromLong(((Rings *)self)->writer_sleeps && !((Rings *)self)->over);
 }
 
 static PyMethodDef rings_methods[] = {

@@ -12,8 +12,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.errors import ChannelError
+from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real import shared
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream
-from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header
 
 rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
@@ -468,6 +468,42 @@ def test_the_memory_is_let_go_with_the_channels() -> None:
 
     run(body())
     assert no_memory_left()
+
+
+# -- the end
+
+
+@asynccontextmanager
+async def two_channels() -> AsyncIterator[tuple[Channel, Channel]]:
+    async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right")) as far:
+        listener = await far.listen("127.0.0.1:0")
+        ours = await near.connect(listener.address)
+        theirs = await listener.accept()
+        try:
+            yield ours, theirs
+        finally:
+            await ours.close()
+            await theirs.close()
+
+
+def test_a_sum_that_is_cut_ends_for_who_adds_it_up_after_the_end() -> None:
+    """Its beginning is still there when the other end has gone already, and no bell will ring for the rest."""
+
+    async def body() -> None:
+        async with two_channels() as (ours, theirs):
+            theirs.limit(4 * CAPACITY)
+            sending = asyncio.create_task(ours.send(Header(2 * CAPACITY), memoryview(bytes(2 * CAPACITY))))
+            await asyncio.sleep(0)  # as much as there is room for
+            sending.cancel()
+            with pytest.raises(ChannelBroken, match="reset"):
+                while True:  # until it has noticed
+                    await theirs.send(Header(0))
+                    await asyncio.sleep(0)
+            into = memoryview(bytearray(2 * CAPACITY))
+            with pytest.raises(ChannelBroken, match="in the middle of a frame"):
+                await theirs.recv(lambda _: Fold(into, into, 4))
+
+    run(body())
 
 
 # -- two processes at once

@@ -183,7 +183,7 @@ async def dial(sockaddr: Any) -> SharedStream | None:
     """To who listens there, if it is a process of ours that has a door and takes what we bring."""
     if not ip_address(sockaddr[0]).is_loopback:
         return None
-    for host in (sockaddr[0], *_EVERYWHERE):
+    for host in (sockaddr[0], *_everywhere(sockaddr[0])):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             return await _bring(sock, (host, sockaddr[1]), sockaddr[0])
@@ -193,6 +193,11 @@ async def dial(sockaddr: Any) -> SharedStream | None:
             sock.close()
             raise
     return None
+
+
+def _everywhere(host: str) -> tuple[str, ...]:
+    """Where who listens everywhere is reached at that address; behind IPv6's may be another than behind IPv4's."""
+    return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
 
 
 async def _bring(sock: socket.socket, door: tuple[str, int], address: str) -> SharedStream:

@@ -90,6 +90,20 @@ def test_also_with_who_listens_everywhere(address: str, dialled: str) -> None:
     run(body())
 
 
+def test_who_listens_everywhere_in_ipv4_is_not_taken_for_who_listens_in_ipv6() -> None:
+    async def body() -> None:
+        everywhere, without_a_door = RealOptions("one", insecure=True), RealOptions("other", shared_memory=False)
+        async with RealHost(everywhere) as one, RealHost(without_a_door) as other, RealHost(RealOptions("who")) as who:
+            wrong = await one.listen("0.0.0.0:0")
+            right = await other.listen(f"[::1]:{wrong.address.rpartition(':')[2]}")
+            dialled = await who.connect(right.address)
+            accepted = await right.accept()
+            await dialled.close()
+            await accepted.close()
+
+    run(body())
+
+
 @pytest.mark.parametrize(("left", "right"), [(True, False), (False, True), (False, False)])
 def test_who_does_not_want_to_gets_tcp(left: bool, right: bool) -> None:
     async def body() -> None:

@@ -81,7 +81,8 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
         const char *from = parts[i].buf;
         size_t left = (size_t)parts[i].len;
         while (left) {
-            size_t used = (size_t)(written - atomic_load_explicit(&ring->read, memory_order_acquire));
+            /* Not merely acquired: that could be loaded before `full`, which who looks once more has just stored. */
+            size_t used = (size_t)(written - atomic_load(&ring->read));
             if (used > CAPACITY) return BROKEN;
             if (used == 0) { /* begin at the beginning: what need not be large stays in the cache */
                 start = written;

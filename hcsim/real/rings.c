@@ -26,6 +26,7 @@
 #define CAPACITY ((size_t)2 * 1024 * 1024)
 #define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
 #define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
+#define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
 #define MAX_PARTS 8
 
 typedef struct {
@@ -70,7 +71,7 @@ static void publish(Rings *self, Counters *ring, uint64_t written)
     if (awaited && written - atomic_load(&ring->read) >= awaited) wake(self, &ring->awaited);
 }
 
-/* Copy as much as there is room for; returns how much that was. */
+/* Copy as much as there is room for, up to AT_ONCE; returns how much that was. */
 static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
 {
     Counters *ring = &self->memory->counters[self->out];
@@ -90,6 +91,7 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
             }
             size_t at = (size_t)((written - start) % CAPACITY);
             size_t step = least(least(left, BLOCK), least(CAPACITY - used, CAPACITY - at));
+            step = least(step, AT_ONCE - (size_t)(written - before));
             if (!step) goto done;
             memcpy(data + at, from, step);
             from += step;
@@ -322,7 +324,7 @@ static PyObject *rings_read(PyObject *object, PyObject *given)
     Py_ssize_t moved;
     if (PyObject_GetBuffer(given, &into, PyBUF_WRITABLE) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    moved = get_or_sleep(self, into.buf, (size_t)into.len, 1, &self->reader_sleeps);
+    moved = get_or_sleep(self, into.buf, least((size_t)into.len, AT_ONCE), 1, &self->reader_sleeps);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&into);
     return result(moved == WOULD_BLOCK && self->over ? 0 : moved);

@@ -601,6 +601,34 @@ def test_who_falls_asleep_while_room_is_made_is_woken() -> None:
                 sleep(bell)
 
 
+GIVES = """
+import sys
+from hcsim.real.rings import Rings
+
+rings, left, data = Rings(int(sys.argv[1]), int(sys.argv[2]), False), int(sys.argv[3]), memoryview(bytes(2**20))
+while left:
+    try:
+        left -= rings.write([data[:left]])
+    except BlockingIOError:
+        pass
+"""
+
+
+def test_one_call_moves_no_more_than_the_memory_holds_however_fast_the_other_end_is() -> None:
+    """It would keep all other tasks from running for as long as the frame is large."""
+    size_bytes, most_bytes = 256 * 2**20, 0
+    data = memoryview(bytearray(size_bytes))
+    for other in (TAKES, GIVES):
+        done = 0
+        with another_process(other, size_bytes) as (end, _):
+            while done < size_bytes:
+                with suppress(BlockingIOError):
+                    count = end.write([data[done:]]) if other is TAKES else end.read(data[done:])
+                    done += count
+                    most_bytes = max(most_bytes, count)
+    assert most_bytes == CAPACITY
+
+
 SENDS_AND_RECEIVES = """
 import asyncio, hashlib, random, sys
 from hcsim.real.host import RealHost, RealOptions

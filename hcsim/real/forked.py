@@ -1,22 +1,31 @@
-"""What a forked child has to let go of: sockets of its parent, whose other ends wait for the end of the parent."""
+"""What a forked child has to let go of: sockets of its parent, whose other ends wait for the end of the parent, and
+memory that the parent shares with others."""
 
 from __future__ import annotations
 
 import os
-import socket
+from typing import Protocol
 from weakref import WeakSet
 
-_OURS: WeakSet[socket.socket] = WeakSet()
+
+class Closable(Protocol):
+    """A socket, or the like."""
+
+    def close(self) -> object:
+        """Only here: a parent's copy stays open."""
 
 
-def own(sock: socket.socket) -> None:
-    """The socket is this process's alone; one that is started by `exec` does not get it anyway."""
-    _OURS.add(sock)
+_OURS: WeakSet[Closable] = WeakSet()
+
+
+def own(what: Closable) -> None:
+    """It is this process's alone; a process that is started by `exec` does not get it anyway."""
+    _OURS.add(what)
 
 
 def _let_go() -> None:
-    for sock in list(_OURS):
-        sock.close()
+    for what in list(_OURS):
+        what.close()
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -8,10 +8,12 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <structmember.h>
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -44,14 +46,15 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Memory *memory;
+    PyObject *weak;
+    Memory *memory; /* NULL: it has been let go */
     int out;  /* which of the two rings we write to */
     int bell; /* belongs to whoever made us */
     int over; /* the other end has gone; what it wrote can still be read */
     int reader_sleeps, writer_sleeps;
 } Rings;
 
-enum { WOULD_BLOCK = -1, BROKEN = -2 };
+enum { WOULD_BLOCK = -1, BROKEN = -2, CLOSED = -3 };
 
 static void wake(Rings *self, _Atomic uint64_t *sleeps)
 {
@@ -108,6 +111,7 @@ done:
 /* Until all has been written or there is no room, of which the reader will tell. */
 static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, int *sleeps)
 {
+    if (!self->memory) return CLOSED;
     _Atomic uint64_t *full = &self->memory->counters[self->out].full;
     Py_ssize_t moved = put(self, parts, count);
     *sleeps = moved == 0;
@@ -190,6 +194,7 @@ static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element)
 /* Until all that is wanted has come, or nothing is there, of which the writer will tell. */
 static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t element, int *sleeps)
 {
+    if (!self->memory) return CLOSED;
     _Atomic uint64_t *awaited = &self->memory->counters[!self->out].awaited;
     size_t got = 0;
     *sleeps = 0;
@@ -275,10 +280,23 @@ static PyObject *rings_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     return (PyObject *)self;
 }
 
+static void let_go(Rings *self)
+{
+    if (self->memory) munmap(self->memory, sizeof(Memory));
+    self->memory = NULL;
+}
+
+static PyObject *rings_close(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    let_go((Rings *)object);
+    Py_RETURN_NONE;
+}
+
 static void rings_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    munmap(((Rings *)object)->memory, sizeof(Memory));
+    PyObject_ClearWeakRefs(object);
+    let_go((Rings *)object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -286,7 +304,7 @@ static void rings_dealloc(PyObject *object)
 static PyObject *result(Py_ssize_t moved)
 {
     if (moved >= 0) return PyLong_FromSsize_t(moved);
-    errno = moved == BROKEN ? EPROTO : EAGAIN; /* which Python calls a BlockingIOError */
+    errno = moved == BROKEN ? EPROTO : moved == CLOSED ? EBADF : EAGAIN; /* which Python calls a BlockingIOError */
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
@@ -379,15 +397,22 @@ static PyMethodDef rings_methods[] = {
     {"read", rings_read, METH_O, NULL},
     {"add", rings_add, METH_VARARGS, NULL},
     {"rung", rings_rung, METH_O, NULL},
+    {"close", rings_close, METH_NOARGS, NULL},
     {"reader_sleeps", rings_reader_sleeps, METH_NOARGS, NULL},
     {"writer_sleeps", rings_writer_sleeps, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef rings_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Rings, weak), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot rings_slots[] = {
     {Py_tp_new, rings_new},
     {Py_tp_dealloc, rings_dealloc},
     {Py_tp_methods, rings_methods},
+    {Py_tp_members, rings_members},
     {0, NULL},
 };
 

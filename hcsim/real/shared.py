@@ -72,6 +72,7 @@ class SharedStream:
         self.read, self.write = self._rings.read, self._rings.write
         self._loop.add_reader(bell, self._rung)
         own(bell)
+        own(self._rings)
 
     def add(self, fold: Fold, have: int, most: int) -> int:
         """See `Stream.add`."""
@@ -98,9 +99,10 @@ class SharedStream:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Let go of the bell; the memory goes with the last who refers to it."""
+        """Let go of the bell and of the memory, whoever still refers to us."""
         self._loop.remove_reader(self._bell)
         self._bell.close()
+        self._rings.close()
 
     def _rung(self) -> None:
         try:

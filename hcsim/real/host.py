@@ -160,11 +160,12 @@ class RealHost:
         draw = self.rng("connect", address)
         delay_s = _FIRST_RETRY_S
         failure: ChannelError | None = None
+        until_s = self._clock.elapsed() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        channel = await self._dial(target)
+                        channel = await self._dial(target, until_s)
                         self._connected("opened")
                         if isinstance(channel, StreamChannel):
                             self._channels.add(channel)
@@ -237,7 +238,7 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, target: Target) -> Channel:
+    async def _dial(self, target: Target, until_s: float) -> Channel:
         """One attempt, at every address that the names stand for; the one that answered last comes first."""
         failure = OSError(f"{' or '.join(target.hosts)} has no address")
         places = await self._resolve(target)
@@ -247,8 +248,10 @@ class RealHost:
         places.sort(key=lambda place: place != self._answered.get(address))
         for family, sockaddr in places:
             peer = address if len(target.hosts) == 1 else join_address(sockaddr)
-            if self._shares_memory and (stream := await shared.dial(sockaddr)) is not None:
-                return StreamChannel(stream, peer)
+            if self._shares_memory:
+                half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
+                if (stream := await shared.dial(sockaddr, half_s)) is not None:
+                    return StreamChannel(stream, peer)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 tune(sock)

@@ -181,14 +181,14 @@ async def received(sock: socket.socket, peer: str) -> SharedStream:
             os.close(memory)
 
 
-async def dial(sockaddr: Any) -> SharedStream | None:
-    """To who listens there, if it is a process of ours that has a door and takes what we bring."""
+async def dial(sockaddr: Any, patience_s: float) -> SharedStream | None:
+    """To who listens there, if it is a process of ours that has a door and takes what we bring in that time."""
     if not ip_address(sockaddr[0]).is_loopback:
         return None
     for host in (sockaddr[0], *_everywhere(sockaddr[0])):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return await _bring(sock, (host, sockaddr[1]), sockaddr[0])
+            return await _bring(sock, (host, sockaddr[1]), sockaddr[0], min(patience_s, _ANSWER_S))
         except OSError:  # TimeoutError is one
             sock.close()
         except BaseException:
@@ -202,14 +202,14 @@ def _everywhere(host: str) -> tuple[str, ...]:
     return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
 
 
-async def _bring(sock: socket.socket, door: tuple[str, int], address: str) -> SharedStream:
+async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float) -> SharedStream:
     sock.setblocking(False)
     sock.connect(_place(door))
     guest(sock)
     memory = rings.memory()
     try:
         socket.send_fds(sock, [address.encode("ascii")], [memory])
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(patience_s):
             await readable(sock)
         if sock.recv(len(_TAKEN)) != _TAKEN:
             raise ConnectionRefusedError

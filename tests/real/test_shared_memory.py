@@ -222,9 +222,9 @@ def test_a_door_of_another_user_is_passed_by() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
-@pytest.mark.parametrize("answer", [None, b"?", b""])
-def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None) -> None:
-    """None: it does not answer at all, as a process that is busy or stopped."""
+@pytest.mark.parametrize(("answer", "timeout_s"), [(None, 20.0), (None, 0.9), (b"?", 20.0), (b"", 20.0)])
+def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s: float) -> None:
+    """None: it does not answer at all, as a process that is busy or stopped. Also who has little time gets through."""
 
     async def body() -> None:
         async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right", shared_memory=False)) as far:
@@ -233,7 +233,7 @@ def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None) -> None:
                 door.bind(f"\0hcsim-1-{listener.address}")
                 door.listen()
                 door.setblocking(False)
-                dialling = asyncio.create_task(near.connect(listener.address))
+                dialling = asyncio.create_task(near.connect(listener.address, timeout_s=timeout_s))
                 with (await asyncio.get_running_loop().sock_accept(door))[0] as guest:
                     if answer is not None:
                         guest.send(answer)

@@ -108,6 +108,7 @@ class StreamListener:
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
                 sock.setblocking(False)
+                own(sock)
                 self._start(welcome(sock, remote))
 
     async def _welcome(self, sock: socket.socket, remote: Any) -> None:

@@ -204,6 +204,7 @@ def _everywhere(host: str) -> tuple[str, ...]:
 
 async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float) -> SharedStream:
     sock.setblocking(False)
+    own(sock)
     sock.connect(_place(door))
     guest(sock)
     memory = rings.memory()

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -558,6 +559,41 @@ def test_a_forked_child_does_not_speak_for_its_parent() -> None:
             assert (await theirs.recv(lambda _: None))[0].step == 2
 
     run(body())
+
+
+FORKS_WHILE_IT_DIALS = """
+import asyncio, os, signal, sys
+from hcsim.real.host import RealHost, RealOptions
+
+def fork_and_die():
+    if os.fork() == 0:
+        os.read(0, 1)  # until our standard input is closed
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with RealHost(RealOptions("one")) as host:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, fork_and_die)
+        await host.connect(sys.argv[1], timeout_s=60.0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_child_lives_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as door:
+        address = f"127.0.0.1:{tcp.getsockname()[1]}"
+        door.bind(f"\0hcsim-1-{address}")
+        door.listen()
+        door.settimeout(LIMIT_S)
+        command, pipe = [sys.executable, "-c", FORKS_WHILE_IT_DIALS, address], subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe) as caller, door.accept()[0] as bell:
+            bell.settimeout(LIMIT_S)
+            assert bell.recv(64) == b"127.0.0.1"
+            caller.send_signal(signal.SIGUSR1)
+            assert bell.recv(1) == b""
+            caller.communicate(b"")
 
 
 @pytest.mark.parametrize("use", [lambda r, b: r.read(b), lambda r, b: r.write([b]), lambda r, b: r.add(b, 8, 0, 8)])

@@ -35,6 +35,8 @@ _LARGE_BYTES = 64 * 1024
 _BYTES_PER_TURN = 4 * 2**20
 """How much is read in a row before other tasks get their turn."""
 _SENDS_PER_TURN = 16
+_FRAMES_PER_TURN = 64
+"""How many are sent in a row, to a peer that keeps up, before other tasks get theirs."""
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Parts: TypeAlias = list[bytes | memoryview]
@@ -112,6 +114,7 @@ class StreamChannel:
         self._turn = asyncio.Lock()
         self._unsent: Parts = []
         self._unsent_bytes = 0
+        self._sent_in_a_row = 0
         self._send_error: ChannelError | None = None
 
     @property
@@ -142,6 +145,10 @@ class StreamChannel:
         """Send one frame; see `Channel.send`."""
         data, head = bytes_of(header, payload), encode_header(header)
         async with self._turn:
+            self._sent_in_a_row += 1
+            if self._sent_in_a_row > _FRAMES_PER_TURN:
+                self._sent_in_a_row = 0
+                await asyncio.sleep(0)
             self._raise_if_over(self._error or self._send_error)
             self._unsent = [head, data]
             self._unsent_bytes = frame_bytes = HEADER_BYTES + header.length

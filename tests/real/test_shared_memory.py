@@ -493,8 +493,9 @@ def test_the_memory_is_let_go_with_the_channels() -> None:
 
 
 @asynccontextmanager
-async def two_channels() -> AsyncIterator[tuple[Channel, Channel]]:
-    async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right")) as far:
+async def two_channels(*, shared_memory: bool = True) -> AsyncIterator[tuple[Channel, Channel]]:
+    options = RealOptions("either", shared_memory=shared_memory)
+    async with RealHost(options) as near, RealHost(options) as far:
         listener = await far.listen("127.0.0.1:0")
         ours = await near.connect(listener.address)
         theirs = await listener.accept()
@@ -603,6 +604,22 @@ def test_rings_that_were_let_go_are_not_touched_any_more(use: Callable[[rings.Ri
             ours.close()
         with pytest.raises(OSError, match="Bad file descriptor"):
             use(ours, memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_who_sends_to_a_peer_with_room_for_all_of_it_lets_other_tasks_run(shared_memory: bool) -> None:
+    async def body() -> None:
+        async with two_channels(shared_memory=shared_memory) as (ours, theirs):
+            other = asyncio.create_task(asyncio.sleep(0))
+            sent = 0
+            while not other.done() and sent < 1000:
+                await ours.send(Header(0, step=sent))
+                sent += 1
+            assert other.done()
+            for step in range(sent):
+                assert (await theirs.recv(lambda _: None))[0].step == step
+
+    run(body())
 
 
 # -- two processes at once

@@ -11,6 +11,7 @@ from hcsim.config import Job
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
 from hcsim.launch import real_group
+from hcsim.training.agreement import agree
 from hcsim.transport.mesh import Wire
 
 _GRACE_S = 1.0
@@ -44,6 +45,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
         metrics_at=place.metrics_at,
     ) as group:
         await meet(group, place, wire, progress)
+        await agree(group, job)
         return await run_job(group, job, progress.lap)
 
 

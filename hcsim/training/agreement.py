@@ -1,4 +1,4 @@
-"""All ranks must be about to do the same; those that are not say so, by name, before anything is learned."""
+"""All ranks must be about to do the same; those that are not say so, by name, before anything is done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Intent(msgspec.Struct, frozen=True):
     """What the collectives' choices depend on beside these."""
 
 
-async def agree(group: Group, ours: Intent) -> None:
+async def agree(group: Group, ours: msgspec.Struct) -> None:
     """Return if all ranks intend the same; otherwise it is a `ConfigError` on all of them."""
     text = np.frombuffer(msgspec.json.encode(ours, enc_hook=float), np.uint8)
     lengths = [int(array_of(length)[0]) for length in await group.all_gather(np.array([text.size]))]
@@ -40,5 +40,5 @@ def difference(one: bytes, other: bytes) -> str:
 
 
 def _flat(intent: dict[str, object]) -> dict[str, object]:
-    settings = intent.pop("settings")
+    settings = intent.pop("settings", None)
     return {**settings, **intent} if isinstance(settings, dict) else intent

@@ -55,6 +55,17 @@ def test_both_worlds_come_to_the_same_result(carrier: str) -> None:
     assert results(table) == results(virtual.stdout) != []
 
 
+def test_ranks_with_unlike_jobs_are_told_so_though_each_would_only_wait_for_the_other() -> None:
+    peers = free_peers(2)
+    small = ("--size", "1 KiB")
+    with rank(0, peers, *small) as zero, rank(1, peers, *small, "--operation", "broadcast") as one:
+        _, errors = zero.communicate(timeout=LIMIT_S)
+        _, other_errors = one.communicate(timeout=LIMIT_S)
+    assert (zero.returncode, one.returncode) == (2, 2)
+    for told in (errors, other_errors):
+        assert "unlike settings: operation is all_reduce and broadcast" in told
+
+
 def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
     ours, theirs = free_peers(2).split(",")
     with rank(0, f"{ours},{theirs}", "--wait", "200 ms") as zero:

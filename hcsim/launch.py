@@ -35,6 +35,7 @@ from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.address import address_at, with_port
 from hcsim.runtime.host import Medium
+from hcsim.runtime.target import parse
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
@@ -338,6 +339,8 @@ async def real_group(
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
     if twice is not None:
         raise ConfigError(f"{twice} is there twice among the peers: each rank needs an address of its own")
+    for address in addresses:
+        parse(address)  # one that nobody can ever call from is not waited for
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
         named = RealOptions(

@@ -156,7 +156,9 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
     each = slowest.duration_s / max(1, slowest.steps)
     say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each")
     say(f"of it on rank {slowest.rank}, waiting included: {spent}; they may overlap")
-    say(f"sent by the busiest rank {size(max(report.sent_bytes for report in reports))}, headers included")
+    busiest = max(reports, key=lambda report: report.sent_bytes)
+    who = "the busiest rank" if len(reports) > 1 else f"rank {busiest.rank}"
+    say(f"sent by {who} {size(busiest.sent_bytes)}, headers included")
     digests = list(dict.fromkeys(report.sha256 for report in reports if report.sha256 is not None and report.steps))
     for sha256 in digests:
         say(f"parameters sha256 {sha256}")

@@ -198,6 +198,10 @@ def here(
         raise ConfigError(f"--name {name!r}: give a name that the others can read")
     hosts = tuple(part.strip() for part in at.split(",")) if at is not None else ()
     for host in hosts:
+        if host.count(":") == 1 or "]:" in host:
+            raise ConfigError(
+                f"--at {host}: give a host; its ports are the job's discovery_port and gradient_port of [cluster]"
+            )
         split_address(f"[{host}]:1" if ":" in host else f"{host}:1")
     return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state, metrics_at(metrics))
 

@@ -32,6 +32,7 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         (("run", "--real"), ["--peers"]),
         (("run", "--real", "--task", "convex", "--name", "two\nlines"), ["--name", "can read"]),
         (("run", "--real", "--task", "convex", "--name", " "), ["--name", "can read"]),
+        (("run", "--real", "--task", "convex", "--at", "127.0.0.1:9000"), ["--at", "discovery_port"]),
         (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
         (("run", "--real", "--peers", "localhost:x,localhost", "--rank", "0"), ["'localhost:x'", "host:port"]),
         (("run", "--real", "--peers", "localhost,localhost", "--rank", "0"), ["localhost:52416", "twice"]),

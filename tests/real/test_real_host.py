@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExcee
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.frame import Header
-from hcsim.runtime.lan import Service
+from hcsim.runtime.lan import Service, Sighting
 
 MIB = 2**20
 
@@ -315,22 +316,28 @@ def test_a_real_host_does_not_load_torch() -> None:
 
 
 def test_services_come_into_view_change_and_leave() -> None:
+    name = f"hcsim-test-{os.getpid()}"  # there may be others on this machine
+
     async def body(left: RealHost, right: RealHost) -> None:
         sightings = right.lan.browse()
-        await left.lan.advertise(Service("hcsim-test", "127.0.0.1:4000", {"rank": "1"}))
+
+        async def sighted() -> Sighting:
+            while (seen := await anext(sightings)).service.name != name:
+                pass
+            return seen
+
+        await left.lan.advertise(Service(name, "127.0.0.1:4000", {"rank": "1"}))
         try:
-            first = await asyncio.wait_for(anext(sightings), 5)
+            first = await asyncio.wait_for(sighted(), 5)
         except TimeoutError:
             await sightings.aclose()
             pytest.skip("multicast does not reach loopback on this machine")
-        assert first.service == Service("hcsim-test", "127.0.0.1:4000", {"rank": "1"})
+        assert first.service == Service(name, "127.0.0.1:4000", {"rank": "1"})
         assert not first.gone
-        await left.lan.advertise(Service("hcsim-test", "127.0.0.1:4000", {"rank": "2"}))
-        assert (await anext(sightings)).service.properties == {"rank": "2"}
-        await left.lan.withdraw("hcsim-test")
-        last = await anext(sightings)
-        assert last.gone
-        assert last.service.name == "hcsim-test"
+        await left.lan.advertise(Service(name, "127.0.0.1:4000", {"rank": "2"}))
+        assert (await sighted()).service.properties == {"rank": "2"}
+        await left.lan.withdraw(name)
+        assert (await sighted()).gone
         await sightings.aclose()
 
     between(

@@ -28,10 +28,10 @@ SAMPLE_S = 0.25
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.scripts")
     parser.add_argument("--scenario", default="eight-macs-2.5gbe", choices=list(shipped_scenarios()))
-    parser.add_argument("--steps", default="10")
+    parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
     ranks = len(load_scenario(asked.scenario).nodes)
-    arguments = ["--steps", asked.steps]
+    arguments = ["--steps", str(asked.steps)]
     start = "from hcsim.cli import main; main()"
     simulated = [sys.executable, "-c", start, "run", str(SCRIPT), "--scenario", asked.scenario, "--", *arguments]
     alone_s, alone_bytes = _measured([[sys.executable, str(SCRIPT), *arguments]] * ranks)

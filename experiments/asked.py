@@ -25,6 +25,14 @@ def check_json(file: str | None) -> None:
         raise typer.BadParameter(f"the folder of {file} does not exist", param_hint="--json")
 
 
+def make_folder(out: Path) -> None:
+    """The folder for what is drawn, before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from None
+
+
 def write_json(file: str | None, rows: Sequence[Any]) -> None:
     """One row for each case, if a file was asked for."""
     if file:

@@ -48,6 +48,7 @@ def main(
     if figure:
         from experiments.faults.figure import draw
 
+        asked.make_folder(out)
         draw(out, workers)
         return
     if seed is not None:

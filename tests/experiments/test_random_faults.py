@@ -116,3 +116,16 @@ def test_what_was_found_before_an_interruption_is_told_and_how_to_go_on(
     assert "every law held in every seed" in said
     assert "--first 10 --seeds 97" in said
     assert [row["seed"] for row in json.loads(rows.read_text())] == [7, 8, 9]
+
+
+def test_a_folder_for_the_figure_is_made_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[bool] = []
+    monkeypatch.setattr("experiments.faults.figure.draw", lambda out, workers: began.append(out.is_dir()))
+    faults.main(figure=True, out=tmp_path / "new" / "folder")
+    assert began == [True]
+    (tmp_path / "file").touch()
+    with pytest.raises(typer.BadParameter, match="file"):
+        faults.main(figure=True, out=tmp_path / "file")
+    assert began == [True]

@@ -23,14 +23,14 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real import carriers, shared
+from hcsim.real import carriers, doors
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.failures import translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
-from hcsim.real.shared import Door
+from hcsim.real.shared import is_possible
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
@@ -96,7 +96,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
-        self._shares_memory = options.shared_memory and self._tls is None and shared.is_possible()
+        self._shares_memory = options.shared_memory and self._tls is None and is_possible()
         self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
@@ -143,7 +143,7 @@ class RealHost:
             family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
             if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
-                door = Door.open(sock.getsockname()) if self._shares_memory else None
+                door = doors.Door.open(sock.getsockname()) if self._shares_memory else None
                 listener = StreamListener(
                     sock, door, self._tls, options.handshake_timeout_s, self._accepted, self._refused
                 )
@@ -250,7 +250,7 @@ class RealHost:
             peer = address if len(target.hosts) == 1 else join_address(sockaddr)
             if self._shares_memory:
                 half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-                if (stream := await shared.dial(sockaddr, half_s)) is not None:
+                if (stream := await doors.dial(sockaddr, half_s)) is not None:
                     return StreamChannel(stream, peer)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:

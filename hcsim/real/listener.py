@@ -14,9 +14,9 @@ from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
 from hcsim.real.direction import readable
+from hcsim.real.doors import Door, guest, received
 from hcsim.real.failures import translated
 from hcsim.real.forked import own
-from hcsim.real.shared import Door, guest, received
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
@@ -29,7 +29,7 @@ _ACCEPT_RETRY_S = 0.1
 
 
 class StreamListener:
-    """Accepts channels at one address, and at the door beside it where there is one (see `shared`)."""
+    """Accepts channels at one address, and at the door beside it where there is one (see `doors`)."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
-"""Memory that two processes of one machine share, in place of a connection over its loopback.
+"""A stream through memory that two processes of one machine share, in place of a connection over its loopback.
 
-Who listens in plaintext at an address of the loopback has a second door there: a Unix socket of that address's name.
-Who dials such an address tries this door first, and brings the memory with it (see rings.c). The socket stays: a byte
-on it wakes who sleeps at the other end, and its end tells that the other process has gone, killed or not. Only
-processes of one user meet here. Where anything about it does not work, it is TCP as between machines.
+The memory is two rings of bytes (see rings.c). Beside it the two have a Unix socket, the bell: a byte on it wakes who
+sleeps at the other end, and its end tells that the other process has gone, killed or not. `doors` is where they meet.
 """
 
 from __future__ import annotations
@@ -11,18 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
-import sys
-import tempfile
 from contextlib import suppress
-from ipaddress import ip_address
-from pathlib import Path
-from typing import Any
 
-from hcsim.errors import ChannelBroken
-from hcsim.real.direction import Direction, readable
+from hcsim.real.direction import Direction
 from hcsim.real.forked import own
-from hcsim.runtime.address import join_address
 from hcsim.runtime.channel import Fold
 from hcsim.runtime.frame import HEADER_BYTES
 
@@ -33,25 +23,17 @@ except ImportError:  # there was no compiler
 
 SWITCH = "HCSIM_SHARED_MEMORY"
 """0 in the environment: TCP, also within this machine."""
-_ABSTRACT = sys.platform == "linux"
-"""Whether a Unix socket can have a name that is no file; it belongs to a network namespace then, as addresses do."""
-_VERSION = 1
-"""Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
-_BACKLOG = 128
-_MAX_GREETING_BYTES = 64
 _BELLS_AT_ONCE = 64
-_TAKEN = b"!"
-_ANSWER_S = 1.0
-"""A process that does not come to it in this time may still be reached by TCP, which answers for it."""
-_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_EVERYWHERE = ("0.0.0.0", "::")
-_SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
-"""macOS's <sys/un.h>, which Python does not name."""
 
 
 def is_possible() -> bool:
     """Whether this process can share memory, and may."""
     return rings is not None and os.environ.get(SWITCH, "") != "0"
+
+
+def new_memory() -> int:
+    """A descriptor of memory that can be shared."""
+    return rings.memory()
 
 
 class SharedStream:
@@ -116,131 +98,6 @@ class SharedStream:
         self._rings.rung(over)
         self.incoming.ready()
         self.outgoing.ready()
-
-
-class Door:
-    """Where processes of this machine come in that bring memory."""
-
-    def __init__(self, sock: socket.socket, place: str) -> None:
-        self.sock = sock
-        self._place = place
-
-    @classmethod
-    def open(cls, sockaddr: Any) -> Door | None:
-        """Beside a socket that listens there; None where no such door is possible."""
-        if not (sockaddr[0] in _EVERYWHERE or ip_address(sockaddr[0]).is_loopback):
-            return None
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            place = _place(sockaddr)
-            _remove(place)  # left by one that was killed: the address is ours now
-            sock.setblocking(False)
-            sock.bind(place)
-            sock.listen(_BACKLOG)
-        except OSError:
-            sock.close()
-            return None
-        return cls(sock, place)
-
-    def close(self) -> None:
-        """Nobody comes in any more."""
-        self.sock.close()
-        _remove(self._place)
-
-
-def guest(sock: socket.socket) -> str:
-    """Who is at the other end, in words; raises `OSError` if it is another user's process."""
-    user, process = _credentials(sock)
-    name = f"process {process} of this machine"
-    if user != os.getuid():
-        raise PermissionError(f"{name} is another user's")
-    return name
-
-
-async def received(sock: socket.socket, peer: str) -> SharedStream:
-    """The stream through the memory that a guest has brought."""
-    await readable(sock)
-    greeting, memories, _, _ = socket.recv_fds(sock, _MAX_GREETING_BYTES, 1, _CLOSED_ON_EXEC)
-    try:
-        address = greeting.decode("ascii", "replace")
-        try:
-            brought = ip_address(address).is_loopback and len(memories) == 1
-        except ValueError:
-            brought = False
-        if not brought:
-            raise ChannelBroken(f"{peer} came in without memory to share", peer)
-        stream = SharedStream(sock, memories[0], address, first=False)
-        try:
-            sock.send(_TAKEN)
-        except OSError:
-            stream.close()
-            raise
-        return stream
-    finally:
-        for memory in memories:
-            os.close(memory)
-
-
-async def dial(sockaddr: Any, patience_s: float) -> SharedStream | None:
-    """To who listens there, if it is a process of ours that has a door and takes what we bring in that time."""
-    if not ip_address(sockaddr[0]).is_loopback:
-        return None
-    for host in (sockaddr[0], *_everywhere(sockaddr[0])):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            return await _bring(sock, (host, sockaddr[1]), sockaddr[0], min(patience_s, _ANSWER_S))
-        except OSError:  # TimeoutError is one
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    return None
-
-
-def _everywhere(host: str) -> tuple[str, ...]:
-    """Where who listens everywhere is reached at that address; behind IPv6's may be another than behind IPv4's."""
-    return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
-
-
-async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float) -> SharedStream:
-    sock.setblocking(False)
-    own(sock)
-    sock.connect(_place(door))
-    guest(sock)
-    memory = rings.memory()
-    try:
-        socket.send_fds(sock, [address.encode("ascii")], [memory])
-        async with asyncio.timeout(patience_s):
-            await readable(sock)
-        if sock.recv(len(_TAKEN)) != _TAKEN:
-            raise ConnectionRefusedError
-        return SharedStream(sock, memory, address, first=True)
-    finally:
-        os.close(memory)
-
-
-def _place(sockaddr: Any) -> str:
-    """Where the door of an address is."""
-    name = f"hcsim-{_VERSION}-{join_address((sockaddr[0], sockaddr[1]))}"
-    if _ABSTRACT:
-        return f"\0{name}"
-    folder = Path(tempfile.gettempdir()) / f"hcsim-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return str(folder / name)
-
-
-def _remove(place: str) -> None:
-    if not _ABSTRACT:
-        Path(place).unlink(missing_ok=True)
-
-
-def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The user and the number of the process at the other end."""
-    if sys.platform == "linux":
-        process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return user, process
-    _, user = struct.unpack("2I", sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)[:8])
-    return user, sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
 
 
 def _watch(fd: int, ready: object) -> None:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelError
-from hcsim.real import shared
+from hcsim.real import doors, shared
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
 from hcsim.real.stream import StreamChannel
@@ -149,8 +149,8 @@ def test_an_address_that_is_not_the_loopback_is_a_network_even_if_it_is_ours() -
 def test_where_names_are_files_the_door_is_one_that_only_we_can_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared, "_ABSTRACT", False)
-    monkeypatch.setattr(shared.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(doors, "_ABSTRACT", False)
+    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(tmp_path))
 
     async def body() -> None:
         async with RealHost(RealOptions("right")) as host:

@@ -20,7 +20,7 @@ from typing import Any
 from hcsim.errors import ChannelBroken
 from hcsim.real.direction import readable
 from hcsim.real.forked import own
-from hcsim.real.shared import SharedStream, new_memory
+from hcsim.real.shared import SharedStream, attached, new_memory
 from hcsim.runtime.address import join_address
 
 _ABSTRACT = sys.platform == "linux"
@@ -29,7 +29,8 @@ _VERSION = 1
 """Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
 _BACKLOG = 128
 _MAX_GREETING_BYTES = 64
-_TAKEN = b"!"
+_TAKEN, _MEANT = b"!", b"."
+"""What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
 _ANSWER_S = 1.0
 """A process that does not come to it in this time may still be reached by TCP, which answers for it."""
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -89,13 +90,12 @@ async def received(sock: socket.socket, peer: str) -> SharedStream:
             brought = False
         if not brought:
             raise ChannelBroken(f"{peer} came in without memory to share", peer)
-        stream = SharedStream(sock, memories[0], address, first=False)
-        try:
-            sock.send(_TAKEN)
-        except OSError:
-            stream.close()
-            raise
-        return stream
+        rings = attached(memories[0], sock, first=False)
+        sock.send(_TAKEN)
+        await readable(sock)
+        if sock.recv(len(_MEANT)) != _MEANT:  # it has lost its patience, and calls by TCP
+            raise ChannelBroken(f"{peer} went away again", peer)
+        return SharedStream(sock, rings, address)
     finally:
         for memory in memories:
             os.close(memory)
@@ -134,7 +134,9 @@ async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patie
             await readable(sock)
         if sock.recv(len(_TAKEN)) != _TAKEN:
             raise ConnectionRefusedError
-        return SharedStream(sock, memory, address, first=True)
+        rings = attached(memory, sock, first=True)
+        sock.send(_MEANT)
+        return SharedStream(sock, rings, address)
     finally:
         os.close(memory)
 

@@ -36,17 +36,22 @@ def new_memory() -> int:
     return rings.memory()
 
 
+def attached(memory: int, bell: socket.socket, *, first: bool) -> rings.Rings:
+    """The rings in it; `first` is whoever brought it. Raises `OSError` where it cannot be used."""
+    return rings.Rings(memory, bell.fileno(), first)
+
+
 class SharedStream:
-    """A stream through shared memory. `first` is whoever brought it."""
+    """A stream through rings, of which the other process has the other end."""
 
     read_ahead_bytes = HEADER_BYTES
     """To read costs no system call."""
     reports_late = False
     adds = True
 
-    def __init__(self, bell: socket.socket, memory: int, address: str, *, first: bool) -> None:
+    def __init__(self, bell: socket.socket, ours: rings.Rings, address: str) -> None:
         self._bell = bell
-        self._rings = rings.Rings(memory, bell.fileno(), first)
+        self._rings = ours
         self._loop = asyncio.get_running_loop()
         self.ends = address, address
         self.incoming = Direction(bell.fileno(), _watch, _unwatch)

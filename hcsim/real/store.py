@@ -32,8 +32,10 @@ class FileStore:
             ) from None
 
     def close(self) -> None:
-        """Others may have the folder."""
-        os.close(self._lock)
+        """Others may have the folder. Closing twice is harmless."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def load(self, name: str) -> bytes | None:
         """See `runtime.store.Store.load`."""

@@ -364,7 +364,9 @@ def test_a_folder_of_state_belongs_to_one_process_until_it_ends(tmp_path: Path) 
     def second() -> bytes | None:
         async def main() -> bytes | None:
             async with RealHost(RealOptions("second", state=tmp_path)) as host:
-                return host.store.load("view")
+                found = host.store.load("view")
+                await host.close()  # twice
+                return found
 
         return asyncio.run(main())
 

@@ -249,6 +249,28 @@ def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s
     assert no_memory_left()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+def test_who_brings_memory_and_goes_again_was_never_there() -> None:
+    """It calls by TCP then: whoever accepts must not get a dead channel first."""
+
+    async def body() -> None:
+        async with RealHost(RealOptions("left", shared_memory=False)) as near, RealHost(RealOptions("right")) as far:
+            listener = await far.listen("127.0.0.1:0")
+            with knocking(listener) as sock:
+                memory = sealed_memory()
+                socket.send_fds(sock, [b"127.0.0.1"], [memory])
+                os.close(memory)
+                assert await asyncio.to_thread(sock.recv, 1) == b"!"
+            ours = await near.connect(listener.address)
+            theirs = await listener.accept()
+            assert isinstance(stream_of(theirs), TcpStream)
+            await ours.close()
+            await theirs.close()
+
+    run(body())
+    assert no_memory_left()
+
+
 # -- bad guests
 
 
@@ -339,6 +361,8 @@ def test_a_guest_that_writes_nonsense_into_the_counters_breaks_its_own_channel_a
             with knocking(listener) as sock:
                 memory = sealed_memory()
                 socket.send_fds(sock, [b"127.0.0.1"], [memory])
+                assert await asyncio.to_thread(sock.recv, 1) == b"!"
+                sock.send(b".")
                 with mmap.mmap(memory, 2 * CAPACITY) as brought:
                     brought[counter : counter + 16] = struct.pack("=2Q", value, value)
                 os.close(memory)

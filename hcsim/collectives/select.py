@@ -22,6 +22,9 @@ _SEGMENTS = 64
 
 _ALIKE = 1.05
 """Prices that differ by less than this differ by no more than two measurements of a link do."""
+_LONG_BYTES, _WORTH_IT = 8 << 20, 1.5
+"""The parts of a long message that many peers send at once wait for each other in memory, as large as the message
+itself: that has to gain more."""
 
 _UNMEASURED = {
     "all_reduce": ("tree", "ring"),
@@ -54,7 +57,7 @@ def choose(
     segment = max(segment_bytes, -(-size_bytes // _SEGMENTS), element_bytes)
     planned = {name: plans(operation, name, shape) for name in names}
     prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}
-    limit_s = _ALIKE * min(prices_s.values())
+    limit_s = (_ALIKE if size_bytes < _LONG_BYTES else _WORTH_IT) * min(prices_s.values())
     return min((name for name in names if prices_s[name] <= limit_s), key=lambda name: _peers(planned[name]))
 
 

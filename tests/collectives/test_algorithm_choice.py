@@ -53,6 +53,18 @@ def test_short_messages_take_few_steps_and_long_ones_move_few_bytes() -> None:
     assert min(prices, key=lambda name: prices[name]) == "ring"
 
 
+def test_a_long_message_goes_to_many_at_once_only_where_that_gains_much() -> None:
+    long = Shape(world=8, length=4 * MIB)
+    for latency_s, least_gain, gain, chosen in (
+        (1e-3, 1.05, 1.5, {"ring"}),
+        (5e-3, 3, 5, {"direct", "recursive_doubling"}),
+    ):
+        links = Links.uniform(8, latency_s, 2e9)
+        ring_s, direct_s = (price(plans("all_reduce", name, long), links, 4, MIB) for name in ("ring", "direct"))
+        assert least_gain < ring_s / direct_s < gain
+        assert choose("all_reduce", long, 4, links) in chosen
+
+
 def test_a_costly_frame_speaks_against_one_rank_that_sends_them_all() -> None:
     quick = Links.uniform(8, 1e-3, 1e9)
     costly = Links(quick.latency_s, quick.bandwidth_Bps, overhead_s=1e-3)

@@ -23,14 +23,13 @@ import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real import carriers, doors
+from hcsim.real import carriers, doors, shared
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.failures import translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
-from hcsim.real.shared import is_possible
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
@@ -96,7 +95,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
-        self._shares_memory = options.shared_memory and self._tls is None and is_possible()
+        self._shares_memory = options.shared_memory and self._tls is None and shared.is_possible()
         self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)

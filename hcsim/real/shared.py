@@ -50,7 +50,7 @@ class SharedStream:
     adds = True
 
     def __init__(self, bell: socket.socket, ours: rings.Rings, address: str) -> None:
-        self._bell = bell
+        self._bell = bell  # owned by this process since they met
         self._rings = ours
         self._loop = asyncio.get_running_loop()
         self.ends = address, address
@@ -58,7 +58,6 @@ class SharedStream:
         self.outgoing = Direction(bell.fileno(), _watch, _unwatch)
         self.read, self.write = self._rings.read, self._rings.write
         self._loop.add_reader(bell, self._rung)
-        own(bell)
         own(self._rings)
 
     def add(self, fold: Fold, have: int, most: int) -> int:

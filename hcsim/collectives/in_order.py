@@ -7,10 +7,10 @@ that are combined get rooms beside the buffer, in the plan's order, as long as t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import deque
 
 from hcsim.collectives.memory import RESERVE_BYTES
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send
+from hcsim.collectives.plan import Finish, Recv, Reduce, Send
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Payload
@@ -26,9 +26,8 @@ class InOrder:
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
         self._posted: dict[tuple[int, int], asyncio.Future[Payload]] = {}
         """By round and number in it."""
-        self._reduces = _reduces(schedule.rounds)
-        self._next = next(self._reduces, None)
-        """The first of them that has no room."""
+        self._roomless: deque[tuple[int, int, Reduce]] = deque()
+        """Those of the rounds so far that have no room yet."""
         self._taken: dict[tuple[int, int], int] = {}
         """Elements of space that a room takes: as many as the largest before it, which may be used again for less."""
         self._largest = 0
@@ -59,7 +58,8 @@ class InOrder:
                 if isinstance(action, Reduce):
                     await wiring.combine((step, number), action, payload, received_left=action.peer < rank)
                     self._space += self._taken.pop((step, number))
-                    self._post_reduces(step + 1)
+                    if self._roomless:
+                        self._post_reduces()
             if sending:
                 self._post(step + 1)
 
@@ -73,28 +73,27 @@ class InOrder:
             return
         wiring, patient = self._wiring, self._patient
         for number, action in enumerate(self._rounds[step]):
-            if isinstance(action, Recv) and not (patient and (step, number) in patient):
+            if isinstance(action, Reduce):
+                self._roomless.append((step, number, action))
+            elif isinstance(action, Recv) and not (patient and (step, number) in patient):
                 place = wiring.memory.place(action.lo, action.hi)
                 self._posted[step, number] = wiring.post(action.peer, action, step, place)
-        self._post_reduces(step)
+        if self._roomless:
+            self._post_reduces()
 
-    def _post_reduces(self, last_step: int) -> None:
-        """Give rooms to those that come next, up to a round. One whose turn it is finds all the space free."""
-        wiring = self._wiring
-        while self._next is not None and self._next[0] <= last_step:
-            step, number, action = self._next
-            self._largest = max(self._largest, action.hi - action.lo)
+    def _post_reduces(self) -> None:
+        """Give rooms to those that come next. One whose turn it is finds all the space free."""
+        wiring, roomless = self._wiring, self._roomless
+        while roomless:
+            step, number, action = roomless[0]
+            length = action.hi - action.lo
+            if length > self._largest:
+                self._largest = length
             if self._largest > self._space:
                 return
-            self._next = next(self._reduces, None)
-            self._taken[step, number] = self._largest
+            roomless.popleft()
+            which = (step, number)
+            self._taken[which] = self._largest
             self._space -= self._largest
-            room = wiring.scratch((step, number), action, now=(step, number) not in self._patient)
-            self._posted[step, number] = wiring.post(action.peer, action, step, room)
-
-
-def _reduces(rounds: Plan) -> Iterator[tuple[int, int, Reduce]]:
-    for step, actions in enumerate(rounds):
-        for number, action in enumerate(actions):
-            if isinstance(action, Reduce):
-                yield step, number, action
+            room = wiring.scratch(which, action, now=which not in self._patient)
+            self._posted[which] = wiring.post(action.peer, action, step, room)

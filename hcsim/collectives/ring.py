@@ -14,6 +14,7 @@ JPDC 69 (2009).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -37,8 +38,10 @@ def _seat(rank: int, shape: Shape) -> _Seat:
     return _Seat(order, position, order[position - 1], order[(position + 1) % shape.world])
 
 
-def _equal_chunks(shape: Shape) -> _Chunks:
-    return tuple(pairwise(split(shape.length, shape.world)))
+@lru_cache(maxsize=16)
+def _equal_chunks(length: int, world: int) -> _Chunks:
+    """Hundreds of simulated ranks share them: their numbers then stay in the processor's cache."""
+    return tuple(pairwise(split(length, world)))
 
 
 def _rank_chunks(shape: Shape, seat: _Seat) -> _Chunks:
@@ -66,7 +69,7 @@ def _gather_phase(seat: _Seat, chunks: _Chunks) -> Plan:
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, finish the own chunk, all-gather."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape)
+    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
     return finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
 
 
@@ -85,7 +88,7 @@ def all_gather(rank: int, shape: Shape) -> Plan:
 
 def reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, then everybody hands the finished chunk to the root."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape)
+    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
     if rank == shape.root:
         last = tuple(Recv(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
         return (*finished(_scatter_phase(seat, chunks), *chunks[seat.position]), last)
@@ -95,7 +98,7 @@ def reduce(rank: int, shape: Shape) -> Plan:
 
 def broadcast(rank: int, shape: Shape) -> Plan:
     """The root deals out the chunks, then all-gather; the root has everything and is sent nothing."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape)
+    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
     if rank == shape.root:
         deal = tuple(Send(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
         return (deal, *(tuple(a for a in r if not isinstance(a, Recv)) for r in _gather_phase(seat, chunks)))

@@ -21,10 +21,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
-from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Send
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Send
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +69,16 @@ class Schedule(msgspec.Struct, frozen=True):
     """Elements of the buffer that lanes combine with something."""
 
 
+class _Survey(NamedTuple):
+    peers: tuple[int, ...]
+    sent: int
+    longest: int
+    """The longest message."""
+    beside: int
+    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
+    patient: frozenset[tuple[int, int]]
+
+
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
     """Cut a range into segments."""
     for start in range(lo, hi, segment):
@@ -76,9 +87,9 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    peers, sent, longest, beside = _survey(plan)
+    peers, sent, longest, beside, patient = _survey(plan)
     if longest <= segment:
-        return Schedule(peers, beside, plan, _patient(plan), sent=sent)
+        return Schedule(peers, beside, plan, patient, sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
@@ -108,19 +119,17 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     return Schedule(peers, beside, (), frozenset(), made, len(cuts), sent, combined)
 
 
-def _survey(plan: Plan) -> tuple[tuple[int, ...], int, int, int]:
-    """Who takes part, how much is sent, how long the longest message is, and what may lie beside the buffer.
-
-    That is as much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other.
-    One pass: a ring over hundreds of ranks has a thousand rounds on each of them.
-    """
+def _survey(plan: Plan) -> _Survey:
+    """One pass: a ring over hundreds of ranks has a thousand rounds on each of them."""
     peers: dict[int, None] = {}
+    patient: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
-    for actions in plan:
+    before: Round = ()
+    for step, actions in enumerate(plan):
         sends = reduces = 0
-        for action in actions:
-            hi = action.hi
-            length = hi - action.lo
+        for number, action in enumerate(actions):
+            kind, lo, hi = type(action), action.lo, action.hi
+            length = hi - lo
             if length > longest:
                 longest = length
             if hi > end:
@@ -128,45 +137,31 @@ def _survey(plan: Plan) -> tuple[tuple[int, ...], int, int, int]:
             if isinstance(action, Finish):
                 continue
             peers[action.peer] = None
-            if isinstance(action, Send):
+            if kind is Send:
                 sends += 1
                 sent += length
-            elif isinstance(action, Reduce):
+                continue
+            if kind is Reduce:
                 reduces += 1
                 if length > largest:
                     largest = length
+            if _waits(kind is Reduce, lo, hi, before, actions[:number]):
+                patient.append((step, number))
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
-    return tuple(peers), sent, longest, max(end, most_exchanged * largest)
-
-
-def _patient(plan: Plan) -> frozenset[tuple[int, int]]:
-    """What cannot go to its range while the round before it still waits for its own."""
-    found: list[tuple[int, int]] = []
-    before: Round = ()
-    for step, actions in enumerate(plan):
-        for number, action in enumerate(actions):
-            if isinstance(action, Recv):
-                # Sends of its round may still read the range; those of the round before are over.
-                if _overlaps(action, before, Recv, Reduce, Finish) or _overlaps(action, actions, Send):
-                    found.append((step, number))
-            elif isinstance(action, Reduce) and (
-                _overlaps(action, before, *_ALL) or _overlaps(action, actions[:number], *_ALL)
-            ):
-                found.append((step, number))
         before = actions
-    return frozenset(found)
+    return _Survey(tuple(peers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
 
 
-_ALL = (Send, Recv, Reduce, Finish)
+def _waits(reduces: bool, lo: int, hi: int, before: Round, ahead: Round) -> bool:
+    """Whether a range cannot be received into, or added to, while the round before still waits for its own.
 
-
-def _overlaps(received: Recv | Reduce, actions: Round, *kinds: type[Action]) -> bool:
-    lo, hi = received.lo, received.hi
-    for action in actions:
-        if action.lo >= hi or lo >= action.hi:
-            continue
-        if type(action) in kinds:
+    What is received does not disturb the sends of the round before, which are over by then."""
+    for action in before:
+        if action.lo < hi and lo < action.hi and (reduces or type(action) is not Send):
+            return True
+    for action in ahead:
+        if action.lo < hi and lo < action.hi and (reduces or type(action) is Send):
             return True
     return False
 

@@ -16,6 +16,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
+import msgspec
+
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Fold, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
@@ -33,21 +35,15 @@ WORTH_KEEPING_BYTES = 64 * 1024
 _DATA = Kind.DATA  # an enum's member takes long to look up, and every frame asks
 
 
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """Somebody waits for one segment."""
 
-    __slots__ = ("arrived", "fold", "into", "signature", "total")
-
-    def __init__(
-        self, arrived: asyncio.Future[Payload], into: memoryview | Fold | None, signature: int, total: int
-    ) -> None:
-        self.arrived = arrived
-        self.fold: Fold | None = None
-        if isinstance(into, Fold):
-            self.fold, into = into, into.room
-        self.into = into
-        self.signature = signature
-        self.total = total
+    arrived: asyncio.Future[Payload]
+    into: memoryview | None
+    fold: Fold | None
+    """How it may be added on its way in."""
+    signature: int
+    total: int
 
     def fits(self, header: Header) -> bool:
         """Whether that is what is waited for."""
@@ -121,7 +117,10 @@ class Link:
     def post(self, tag: Tag, into: memoryview | Fold | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""
         arrived: asyncio.Future[Payload] = asyncio.Future(loop=self._loop)
-        receipt = Receipt(arrived, into, signature, total)
+        if isinstance(into, Fold):
+            receipt = Receipt(arrived, into.room, into, signature, total)
+        else:
+            receipt = Receipt(arrived, into, None, signature, total)
         if self._early and tag in self._early:
             header, payload = self._early.pop(tag)
             self._early_bytes -= header.length

@@ -103,7 +103,7 @@ class VirtualChannel:
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
         label = (header.kind, header.operation, header.bucket, header.step, header.offset, header.length)
         self._trace.record((self._loop.now_ns, "send", out.name, *label))
-        out.push(Message(HEADER_BYTES + header.length, label, self._deliver, header, kept))
+        out.push(Message(HEADER_BYTES + header.length, label, self._deliver, (header, kept)))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""

@@ -290,10 +290,10 @@ class VirtualLoop(PlainLoop):
                 self.call_exception_handler({"message": message, "exception": error, "task": task})
 
     def _run(self, main: asyncio.Future[Any]) -> None:
-        ready, step = self._ready, self._step
-        while not main.done():
+        ready, done = self._ready, main.done
+        while not done():
             if not ready:
-                step()
+                self._pass_time(done)
                 continue
             # What these make ready waits for the next round, so that the end is noticed.
             for _ in range(len(ready)):
@@ -311,38 +311,34 @@ class VirtualLoop(PlainLoop):
         message = f"a callback failed: {handle.callback!r}"
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
-    def _step(self) -> None:
-        """Take SimPy's next event or our next timer, whichever is earlier."""
-        timers, env = self._timers, self.env
-        timer_ns = _NEVER_NS
-        while timers:
-            first = timers[0]
-            timer = first[2]
-            if timer is None or timer.loop is not None:
-                timer_ns = first[0]
-                break
-            heappop(timers)
-            self._timers_cancelled -= 1
-        event_ns = env.peek() if env.waiting else _NEVER_NS
-        if self._at_instant_end and timer_ns > self.now_ns < event_ns:
-            self._at_instant_end.popleft()()
-        elif timer_ns < event_ns:
-            _, number, timer, function, args = heappop(timers)
-            if timer_ns > self.now_ns:
-                self.now_ns = timer_ns
-            if timer is None:
-                function(*args)
-                return
-            timer.loop = None
-            if self.on_timer is not None:
-                self.on_timer(number)
-            if not (self._held and self._is_held(timer)):
-                self._ready.append(timer)
-        elif event_ns != _NEVER_NS:
-            self.now_ns = _whole_ns(event_ns)
-            env.step()
-        else:
-            raise Deadlock(describe(self._waiting(), self._held.__contains__))
+    def _pass_time(self, done: Callable[[], bool]) -> None:
+        """Take SimPy's next event or our next timer, whichever is earlier, until something is ready or all is done."""
+        timers, env, ready, at_instant_end = self._timers, self.env, self._ready, self._at_instant_end
+        while not ready and not done():
+            timer_ns = timers[0][0] if timers else _NEVER_NS
+            event_ns = env.peek() if env.waiting else _NEVER_NS
+            if at_instant_end and timer_ns > self.now_ns < event_ns:
+                at_instant_end.popleft()()
+            elif timer_ns < event_ns:
+                _, number, timer, function, args = heappop(timers)
+                if timer is not None and timer.loop is None:
+                    self._timers_cancelled -= 1
+                    continue
+                if timer_ns > self.now_ns:
+                    self.now_ns = timer_ns
+                if timer is None:
+                    function(*args)
+                    continue
+                timer.loop = None
+                if self.on_timer is not None:
+                    self.on_timer(number)
+                if not (self._held and self._is_held(timer)):
+                    ready.append(timer)
+            elif event_ns != _NEVER_NS:
+                self.now_ns = _whole_ns(event_ns)
+                env.step()
+            else:
+                raise Deadlock(describe(self._waiting(), self._held.__contains__))
 
     def _waiting(self) -> dict[asyncio.Task[Any], object]:
         alive = ((task, owner) for task, owner in self._tasks.items() if owner not in self._discarded)

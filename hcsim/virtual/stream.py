@@ -19,6 +19,8 @@ from collections.abc import Callable
 from math import ceil, inf, sqrt
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
 from hcsim.virtual.links import Path, merged
@@ -35,18 +37,13 @@ TAIL_PACKETS = 3
 NS = 1_000_000_000
 
 
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """Something that travels: its size on the wire, and what happens when it has arrived."""
 
-    __slots__ = ("args", "arrive", "label", "size_bytes")
-
-    def __init__(
-        self, size_bytes: int, label: tuple[str | int, ...], arrive: Callable[..., None], *args: object
-    ) -> None:
-        self.size_bytes = size_bytes
-        self.label = label
-        self.arrive = arrive
-        self.args = args
+    size_bytes: int
+    label: tuple[str | int, ...]
+    arrive: Callable[..., None]
+    args: tuple[object, ...] = ()
 
 
 class Stream:

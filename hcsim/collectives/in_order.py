@@ -24,12 +24,12 @@ class InOrder:
         self._rounds = schedule.rounds
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
-        self._posted: dict[tuple[int, int], asyncio.Future[Payload]] = {}
-        """By round and number in it."""
+        self._posted: dict[tuple[int, int], tuple[asyncio.Future[Payload], int]] = {}
+        """What comes, by round and number in it, and the elements of space that its room takes.
+
+        These are as many as the largest before it has, whose room may be used again for less."""
         self._roomless: deque[tuple[int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
-        self._taken: dict[tuple[int, int], int] = {}
-        """Elements of space that a room takes: as many as the largest before it, which may be used again for less."""
         self._largest = 0
 
     async def run(self, state: Progress) -> None:
@@ -51,13 +51,15 @@ class InOrder:
                     await wiring.finish(action.lo, action.hi)
                     continue
                 state.doing, state.peer = "receiving from", action.peer
-                arrived = posted.pop((step, number), None)
-                if arrived is None:
+                which = (step, number)
+                if which in posted:
+                    arrived, taken = posted.pop(which)
+                else:
                     arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if isinstance(action, Reduce):
-                    await wiring.combine((step, number), action, payload, received_left=action.peer < rank)
-                    self._space += self._taken.pop((step, number))
+                    await wiring.combine(which, action, payload, received_left=action.peer < rank)
+                    self._space += taken
                     if self._roomless:
                         self._post_reduces()
             if sending:
@@ -77,7 +79,7 @@ class InOrder:
                 self._roomless.append((step, number, action))
             elif isinstance(action, Recv) and not (patient and (step, number) in patient):
                 place = wiring.memory.place(action.lo, action.hi)
-                self._posted[step, number] = wiring.post(action.peer, action, step, place)
+                self._posted[step, number] = wiring.post(action.peer, action, step, place), 0
         if self._roomless:
             self._post_reduces()
 
@@ -93,7 +95,6 @@ class InOrder:
                 return
             roomless.popleft()
             which = (step, number)
-            self._taken[which] = self._largest
             self._space -= self._largest
             room = wiring.scratch(which, action, now=which not in self._patient)
-            self._posted[which] = wiring.post(action.peer, action, step, room)
+            self._posted[which] = wiring.post(action.peer, action, step, room), self._largest

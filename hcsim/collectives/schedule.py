@@ -145,7 +145,7 @@ def _survey(plan: Plan) -> _Survey:
                 reduces += 1
                 if length > largest:
                     largest = length
-            if _waits(kind is Reduce, lo, hi, before, actions[:number]):
+            if _waits(kind is Reduce, lo, hi, before, actions[:number] if kind is Reduce else actions):
                 patient.append((step, number))
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
@@ -153,14 +153,14 @@ def _survey(plan: Plan) -> _Survey:
     return _Survey(tuple(peers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
 
 
-def _waits(reduces: bool, lo: int, hi: int, before: Round, ahead: Round) -> bool:
+def _waits(reduces: bool, lo: int, hi: int, before: Round, beside: Round) -> bool:
     """Whether a range cannot be received into, or added to, while the round before still waits for its own.
 
     What is received does not disturb the sends of the round before, which are over by then."""
     for action in before:
         if action.lo < hi and lo < action.hi and (reduces or type(action) is not Send):
             return True
-    for action in ahead:
+    for action in beside:  # noqa: SIM110 (a generator takes longer than the one action that there is)
         if action.lo < hi and lo < action.hi and (reduces or type(action) is Send):
             return True
     return False

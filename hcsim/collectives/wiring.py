@@ -141,10 +141,10 @@ class Wiring:
         """Combine what was received with the range, unless it was added to it on the way, and release its room.
 
         What is left to wait for is the time that this takes."""
-        whole, fold = self._rooms.pop(which, (None, None))
-        if fold is None or received is not fold.into:
-            self.memory.combine(part.lo, part.hi, received, received_left=received_left)
-        if whole is not None:
+        if not self.memory.is_phantom:
+            whole, fold = self._rooms.pop(which)
+            if fold is None or received is not fold.into:
+                self.memory.combine(part.lo, part.hi, received, received_left=received_left)
             self._pool.give_back(whole)
         return self._device.touch(3 * received.nbytes)
 

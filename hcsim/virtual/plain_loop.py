@@ -28,12 +28,13 @@ class PlainLoop(asyncio.AbstractEventLoop):
 
     def __init__(self) -> None:
         self._exception_handler: ExceptionHandler | None = None
-        self.set_debug(False)
+
+    get_debug: Any = bool
+    """Whether asyncio's debug mode is on. Every future asks when it is made, and a method takes five times as long."""
 
     def set_debug(self, enabled: bool) -> None:
         """Turn asyncio's debug mode on or off: futures then remember where they were made."""
-        # Every future asks when it is made, and calling a method takes five times as long.
-        self.get_debug = partial(bool, enabled)  # type: ignore[method-assign]
+        self.get_debug = partial(bool, enabled)
 
     # Errors that no task receives.
 

@@ -245,11 +245,12 @@ class Stream:
     def rate_changed(self, rate: float) -> None:
         """Take a new rate from now on, and work out anew when the message will have left."""
         loop = self._loop
-        self._advance(loop.now_ns)
+        now_ns = loop.now_ns
+        self._advance(now_ns)
         self._rate = rate
         self._due += 1
         if rate > 0.0:
-            loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
+            loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None and self.queue[0].size_bytes > self._mss:
                 loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
                 self._at_half = None

@@ -820,3 +820,12 @@ def _execute(programs: list[list[Step]]) -> Log:
 @given(st.lists(st.lists(steps, max_size=8), min_size=1, max_size=5))
 def test_a_random_program_is_deterministic_and_ordered(programs: list[list[Step]]) -> None:
     assert _execute(programs) == _execute(programs)
+
+
+def test_in_debug_mode_a_future_says_where_it_was_made() -> None:
+    loop = VirtualLoop()
+    for debug in (False, True, False):
+        loop.set_debug(debug)
+        assert loop.get_debug() is debug
+        assert ("created at" in repr(loop.create_future())) is debug
+    loop.close()

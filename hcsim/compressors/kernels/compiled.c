@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "loops.h"
+#include "products.h"
 
 #define FUNCTION(name) static PyObject *py_##name(PyObject *Py_UNUSED(module), PyObject *args)
 #define ARRAYS(number) Py_buffer array[number] = {{0}}
@@ -154,11 +155,53 @@ FUNCTION(take_marked)
     return finished(array, 3, fit) ? PyBool_FromLong(most < INFINITE) : NULL;
 }
 
+static int is_matrix(const Py_buffer *array, count rows, count columns)
+{
+    if (rows == 0 || columns == 0) return array->len == 0;
+    return array->len % (4 * rows) == 0 && array->len / (4 * rows) == columns;
+}
+
+static PyObject *product(PyObject *args, void (*loop)(const byte *, const byte *, byte *, count, count, count),
+                         int over_rows)
+{
+    ARRAYS(3);
+    count rank, rows = 0, columns = 0;
+    if (!PyArg_ParseTuple(args, "y*y*w*n", &array[0], &array[1], &array[2], &rank)) return NULL;
+    int fit = rank > 0;
+    if (fit) {
+        rows = array[over_rows ? 0 : 2].len / 4 / rank, columns = array[over_rows ? 2 : 0].len / 4 / rank;
+        fit = is_matrix(&array[0], rank, over_rows ? rows : columns) && is_matrix(&array[1], rows, columns)
+            && is_matrix(&array[2], rank, over_rows ? columns : rows);
+    }
+    if (fit) WITHOUT_LOCK(loop(array[0].buf, array[1].buf, array[2].buf, rank, rows, columns));
+    return finished(array, 3, fit) ? Py_NewRef(Py_None) : NULL;
+}
+
+FUNCTION(dots) { return product(args, dots, 0); }
+FUNCTION(sums) { return product(args, sums, 1); }
+
+FUNCTION(outer)
+{
+    ARRAYS(3);
+    count rank, rows = 0, columns = 0;
+    int sign;
+    if (!PyArg_ParseTuple(args, "y*y*w*ni", &array[0], &array[1], &array[2], &rank, &sign)) return NULL;
+    int fit = rank > 0;
+    if (fit) {
+        rows = array[0].len / 4 / rank, columns = array[1].len / 4 / rank;
+        fit = is_matrix(&array[0], rank, rows) && is_matrix(&array[1], rank, columns)
+            && is_matrix(&array[2], rows, columns);
+    }
+    if (fit) WITHOUT_LOCK(outer(array[0].buf, array[1].buf, array[2].buf, rank, rows, columns, sign));
+    return finished(array, 3, fit) ? Py_NewRef(Py_None) : NULL;
+}
+
 #define METHOD(name) {#name, py_##name, METH_VARARGS, NULL}
 static PyMethodDef methods[] = {
     METHOD(copy), METHOD(to_bf16), METHOD(from_bf16), METHOD(to_fp16), METHOD(from_fp16), METHOD(split), METHOD(join),
     METHOD(largest), METHOD(quantise), METHOD(dequantise), METHOD(quantise_at_random), METHOD(pack_signs),
-    METHOD(unpack_signs), METHOD(reaching), METHOD(scatter), METHOD(mark), METHOD(marked), METHOD(take_marked), {NULL, NULL, 0, NULL},
+    METHOD(unpack_signs), METHOD(reaching), METHOD(scatter), METHOD(mark), METHOD(marked), METHOD(take_marked),
+    METHOD(dots), METHOD(sums), METHOD(outer), {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "compiled", .m_size = 0, .m_methods = methods};

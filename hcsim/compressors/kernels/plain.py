@@ -1,8 +1,9 @@
 """The inner loops of the compressors, with numpy and torch: what they do, and what stands in without a compiler.
 
-`loops.h` says the same in C, in one pass each and to the same bits. Here a piece is converted and checked while it is
-in the cache. Arrays are flat and contiguous; sizes fit each other. Where a function gives whether all was finite and it
-was not, what it wrote is not to be used.
+`loops.h` says the same in C, in one pass each and to the same bits; only the products of `products.h` are added in
+another order than BLAS adds them. Here a piece is converted and checked while it is in the cache. Arrays are flat and
+contiguous; sizes fit each other. Where a function gives whether all was finite and it was not, what it wrote is not to
+be used.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import numpy.typing as npt
 __all__ = [
     "copy",
     "dequantise",
+    "dots",
     "from_bf16",
     "from_fp16",
     "join",
     "largest",
     "mark",
     "marked",
+    "outer",
     "pack_signs",
     "quantise",
     "quantise_at_random",
     "reaching",
     "scatter",
     "split",
+    "sums",
     "take_marked",
     "to_bf16",
     "to_fp16",
@@ -43,6 +47,8 @@ Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
 PIECE = 1 << 16
+ROWS_BYTES = 1 << 20
+"""How much of a product is computed at a time where it is added to something."""
 FLOAT_BYTES = 4
 WORD_BITS = 64
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -198,6 +204,34 @@ def take_marked(x: Array, seen: Words, out: Array, /) -> bool:
     marked(seen, places)
     np.take(x, places, out=out)
     return _is_finite(x)
+
+
+def dots(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
+    """T Mᵀ, where T has `rank` rows: each with each of the matrix. A NaN or an infinity is in all sums of its row."""
+    columns, rows = thin.size // rank, out.size // rank
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.matmul(thin.reshape(rank, columns), matrix.reshape(rows, columns).T, out=out.reshape(rank, rows))
+
+
+def sums(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
+    """T M, where T has `rank` rows: the matrix's rows, weighted and summed."""
+    rows, columns = thin.size // rank, out.size // rank
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.matmul(thin.reshape(rank, rows), matrix.reshape(rows, columns), out=out.reshape(rank, columns))
+
+
+def outer(left: Array, right: Array, out: Array, rank: int, sign: int, /) -> None:
+    """Lᵀ R, where both have `rank` rows: put into `out` where the sign is 0, else added (1) or subtracted (-1)."""
+    rows, columns = left.size // rank, right.size // rank
+    p, q, there = left.reshape(rank, rows).T, right.reshape(rank, columns), out.reshape(rows, columns)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if sign == 0:
+            np.matmul(p, q, out=there)
+            return
+        step = max(1, ROWS_BYTES // (FLOAT_BYTES * max(1, columns)))
+        for row in range(0, rows, step):
+            some = there[row : row + step]
+            (np.add if sign > 0 else np.subtract)(some, p[row : row + step] @ q, out=some)
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

@@ -82,6 +82,25 @@ def test_every_conversion_of_floats_is_the_same_at_any_address(tensor, bad, offs
         assert not finite or out.tobytes() == other.tobytes()
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("offset", [0, 1, 4, 16, 36, 63])
+def test_a_copy_is_whole_and_finds_what_is_not_finite_at_every_place(value, offset):
+    """Some elements are copied one by one, most by lines of the cache: that depends on where they are copied to."""
+    x = np.full(200, np.finfo(np.float32).max)
+    room = np.zeros(4 * x.size + 192, np.uint8)
+    start = -room.ctypes.data % 64 + 64 + offset
+    out = room[start : start + x.nbytes].view(np.float32)
+    for at in range(x.size):
+        x[at] = value
+        assert not compiled.copy(x, out)
+        assert not compiled.copy(x[at:], out[at:])
+        x[at] = -at
+        assert compiled.copy(x, out)
+        assert out.tobytes() == x.tobytes()
+    assert not room[:start].any()
+    assert not room[start + x.nbytes :].any()
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_every_half_is_widened_alike_and_no_infinity_passes(name):
     halves = np.arange(1 << 16, dtype=np.uint16)

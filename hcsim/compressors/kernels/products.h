@@ -20,7 +20,6 @@ static inline lanes add_product(lanes sum, lanes a, lanes b) { return sum + a * 
 #define STRETCH 32768 /* floats of a thin matrix that stay in a second-level cache while the large one passes through */
 #define NARROW 1024   /* columns: shorter rows reach memory sooner one after the other than four at a time */
 #define SPECIAL static inline __attribute__((always_inline)) /* compiled anew for the numbers it is called with */
-#define UNROLLED _Pragma("GCC unroll 4")
 #define UP_TO_FOUR(number, function, ...)         \
     switch (number) {                             \
     case 1: function(__VA_ARGS__, 1); break;      \

@@ -76,11 +76,18 @@ def random_places(x: Array, out: Array) -> Plain:
     flat, target = x.reshape(-1), torch.from_numpy(out.reshape(-1))
     draws, count = np.random.Generator(np.random.SFC64(0)), math.ceil(RATIO * x.size)
 
-    def places() -> Any:
-        return np.sort(draws.integers(flat.size, size=count, dtype=np.int32))
+    taken = np.empty(count, np.float32)
 
-    values = torch.from_numpy(flat.take(places()))
-    return Plain(lambda: flat.take(places()), lambda: _scatter(target, torch.from_numpy(places()), values))
+    def places() -> Any:
+        drawn = draws.integers(flat.size, size=count, dtype=np.int32)
+        drawn.sort()
+        return drawn
+
+    def encode() -> Array:
+        return flat.take(places(), out=taken, mode="clip")  # with "raise" it would not write to `out` itself
+
+    values = torch.from_numpy(encode().copy())
+    return Plain(encode, lambda: _scatter(target, torch.from_numpy(places()), values))
 
 
 def _scatter(target: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:

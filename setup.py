@@ -7,7 +7,7 @@ setup(
         Extension(
             "hcsim.compressors.kernels.compiled",
             sources=["hcsim/compressors/kernels/compiled.c"],
-            depends=["hcsim/compressors/kernels/loops.h", "hcsim/compressors/kernels/products.h"],
+            depends=[f"hcsim/compressors/kernels/{name}.h" for name in ("loops", "choice", "products")],
             extra_compile_args=["-O3", "-ffp-contract=off"],
             py_limited_api=True,
             optional=True,  # without a compiler, hcsim/compressors/kernels/plain.py does the same

@@ -14,6 +14,9 @@ from hcsim.compressors import kernels
 from hcsim.compressors.kernels.plain import WORD_BITS, Words
 from hcsim.rng import stream
 
+SPARE = 1 << 15
+"""Room for more places than are drawn: they do not fill it evenly."""
+
 
 def bits(seed: int, *name: str | int) -> np.random.SFC64:
     """The source of raw bits of that name."""
@@ -32,21 +35,30 @@ def uniform16(source: np.random.SFC64, count: int) -> npt.NDArray[np.uint16]:
     return source.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
 
 
-def choice(source: np.random.SFC64, population: int, count: int) -> Words:
-    """So many distinct numbers below `population`, each choice equally likely, as the bits that are set.
+class Chooser:
+    """Makes choices, one after the other in the same memory: fresh pages cost as much as choosing."""
 
-    Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
-    They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
-    """
-    stream = source.state["state"]["state"].copy()
-    seen = np.zeros(-(-population // WORD_BITS), np.uint64)
-    drawn = min(count, population - count)
-    while drawn:
-        drawn -= kernels.mark(stream, drawn, population, seen)
-    if 2 * count > population:
-        np.invert(seen, out=seen)
-        seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)
-    return seen
+    def __init__(self) -> None:
+        self._seen = np.empty(0, np.uint64)
+        self._room = np.empty(0, np.uint32)
+
+    def choice(self, source: np.random.SFC64, population: int, count: int) -> Words:
+        """So many distinct numbers below `population`, each choice equally likely, as bits that are set until the next.
+
+        Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
+        They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
+        """
+        words, drawn = -(-population // WORD_BITS), min(count, population - count)
+        if self._seen.size < words:
+            self._seen = np.empty(words, np.uint64)
+        if self._room.size < drawn:
+            self._room = np.empty(drawn + drawn // 8 + SPARE, np.uint32)
+        seen = self._seen[:words]
+        kernels.choose(source.state["state"]["state"].copy(), drawn, population, seen, self._room)
+        if 2 * count > population:
+            np.invert(seen, out=seen)
+            seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)
+        return seen
 
 
 def numbers(chosen: Words, count: int) -> npt.NDArray[np.int64]:
@@ -54,8 +66,3 @@ def numbers(chosen: Words, count: int) -> npt.NDArray[np.int64]:
     places = np.empty(count, np.int64)
     kernels.marked(chosen, places)
     return places
-
-
-def sample(source: np.random.SFC64, population: int, count: int) -> npt.NDArray[np.int64]:
-    """The same choice as numbers, ascending."""
-    return numbers(choice(source, population, count), count)

@@ -10,15 +10,15 @@ for the unscaled one itself (`for_feedback`).
 from __future__ import annotations
 
 from fractions import Fraction
-from math import prod
+from math import isinf, isnan, prod
 
 import numpy as np
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
 from hcsim.compressors.codec import BaseCompressor, Mix
-from hcsim.compressors.draws import bits, choice, numbers
-from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, is_finite, not_finite
+from hcsim.compressors.draws import Chooser, bits, numbers
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, not_finite
 from hcsim.compressors.kernels.plain import Words
 from hcsim.compressors.sparse import count_of, scatter
 from hcsim.errors import CompressionError
@@ -35,6 +35,7 @@ class RandomK(BaseCompressor):
         self._ratio = ratio
         self._seed = seed
         self._scaled = scaled
+        self._chooser = Chooser()
         self.parameter = int(scaled)
 
     def for_feedback(self) -> RandomK:
@@ -50,8 +51,9 @@ class RandomK(BaseCompressor):
         return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
 
     def _places(self, elements: int, of: Ident) -> Words:
-        """Which elements are sent in this step."""
-        return choice(bits(self._seed, "randomk", of.name, of.step), elements, count_of(self._ratio, elements))
+        """Which elements are sent in this step; until it is asked again."""
+        source = bits(self._seed, "randomk", of.name, of.step)
+        return self._chooser.choice(source, elements, count_of(self._ratio, elements))
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """The sum of the chosen elements."""
@@ -66,13 +68,12 @@ class RandomK(BaseCompressor):
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
     def _take(self, flat: Array, places: Words, values: Array, of: Ident) -> None:
-        if not kernels.take_marked(flat, places, values):
+        factor = flat.size / values.size if self._scaled and values.size else 1
+        largest = kernels.take_marked(flat, places, factor, values)
+        if isnan(largest):
             raise not_finite(flat, of.name)
-        if self._scaled and values.size:
-            with np.errstate(over="ignore"):
-                values *= np.float32(flat.size / values.size)
-            if not is_finite(values):
-                raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
+        if isinf(largest):
+            raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)

@@ -14,6 +14,7 @@ from hcsim.compressors.kernels import plain
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 
+ROOM = np.zeros(100, np.uint32)
 compiled = pytest.importorskip("hcsim.compressors.kernels.compiled", reason="the install found no compiler")
 
 
@@ -166,10 +167,13 @@ def test_large_elements_are_found_as_far_as_there_is_room(elements, room):
     lambda x, out: compiled.pack_signs(x, out.view(np.uint8)),
     lambda x, out: compiled.scatter(np.array([-1]), x[:1], out),
     lambda x, out: compiled.scatter(np.array([20]), x[:1], out),
-    lambda x, out: compiled.mark(np.zeros(4, np.uint64), 3, 65, np.zeros(1, np.uint64)),
-    lambda x, out: compiled.mark(np.zeros(4, np.uint64), 3, 0, np.zeros(0, np.uint64)),
+    lambda x, out: compiled.choose(np.zeros(4, np.uint64), 3, 65, np.zeros(1, np.uint64), ROOM),
+    lambda x, out: compiled.choose(np.zeros(4, np.uint64), 3, 0, np.zeros(0, np.uint64), ROOM),
+    lambda x, out: compiled.choose(np.zeros(4, np.uint64), 66, 65, np.zeros(2, np.uint64), ROOM),
+    lambda x, out: compiled.choose(np.zeros(4, np.uint64), -1, 65, np.zeros(2, np.uint64), ROOM),
+    lambda x, out: compiled.choose(np.zeros(3, np.uint64), 3, 65, np.zeros(2, np.uint64), ROOM),
     lambda x, out: compiled.marked(np.ones(1, np.uint64), np.zeros(2, np.int64)),
-    lambda x, out: compiled.take_marked(x, np.zeros(2, np.uint64), out),
+    lambda x, out: compiled.take_marked(x, np.zeros(2, np.uint64), 1, out),
 ])  # fmt: skip
 def test_arrays_that_do_not_fit_are_refused(call):
     with pytest.raises(ValueError, match="sizes do not fit"):

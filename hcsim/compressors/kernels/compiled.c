@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "loops.h"
+#include "choice.h"
 #include "products.h"
 
 #define FUNCTION(name) static PyObject *py_##name(PyObject *Py_UNUSED(module), PyObject *args)
@@ -124,14 +125,16 @@ FUNCTION(scatter)
     return finished(array, 3, fit && put_there == chosen) ? Py_NewRef(Py_None) : NULL;
 }
 
-FUNCTION(mark)
+FUNCTION(choose)
 {
-    ARRAYS(2);
-    count n, population, fresh = 0;
-    if (!PyArg_ParseTuple(args, "w*nnw*", &array[0], &n, &population, &array[1])) return NULL;
-    int fit = array[0].len == 4 * 8 && population > 0 && array[1].len == 8 * ((population - 1) / 64 + 1);
-    if (fit) WITHOUT_LOCK(fresh = set_drawn(array[0].buf, n, population, array[1].buf));
-    return finished(array, 2, fit) ? PyLong_FromSsize_t(fresh) : NULL;
+    ARRAYS(3);
+    count n, population;
+    if (!PyArg_ParseTuple(args, "w*nnw*w*", &array[0], &n, &population, &array[1], &array[2])) return NULL;
+    int fit = array[0].len == 4 * 8 && n >= 0 && n <= population
+        && array[1].len == 8 * (population / 64 + (population % 64 != 0));
+    if (fit && population > 0)
+        WITHOUT_LOCK(choose(array[0].buf, n, population, array[1].buf, array[2].buf, array[2].len / 4));
+    return finished(array, 3, fit) ? Py_NewRef(Py_None) : NULL;
 }
 
 FUNCTION(marked)
@@ -147,12 +150,13 @@ FUNCTION(marked)
 FUNCTION(take_marked)
 {
     ARRAYS(3);
+    float factor;
     uint32_t most = 0;
-    if (!PyArg_ParseTuple(args, "y*y*w*", &array[0], &array[1], &array[2])) return NULL;
+    if (!PyArg_ParseTuple(args, "y*y*fw*", &array[0], &array[1], &factor, &array[2])) return NULL;
     count n = array[0].len / 4, room = array[2].len / 4;
     int fit = array[0].len == 4 * n && array[1].len == 8 * (n / 64 + (n % 64 != 0)) && array[2].len == 4 * room;
-    if (fit) WITHOUT_LOCK(most = take(array[0].buf, n, array[1].buf, array[2].buf, room));
-    return finished(array, 3, fit) ? PyBool_FromLong(most < INFINITE) : NULL;
+    if (fit) WITHOUT_LOCK(most = take(array[0].buf, n, array[1].buf, factor, array[2].buf, room));
+    return finished(array, 3, fit) ? PyFloat_FromDouble(as_float(most)) : NULL;
 }
 
 static int is_matrix(const Py_buffer *array, count rows, count columns)
@@ -200,7 +204,7 @@ FUNCTION(outer)
 static PyMethodDef methods[] = {
     METHOD(copy), METHOD(to_bf16), METHOD(from_bf16), METHOD(to_fp16), METHOD(from_fp16), METHOD(split), METHOD(join),
     METHOD(largest), METHOD(quantise), METHOD(dequantise), METHOD(quantise_at_random), METHOD(pack_signs),
-    METHOD(unpack_signs), METHOD(reaching), METHOD(scatter), METHOD(mark), METHOD(marked), METHOD(take_marked),
+    METHOD(unpack_signs), METHOD(reaching), METHOD(scatter), METHOD(choose), METHOD(marked), METHOD(take_marked),
     METHOD(dots), METHOD(sums), METHOD(outer), {NULL, NULL, 0, NULL},
 };
 

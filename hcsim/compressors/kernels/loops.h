@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 typedef ptrdiff_t count;
 typedef unsigned char byte;
@@ -42,11 +45,26 @@ typedef uint32_t four __attribute__((vector_size(16)));
 static inline four load_four(const byte *at, count i) { four v; memcpy(&v, at + 4 * i, 16); return v; }
 static inline void store_four(byte *at, count i, four v) { memcpy(at + 4 * i, &v, 16); }
 
-/* An exponent that is full, as that of a NaN or an infinity, overflows into the sign. */
+/* A NaN or an infinity leaves a trace, in the sign: its exponent is full, and 1 more overflows. Where the processor has an
+   instruction for it, 0 times the number is added, which makes a NaN of the sum. */
 static inline four overflow(four bits) { return (bits & INFINITE) + (1u << 23); }
-static inline int overflows(four a) { return (a[0] | a[1] | a[2] | a[3]) >> 31; }
+#if defined(__aarch64__)
+static inline four leave_trace(four trace, four bits)
+{
+    return (four)vfmaq_f32((float32x4_t)trace, (float32x4_t)bits, vdupq_n_f32(0));
+}
+static inline four trace_left(four trace) { return overflow(trace); }
+#else
+static inline four leave_trace(four trace, four bits) { return trace | overflow(bits); }
+static inline four trace_left(four trace) { return trace; }
+#endif
+static inline int are_finite(const four *trace)
+{
+    four all = trace_left(trace[0]) | trace_left(trace[1]) | trace_left(trace[2]) | trace_left(trace[3]);
+    return !((all[0] | all[1] | all[2] | all[3]) >> 31);
+}
 
-#define AHEAD 1024 /* bytes; told so far before what it will need, a processor reads memory a little faster */
+#define AHEAD 768  /* bytes; told so far before what it will need, a processor reads memory a little faster */
 static inline void expect(const byte *x) { __builtin_prefetch(x + AHEAD), __builtin_prefetch(x + AHEAD + 64); }
 
 /* ---- From every element one: each gives the largest magnitude that it met. ---- */
@@ -67,16 +85,16 @@ static uint32_t copy(const byte *restrict x, byte *restrict out, count n)
 {
     count i = least_of(n, (count)((0 - (uintptr_t)out) % 64 / 4));
     uint32_t most = copy_few(x, out, i);
-    four odd[4] = {{0}};
+    four trace[4] = {{0}};
     for (; i + 32 <= n; i += 32) {
         four some[8];
         expect(x + 4 * i);
         UNROLLED for (int j = 0; j < 8; j++) some[j] = load_four(x, i + 4 * j);
         UNROLLED for (int j = 0; j < 8; j++) store_four(out, i + 4 * j, some[j]);
-        UNROLLED for (int j = 0; j < 8; j++) odd[j % 4] |= overflow(some[j]);
+        UNROLLED for (int j = 0; j < 8; j++) trace[j % 4] = leave_trace(trace[j % 4], some[j]);
     }
     most = larger(most, copy_few(x + 4 * i, out + 4 * i, n - i));
-    return overflows(odd[0] | odd[1] | odd[2] | odd[3]) ? INFINITE : most;
+    return are_finite(trace) ? most : INFINITE;
 }
 
 static uint32_t to_bf16(const byte *restrict x, byte *restrict out, count n)
@@ -287,76 +305,6 @@ static count find(const byte *restrict x, count n, uint32_t least, byte *restric
         if (most >= least) found = collect(x, lo, lo + LANES, least, indices, bits, found, room);
     }
     return collect(x, whole, n, least, indices, bits, found, room);
-}
-
-/* C. Doty-Humphrey's generator, as numpy has it: three words that are stirred, and a counter. */
-static inline uint64_t sfc64(uint64_t state[4])
-{
-    uint64_t drawn = state[0] + state[1] + state[3]++;
-    state[0] = state[1] ^ state[1] >> 11;
-    state[1] = state[2] + (state[2] << 3);
-    state[2] = (state[2] << 24 | state[2] >> 40) + drawn;
-    return drawn;
-}
-
-/* How many bits were not set before. Draws, then places, then bits: mixed, each waits for the others. */
-static count set_drawn(byte *restrict stream, count n, count population, byte *restrict seen)
-{
-    count fresh = 0;
-    uint64_t state[4];
-    memcpy(state, stream, sizeof state);
-    for (count lo = 0; lo < n; lo += 1024) {
-        uint64_t places[1024];
-        count some = least_of(1024, n - lo);
-        for (count i = 0; i < some; i++) places[i] = sfc64(state);
-        for (count i = 0; i < some; i++)
-            places[i] = (uint64_t)((double)(places[i] >> 11) * 0x1p-53 * (double)population);
-        for (count i = 0; i < some; i++) {
-            count word = (count)(places[i] >> 6);
-            uint64_t before = load64(seen, word), bit = (uint64_t)1 << (places[i] & 63);
-            fresh += !(before & bit);
-            store64(seen, word, before | bit);
-        }
-    }
-    memcpy(stream, state, sizeof state);
-    return fresh;
-}
-
-static inline uint64_t lowest(uint64_t word)
-{
-    return (uint64_t)__builtin_ctzll(word | (uint64_t)1 << 63);
-}
-
-/* Most words have one bit or none: the first is written in any case, and counts if it is there. */
-static count list(const byte *restrict seen, count words, byte *restrict out, count room)
-{
-    count found = 0;
-    for (count word = 0; word < words && found < room; word++) {
-        uint64_t rest = load64(seen, word), base = (uint64_t)word << 6;
-        store64(out, found, base + lowest(rest));
-        found += rest != 0;
-        for (rest &= rest - (rest != 0); rest && found < room; rest &= rest - 1) store64(out, found++, base + lowest(rest));
-    }
-    return found;
-}
-
-/* A few lines of the cache at a time: checked, and looked through while they are at hand. */
-static uint32_t take(const byte *restrict x, count n, const byte *restrict seen, byte *restrict out, count room)
-{
-    uint32_t most = 0;
-    count found = 0;
-    for (count lo = 0; lo < n; lo += 256) {
-        count hi = least_of(n, lo + 256);
-        most = larger(most, largest_of(x + 4 * lo, hi - lo));
-        for (count at = lo; at < hi && found < room; at += 64) {
-            uint64_t places = load64(seen, at >> 6);
-            store32(out, found, load32(x, least_of(at + (count)lowest(places), n - 1)));
-            found += places != 0;
-            for (places &= places - (places != 0); places && found < room; places &= places - 1)
-                store32(out, found++, load32(x, at + (count)lowest(places)));
-        }
-    }
-    return most;
 }
 
 /* How many were put before a place that is in an earlier block, or beyond the end. */

@@ -1,9 +1,9 @@
 """The inner loops of the compressors, with numpy and torch: what they do, and what stands in without a compiler.
 
-`loops.h` says the same in C, in one pass each and to the same bits; only the products of `products.h` are added in
-another order than BLAS adds them. Here a piece is converted and checked while it is in the cache. Arrays are flat and
-contiguous; sizes fit each other. Where a function gives whether all was finite and it was not, what it wrote is not to
-be used.
+`loops.h` and `choice.h` say the same in C, in one pass each and to the same bits; only the products of `products.h` are
+added in another order than BLAS adds them. Here a piece is converted and checked while it is in the cache. Arrays are
+flat and contiguous; sizes fit each other. Where a function says that not all was finite, what it wrote is not to be
+used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "choose",
     "copy",
     "dequantise",
     "dots",
@@ -22,7 +23,6 @@ __all__ = [
     "from_fp16",
     "join",
     "largest",
-    "mark",
     "marked",
     "outer",
     "pack_signs",
@@ -174,21 +174,20 @@ def scatter(indices: Places, values: Array, out: Array, /) -> None:
     out[indices] = values
 
 
-def mark(stream: Words, count: int, population: int, seen: Words, /) -> int:
-    """Set the bits of numbers below `population` that are drawn; how many were not set before.
+def choose(stream: Words, count: int, population: int, seen: Words, room: Bits, /) -> None:
+    """Set the bits of so many different numbers below `population`, and no others.
 
-    `stream` is the state of an SFC64, which goes on from there."""
+    Draws as many as are missing until none is. `stream` is the state of an SFC64, which goes on from there. `room` is
+    memory to be used, a little more than `count`; what it holds has no meaning, and less is slower."""
+    seen.fill(0)
     source = np.random.SFC64(0)
     source.state = {**source.state, "state": {"state": stream}}
-    places = (source.random_raw(count) >> np.uint64(11)) * 2.0**-53 * population
+    while count:
+        places = (source.random_raw(count) >> np.uint64(11)) * 2.0**-53 * population
+        # 32-bit numbers are sorted in less than half the time.
+        drawn = np.sort(places.astype(np.uint32 if population < 1 << 32 else np.uint64)).astype(np.uint64)
+        count -= _mark(drawn, seen)
     stream[:] = source.state["state"]["state"]
-    # 32-bit numbers are sorted in less than half the time.
-    drawn: Words = np.sort(places.astype(np.uint32 if population < 1 << 32 else np.uint64)).astype(np.uint64)
-    words, bits = drawn >> np.uint64(6), np.uint64(1) << (drawn & np.uint64(WORD_BITS - 1))
-    fresh = (seen[words] & bits) == 0
-    fresh[1:] &= drawn[1:] != drawn[:-1]
-    np.bitwise_or.at(seen, words[fresh], bits[fresh])
-    return int(np.count_nonzero(fresh))
 
 
 def marked(seen: Words, out: Places, /) -> None:
@@ -198,12 +197,13 @@ def marked(seen: Words, out: Places, /) -> None:
     out[:] = words[places // WORD_BITS] * WORD_BITS + places % WORD_BITS
 
 
-def take_marked(x: Array, seen: Words, out: Array, /) -> bool:
-    """The elements whose bits are set; whether all of x is finite."""
+def take_marked(x: Array, seen: Words, factor: float, out: Array, /) -> float:
+    """The elements whose bits are set, times the factor; the largest magnitude of these, NaN if not all x is finite."""
     places = np.empty(out.size, np.int64)
     marked(seen, places)
-    np.take(x, places, out=out)
-    return _is_finite(x)
+    with np.errstate(all="ignore"):
+        np.multiply(x.take(places), np.float32(factor), out=out)
+    return float(np.abs(out).max(initial=0)) if _is_finite(x) else np.nan
 
 
 def dots(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
@@ -232,6 +232,15 @@ def outer(left: Array, right: Array, out: Array, rank: int, sign: int, /) -> Non
         for row in range(0, rows, step):
             some = there[row : row + step]
             (np.add if sign > 0 else np.subtract)(some, p[row : row + step] @ q, out=some)
+
+
+def _mark(drawn: Words, seen: Words) -> int:
+    """Set the bits of these numbers, which ascend; how many were not set before."""
+    words, bits = drawn >> np.uint64(6), np.uint64(1) << (drawn & np.uint64(WORD_BITS - 1))
+    fresh = (seen[words] & bits) == 0
+    fresh[1:] &= drawn[1:] != drawn[:-1]
+    np.bitwise_or.at(seen, words[fresh], bits[fresh])
+    return int(np.count_nonzero(fresh))
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,6 @@
    sums that it belongs to, whatever it is multiplied with. */
 
 #if defined(__aarch64__)
-#include <arm_neon.h>
 typedef float32x4_t lanes;
 static inline lanes add_product(lanes sum, lanes a, lanes b) { return vfmaq_f32(sum, a, b); }
 #else

@@ -127,12 +127,12 @@ class Lines:
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                 await say(channel, self._owner.hello())
                 theirs = _hello(await hear(channel), channel)
+            await self._introduce(channel, theirs, self._owner.status().us.node)
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError) and not isinstance(error, HcsimError):
                 raise DeadlineExceeded(f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s") from None
             raise
-        await self._introduce(channel, theirs, self._owner.status().us.node)
         return theirs.status.us.node
 
     async def close(self, reason: str) -> None:
@@ -171,6 +171,9 @@ class Lines:
         except (HcsimError, TimeoutError) as error:
             self._owner.told(f"a call from {channel.peer} was not taken: {error or 'it said nothing'}")
             await channel.close()
+        except BaseException:
+            await channel.close()
+            raise
         finally:
             if not known:
                 self._strangers.known()

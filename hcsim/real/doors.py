@@ -1,8 +1,12 @@
 """Where processes of one machine meet to share memory.
 
-Who listens in plaintext at an address of the loopback has a second door there: a Unix socket of that address's name.
-Who dials such an address tries this door first, and brings the memory with it. Only processes of one user meet here.
+Who listens at an address of the loopback has a second door there: a Unix socket of that address's name. Who dials such
+an address tries this door first, and brings the memory with it. Only processes of one user meet here.
 Where anything about it does not work, it is TCP as between machines.
+
+Where there is TLS, its handshake is made over the Unix socket: both prove themselves as they would over TCP. What they
+then exchange is not encrypted, because it does not leave memory that nobody else has. Lest one who got between them
+has it too, each says over TLS which process it is, and the other asks the system whether that is who it speaks to.
 """
 
 from __future__ import annotations
@@ -10,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import struct
 import sys
 import tempfile
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcsim.errors import ChannelBroken
 from hcsim.real.direction import readable
 from hcsim.real.forked import own
 from hcsim.real.shared import SharedStream, attached, new_memory
+from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 
 _ABSTRACT = sys.platform == "linux"
@@ -31,12 +37,21 @@ _BACKLOG = 128
 _MAX_GREETING_BYTES = 64
 _TAKEN, _MEANT = b"!", b"."
 """What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
-_ANSWER_S = 1.0
-"""A process that does not come to it in this time may still be reached by TCP, which answers for it."""
+_ANSWER_S, _TLS_ANSWER_S = 1.0, 5.0
+"""A process that does not come to it in this time may still be reached by TCP, which answers for it, but not by TLS."""
+_PROCESS_BYTES = 8
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _EVERYWHERE = ("0.0.0.0", "::")
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
 """macOS's <sys/un.h>, which Python does not name."""
+
+
+class Met(NamedTuple):
+    """A stream, and who is at its other end, as far as that is proved (see `Channel`)."""
+
+    stream: SharedStream
+    identity: str = ""
+    binding: bytes = b""
 
 
 class Door:
@@ -47,13 +62,13 @@ class Door:
         self._place = place
 
     @classmethod
-    def open(cls, sockaddr: Any) -> Door | None:
+    def open(cls, sockaddr: Any, *, tls: bool) -> Door | None:
         """Beside a socket that listens there; None where no such door is possible."""
         if not (sockaddr[0] in _EVERYWHERE or ip_address(sockaddr[0]).is_loopback):
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            place = _place(sockaddr)
+            place = _place(sockaddr, tls=tls)
             _remove(place)  # left by one that was killed: the address is ours now
             sock.setblocking(False)
             sock.bind(place)
@@ -78,7 +93,7 @@ def guest(sock: socket.socket) -> str:
     return name
 
 
-async def received(sock: socket.socket, peer: str) -> SharedStream:
+async def received(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
     """The stream through the memory that a guest has brought."""
     await readable(sock)
     greeting, memories, _, _ = socket.recv_fds(sock, _MAX_GREETING_BYTES, 1, _CLOSED_ON_EXEC)
@@ -90,25 +105,27 @@ async def received(sock: socket.socket, peer: str) -> SharedStream:
             brought = False
         if not brought:
             raise ChannelBroken(f"{peer} came in without memory to share", peer)
-        rings = attached(memories[0], sock, first=False)
-        sock.send(_TAKEN)
-        await readable(sock)
-        if sock.recv(len(_MEANT)) != _MEANT:  # it has lost its patience, and calls by TCP
+        met = await _meet(sock, tls, memories[0], address, guest=False)
+        if met is None:  # it has lost its patience, and calls by TCP
             raise ChannelBroken(f"{peer} went away again", peer)
-        return SharedStream(sock, rings, address)
+        return met
     finally:
         for memory in memories:
             os.close(memory)
 
 
-async def dial(sockaddr: Any, patience_s: float) -> SharedStream | None:
-    """To who listens there, if it is a process of ours that has a door and takes what we bring in that time."""
+async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
+    """To who listens there, if it is a process of ours that has a door and takes what we bring in that time.
+
+    Raises `SSLError` where one of the two does not trust the other: it would not by TCP either."""
     if not ip_address(sockaddr[0]).is_loopback:
         return None
     for host in (sockaddr[0], *_everywhere(sockaddr[0])):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return await _bring(sock, (host, sockaddr[1]), sockaddr[0], min(patience_s, _ANSWER_S))
+            return await _bring(sock, (host, sockaddr[1]), sockaddr[0], patience_s, tls)
+        except ssl.SSLError:
+            raise
         except OSError:  # TimeoutError is one
             sock.close()
         except BaseException:
@@ -122,28 +139,70 @@ def _everywhere(host: str) -> tuple[str, ...]:
     return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
 
 
-async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float) -> SharedStream:
+async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float, tls: Tls | None) -> Met:
     sock.setblocking(False)
     own(sock)
-    sock.connect(_place(door))
+    sock.connect(_place(door, tls=tls is not None))
     guest(sock)
     memory = new_memory()
     try:
         socket.send_fds(sock, [address.encode("ascii")], [memory])
-        async with asyncio.timeout(patience_s):
-            await readable(sock)
-        if sock.recv(len(_TAKEN)) != _TAKEN:
+        async with asyncio.timeout(min(patience_s, _ANSWER_S if tls is None else _TLS_ANSWER_S)):
+            met = await _meet(sock, tls, memory, address, guest=True)
+        if met is None:
             raise ConnectionRefusedError
-        rings = attached(memory, sock, first=True)
-        sock.send(_MEANT)
-        return SharedStream(sock, rings, address)
+        return met
     finally:
         os.close(memory)
 
 
-def _place(sockaddr: Any) -> str:
-    """Where the door of an address is."""
-    name = f"hcsim-{_VERSION}-{join_address((sockaddr[0], sockaddr[1]))}"
+async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, guest: bool) -> Met | None:
+    """Prove ourselves where there is TLS, and agree that the memory is shared.
+
+    None where the other does not say what it should: it wants no more, or is not the process that it says it is."""
+    talk, identity, binding, us, them = sock, "", b"", b"", b""
+    if tls is not None:
+        us, them = (number.to_bytes(_PROCESS_BYTES, "big") for number in (os.getpid(), _credentials(sock)[1]))
+        talk, identity, binding = await tls.handshake(sock, server_side=not guest)
+    try:
+        rings = attached(memory, talk, first=guest)
+        if guest:
+            agreed = await _heard(talk, _TAKEN + them)
+            if agreed:
+                talk.send(_MEANT + us)
+        else:
+            talk.send(_TAKEN + us)
+            agreed = await _heard(talk, _MEANT + them)
+        if not agreed:
+            talk.close()
+            return None
+        bell = talk if tls is None else _undressed(talk)
+        return Met(SharedStream(bell, rings, address), identity, binding)
+    except BaseException:
+        talk.close()
+        raise
+
+
+async def _heard(talk: socket.socket, word: bytes) -> bool:
+    """Whether that is what the other says next."""
+    while True:
+        try:
+            return talk.recv(len(word)) == word
+        except (BlockingIOError, ssl.SSLWantReadError):
+            await readable(talk)
+
+
+def _undressed(talk: socket.socket) -> socket.socket:
+    """The socket without TLS: of what comes next OpenSSL has read nothing, since it reads record by record."""
+    sock = socket.socket(fileno=talk.detach())
+    sock.setblocking(False)
+    own(sock)
+    return sock
+
+
+def _place(sockaddr: Any, *, tls: bool) -> str:
+    """Where the door of an address is; who speaks no TLS does not find that of one who does."""
+    name = f"hcsim-{_VERSION}-{'tls-' if tls else ''}{join_address((sockaddr[0], sockaddr[1]))}"
     if _ABSTRACT:
         return f"\0{name}"
     folder = Path(tempfile.gettempdir()) / f"hcsim-{os.getuid()}"

@@ -63,7 +63,7 @@ class RealOptions(msgspec.Struct, frozen=True):
     insecure: bool = False
     """Allow plaintext beyond loopback."""
     shared_memory: bool = True
-    """Plaintext to processes of this machine goes through memory, where they allow it too; else over TCP."""
+    """What goes to processes of this machine goes through memory, where they allow it too; else over TCP."""
     lan_interfaces: tuple[str, ...] = ()
     """Addresses to announce on; empty: all."""
     handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S
@@ -95,7 +95,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
-        self._shares_memory = options.shared_memory and self._tls is None and shared.is_possible()
+        self._shares_memory = options.shared_memory and shared.is_possible()
         self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
@@ -142,10 +142,9 @@ class RealHost:
             family, sockaddr = (await self._resolve(target._replace(hosts=hosts)))[0]
             if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
-                door = doors.Door.open(sock.getsockname()) if self._shares_memory else None
-                listener = StreamListener(
-                    sock, door, self._tls, options.handshake_timeout_s, self._accepted, self._refused
-                )
+                tls = self._tls
+                door = doors.Door.open(sock.getsockname(), tls=tls is not None) if self._shares_memory else None
+                listener = StreamListener(sock, door, tls, options.handshake_timeout_s, self._accepted, self._refused)
             else:
                 listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
@@ -154,7 +153,7 @@ class RealHost:
         return listener
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
-        """Open a channel; see `Host.connect`. A certificate that is not valid ends the attempts at once."""
+        """Open a channel; see `Host.connect`. A certificate that one of us does not trust ends the attempts at once."""
         target = parse(address)
         draw = self.rng("connect", address)
         delay_s = _FIRST_RETRY_S
@@ -169,11 +168,11 @@ class RealHost:
                         if isinstance(channel, StreamChannel):
                             self._channels.add(channel)
                         return channel
-                    except ssl.SSLCertVerificationError as error:
-                        self._connected("refused")
-                        raise translated(error, address) from error
                     except OSError as error:
                         failure = translated(error, address)
+                        if isinstance(error, ssl.SSLError) and isinstance(failure, PeerRefused):
+                            self._connected("refused")
+                            raise failure from error
                     await asyncio.sleep(delay_s * draw.uniform(0.5, 1.0))
                     delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
         except TimeoutError:
@@ -249,8 +248,8 @@ class RealHost:
             peer = address if len(target.hosts) == 1 else join_address(sockaddr)
             if self._shares_memory:
                 half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-                if (stream := await doors.dial(sockaddr, half_s)) is not None:
-                    return StreamChannel(stream, peer)
+                if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
+                    return StreamChannel(met.stream, peer, met.identity, met.binding)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 tune(sock)

@@ -146,7 +146,8 @@ class StreamListener:
         try:
             peer = guest(sock)
             async with asyncio.timeout(self._handshake_timeout_s):
-                channel = StreamChannel(await received(sock, peer), peer)
+                met = await received(sock, peer, self._tls)
+            channel = StreamChannel(met.stream, peer, met.identity, met.binding)
         except OSError as error:  # TimeoutError is one
             self._turn_away(sock, translated(error, peer))
         except ChannelError as error:

@@ -82,7 +82,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def secure(authority: Authority, name: str) -> RealOptions:
-    return RealOptions(name, tls=authority.member(name), handshake_timeout_s=0.3)
+    return RealOptions(name, tls=authority.member(name), handshake_timeout_s=0.3, shared_memory=False)
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 4096, 16384 - 56, 16384, 70_000], [3 * MIB + 1]])

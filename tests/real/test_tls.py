@@ -47,7 +47,7 @@ def allocate(header: Header) -> None:
 
 
 def member(key: NodeKey, secret: ClusterSecret = OURS) -> RealOptions:
-    return RealOptions(key.node_id[:4], tls=ClusterTls(key, secret), handshake_timeout_s=2.0)
+    return RealOptions(key.node_id[:4], tls=ClusterTls(key, secret), handshake_timeout_s=2.0, shared_memory=False)
 
 
 def files(folder: Path, key: NodeKey, secret: ClusterSecret = OURS, made_at: datetime = NOW) -> TlsFiles:

@@ -1,4 +1,6 @@
-"""hcsim itself, on the standard event loop: as it is within one machine, over TCP as between machines, and with TLS."""
+"""hcsim itself, on the standard event loop: as it is within one machine, and over TCP as between machines.
+
+Both in plaintext and with TLS, which within one machine proves who is there and encrypts nothing."""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ def _tls(job: Job, rank: int) -> ClusterTls:
 
 @asynccontextmanager
 async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
-    tls = _tls(job, rank) if job.peer == HCSIM_TLS.name else None
-    shared = job.peer == HCSIM.name
+    tls = _tls(job, rank) if job.peer in (HCSIM_TLS.name, HCSIM_TLS_TCP.name) else None
+    shared = job.peer in (HCSIM.name, HCSIM_TLS.name)
     async with hcsim.real_group(rank=rank, peers=list(job.addresses), tls=tls, shared_memory=shared) as group:
         if job.algorithm == "auto":
             await group.measure()
@@ -56,3 +58,4 @@ async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
 HCSIM = Peer("hcsim", _missing, _join)
 HCSIM_TCP = Peer("hcsim_tcp", _missing, _join)
 HCSIM_TLS = Peer("hcsim_tls", _missing, _join)
+HCSIM_TLS_TCP = Peer("hcsim_tls_tcp", _missing, _join)

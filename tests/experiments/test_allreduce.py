@@ -16,7 +16,7 @@ from experiments.peers.rank import Turn, count_wrong, pattern
 from experiments.peers.roster import PEERS
 from experiments.peers.team import TeamFailed, running
 
-NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "gloo", "mlx", "mpi", "bare")
+NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "hcsim_tls_tcp", "gloo", "mlx", "mpi", "bare")
 COLUMNS = {
     "ranks",
     "size_bytes",
@@ -89,7 +89,7 @@ def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
     assert "4 KB" in result.output
 
 
-@pytest.mark.parametrize("name", ["hcsim_tls", "bare"])
+@pytest.mark.parametrize("name", ["hcsim_tls", "hcsim_tls_tcp", "bare"])
 def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path: Path, name: str) -> None:
     if reason := PEERS[name].missing():
         pytest.skip(reason)

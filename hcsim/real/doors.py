@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from hcsim.errors import ChannelBroken
 from hcsim.real.direction import readable
+from hcsim.real.failures import is_distrust
 from hcsim.real.forked import own
 from hcsim.real.shared import SharedStream, attached, new_memory
 from hcsim.real.tls import Tls
@@ -34,7 +35,8 @@ _ABSTRACT = sys.platform == "linux"
 _VERSION = 1
 """Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
 _BACKLOG = 128
-_MAX_GREETING_BYTES = 64
+_GREETING_BYTES = 64
+"""Always as long: what comes behind it may be read together with it, but for the descriptor."""
 _TAKEN, _MEANT = b"!", b"."
 """What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
 _ANSWER_S, _TLS_ANSWER_S = 1.0, 5.0
@@ -96,9 +98,9 @@ def guest(sock: socket.socket) -> str:
 async def received(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
     """The stream through the memory that a guest has brought."""
     await readable(sock)
-    greeting, memories, _, _ = socket.recv_fds(sock, _MAX_GREETING_BYTES, 1, _CLOSED_ON_EXEC)
+    greeting, memories, _, _ = socket.recv_fds(sock, _GREETING_BYTES, 1, _CLOSED_ON_EXEC)
     try:
-        address = greeting.decode("ascii", "replace")
+        address = greeting.decode("ascii", "replace").rstrip()
         try:
             brought = ip_address(address).is_loopback and len(memories) == 1
         except ValueError:
@@ -124,10 +126,10 @@ async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             return await _bring(sock, (host, sockaddr[1]), sockaddr[0], patience_s, tls)
-        except ssl.SSLError:
-            raise
-        except OSError:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is one
             sock.close()
+            if is_distrust(error):
+                raise
         except BaseException:
             sock.close()
             raise
@@ -146,7 +148,7 @@ async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patie
     guest(sock)
     memory = new_memory()
     try:
-        socket.send_fds(sock, [address.encode("ascii")], [memory])
+        socket.send_fds(sock, [address.encode("ascii").ljust(_GREETING_BYTES)], [memory])
         async with asyncio.timeout(min(patience_s, _ANSWER_S if tls is None else _TLS_ANSWER_S)):
             met = await _meet(sock, tls, memory, address, guest=True)
         if met is None:

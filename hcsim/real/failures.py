@@ -38,6 +38,9 @@ _ALERTS = {
 }
 
 
+_ABOUT_CERTIFICATES = tuple(alert for alert in _ALERTS if alert != "PROTOCOL_VERSION")
+
+
 class HandshakeCut(ConnectionResetError):
     """The connection ended in the middle of the TLS handshake."""
 
@@ -53,6 +56,13 @@ def translated(error: OSError, peer: str) -> ChannelError:
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return ChannelBroken(f"{peer} reset the connection", peer)
     return ChannelBroken(f"the connection to {peer} failed: {error.strerror or error}", peer)
+
+
+def is_distrust(error: OSError) -> bool:
+    """Whether one of the two does not accept the other's certificate, which another attempt does not change."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    return isinstance(error, ssl.SSLError) and (error.reason or "").rpartition("ALERT_")[2] in _ABOUT_CERTIFICATES
 
 
 def _tls_failure(error: ssl.SSLError, peer: str) -> ChannelError:

@@ -9,7 +9,6 @@ import asyncio
 import ipaddress
 import random
 import socket
-import ssl
 import time
 from collections.abc import Callable, Coroutine
 from errno import EADDRINUSE, EADDRNOTAVAIL
@@ -27,7 +26,7 @@ from hcsim.real import carriers, doors, shared
 from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
-from hcsim.real.failures import translated
+from hcsim.real.failures import is_distrust, translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
@@ -170,7 +169,7 @@ class RealHost:
                         return channel
                     except OSError as error:
                         failure = translated(error, address)
-                        if isinstance(error, ssl.SSLError) and isinstance(failure, PeerRefused):
+                        if is_distrust(error):
                             self._connected("refused")
                             raise failure from error
                     await asyncio.sleep(delay_s * draw.uniform(0.5, 1.0))
@@ -246,29 +245,20 @@ class RealHost:
         places.sort(key=lambda place: place != self._answered.get(address))
         for family, sockaddr in places:
             peer = address if len(target.hosts) == 1 else join_address(sockaddr)
-            if self._shares_memory:
-                half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-                if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
-                    return StreamChannel(met.stream, peer, met.identity, met.binding)
-            sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                tune(sock)
+                if self._shares_memory:
+                    half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
+                    if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
+                        return StreamChannel(met.stream, peer, met.identity, met.binding)
                 async with asyncio.timeout(_NEXT_PLACE_S if (family, sockaddr) != places[-1] else None):
-                    await asyncio.get_running_loop().sock_connect(sock, sockaddr)
+                    sock = await _dial_tcp(family, sockaddr)
                 self._answered[address] = family, sockaddr
-                if sock.getsockname() == sock.getpeername():
-                    # Dialling a free port of our own can meet itself in TCP's simultaneous open.
-                    raise ConnectionRefusedError
                 if self._tls is None:
                     return StreamChannel(TcpStream(sock), peer)
                 secured = await self._tls.handshake(sock, server_side=False)
                 return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
-            except OSError as error:
-                sock.close()
+            except OSError as error:  # TimeoutError is one
                 failure = error
-            except BaseException:
-                sock.close()
-                raise
         raise failure
 
     async def _resolve(self, target: Target) -> list[tuple[int, Any]]:
@@ -290,6 +280,20 @@ class RealHost:
                     "or allow plaintext explicitly (insecure)"
                 )
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+async def _dial_tcp(family: int, sockaddr: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        await asyncio.get_running_loop().sock_connect(sock, sockaddr)
+        if sock.getsockname() == sock.getpeername():
+            # Dialling a free port of our own can meet itself in TCP's simultaneous open.
+            raise ConnectionRefusedError
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _what_to_do(failure: OSError) -> str:

@@ -148,7 +148,10 @@ class StreamListener:
             async with asyncio.timeout(self._handshake_timeout_s):
                 met = await received(sock, peer, self._tls)
             channel = StreamChannel(met.stream, peer, met.identity, met.binding)
-        except OSError as error:  # TimeoutError is one
+        except TimeoutError:
+            text = f"{peer} did not say what it wants in {self._handshake_timeout_s:g} s"
+            self._turn_away(sock, ChannelBroken(text, peer))
+        except OSError as error:
             self._turn_away(sock, translated(error, peer))
         except ChannelError as error:
             self._turn_away(sock, error)

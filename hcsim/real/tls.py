@@ -31,6 +31,7 @@ from hcsim.errors import ConfigError
 from hcsim.identity.key import node_id_of
 from hcsim.real.certificates import RENEWED_AFTER, ClusterTls, make_certificates
 from hcsim.real.failures import PLAINTEXT, HandshakeCut
+from hcsim.real.forked import own
 
 _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024
@@ -163,6 +164,7 @@ async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, *, server_s
     except OSError:
         sock.close()
         raise
+    own(tls)
     try:
         while True:
             try:
@@ -185,6 +187,7 @@ async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, *, server_s
 
 async def _part(sock: socket.socket, alert: bytes) -> None:
     """Close once the peer has read our alert: a reset, which unread bytes would cause, may overtake it."""
+    sock.setblocking(False)
     try:
         with suppress(OSError):  # TimeoutError is one
             sock.send(alert)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -159,6 +160,42 @@ def test_who_speaks_plaintext_is_told_so_as_by_the_network() -> None:
             await channel.close()
         assert len(told) == 1
         assert "speaks plaintext where TLS is needed" in str(told[0])
+
+    run(body())
+
+
+def test_another_cluster_at_one_address_does_not_hide_ours_at_the_next() -> None:
+    async def body() -> None:
+        async with RealHost(member(RIGHT)) as far, RealHost(member(RIGHT, THEIRS)) as foreign:
+            listener = await far.listen("127.0.0.2:0")
+            port = listener.address.rpartition(":")[2]
+            await foreign.listen(f"127.0.0.1:{port}")
+            async with RealHost(member(LEFT)) as near:
+                ours = await near.connect(f"127.0.0.1|127.0.0.2:{port}", timeout_s=LIMIT_S)
+                theirs = await listener.accept()
+                assert ours.identity == RIGHT.node_id
+                await ours.close()
+                await theirs.close()
+
+    run(body())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+def test_a_door_where_nobody_speaks_tls_is_passed_by() -> None:
+    async def body() -> None:
+        async with RealHost(member(LEFT)) as near, listening(member(RIGHT, shared_memory=False)) as listener:
+            with socket.socket(socket.AF_UNIX) as door:
+                door.bind(f"\0hcsim-1-tls-{listener.address}")
+                door.listen()
+                door.setblocking(False)
+                dialling = asyncio.create_task(near.connect(listener.address, timeout_s=LIMIT_S))
+                with (await asyncio.get_running_loop().sock_accept(door))[0] as guest:
+                    guest.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    ours, theirs = await dialling, await listener.accept()
+            assert isinstance(ours, StreamChannel)
+            assert isinstance(ours._stream, TlsStream)
+            await ours.close()
+            await theirs.close()
 
     run(body())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
 from hcsim.real.certificates import ClusterTls, make_certificates
+from hcsim.real.failures import is_distrust
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
 from hcsim.real.tls import Tls, TlsFiles
@@ -385,3 +387,21 @@ def test_frames_are_refused_after_a_failed_handshake_and_the_port_serves_on() ->
             await server.recv(allocate)
 
     between(member(LEFT), member(RIGHT), body)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_final"),
+    [
+        ("TLSV1_ALERT_UNKNOWN_CA", True),
+        ("SSLV3_ALERT_BAD_CERTIFICATE", True),
+        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", True),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", True),
+        ("TLSV1_ALERT_INTERNAL_ERROR", False),
+        ("TLSV1_ALERT_PROTOCOL_VERSION", False),
+        ("WRONG_VERSION_NUMBER", False),
+    ],
+)
+def test_only_distrust_ends_the_attempts_to_connect(reason: str, is_final: bool) -> None:
+    error = ssl.SSLError(ssl.SSL_ERROR_SSL, reason)
+    error.reason = reason
+    assert is_distrust(error) is is_final

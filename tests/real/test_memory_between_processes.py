@@ -615,7 +615,7 @@ def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_chil
         command, pipe = [sys.executable, "-c", FORKS_WHILE_IT_DIALS, address], subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe) as caller, door.accept()[0] as bell:
             bell.settimeout(LIMIT_S)
-            assert bell.recv(64) == b"127.0.0.1"
+            assert bell.recv(64).rstrip() == b"127.0.0.1"
             caller.send_signal(signal.SIGUSR1)
             assert bell.recv(1) == b""
             caller.communicate(b"")

@@ -20,6 +20,8 @@ from tests.torch_backend.ranks import Killed, Meeting, Ranks
 
 LARGE = 2_000_000
 """Elements: more than sockets hold, so that the call cannot be over before its end is reached."""
+LASTING = 25_000_000
+"""So many that who starts it and dies is dead before it is over."""
 
 
 def die() -> NoReturn:
@@ -53,8 +55,7 @@ def go_on(us: Meeting) -> list[float]:
 def lose_in_all_reduce(us: Meeting) -> tuple[tuple[str, str], list[float]]:
     Meeting(us.rank, us.size, "hcsim", us.file).init()
     dist.barrier()
-    tensor = torch.ones(LARGE)
-    work = dist.all_reduce(tensor, async_op=True)
+    work = dist.all_reduce(torch.ones(LASTING), async_op=True)
     if us.rank == us.size - 1:
         die()
     return seen(work.wait), go_on(us)
@@ -80,9 +81,11 @@ def lose_before_the_first_call(us: Meeting) -> tuple[tuple[str, str], list[float
 def test_survivors_name_the_lost_rank_and_go_on(ranks: Ranks, lose: Callable[..., Any], size: int) -> None:
     *survivors, lost = ranks.answers(lose, size=size, backend="")
     assert lost == Killed()
+    # Who is cut off by another survivor in the middle of a frame may know no more than that.
+    assert any(f"rank {size - 1}" in text for (_, text), _ in survivors)
     for (kind, text), result in survivors:
         assert kind == "CallFailed"
-        assert f"rank {size - 1}" in text
+        assert "rank " in text
         assert "destroy_process_group" in text
         assert result == [size * (size - 1) / 2] * 3
 

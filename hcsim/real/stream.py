@@ -37,6 +37,8 @@ _BYTES_PER_TURN = 4 * 2**20
 _SENDS_PER_TURN = 16
 _FRAMES_PER_TURN = 64
 """How many are sent in a row, to a peer that keeps up, before other tasks get theirs."""
+_REST_S = 0.25
+"""How long who cancels a send waits for the rest of its frame."""
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Parts: TypeAlias = list[bytes | memoryview]
@@ -156,9 +158,8 @@ class StreamChannel:
                 if not self._push():
                     await self._outgoing.finish(self._push)
             except asyncio.CancelledError:
-                begun = self._unsent_bytes < frame_bytes or self._stream.reports_late
-                if begun and self._unsent_bytes:
-                    self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+                if self._unsent_bytes < frame_bytes or self._stream.reports_late:
+                    await self._complete_frame()
                 raise
             except OSError as error:
                 # Only sending is over: what the peer said before it went can still be read.
@@ -296,6 +297,18 @@ class StreamChannel:
         return ChannelBroken(f"{self._peer} ended the connection {where}", self._peer)
 
     # -- sending
+
+    async def _complete_frame(self) -> None:
+        """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
+        try:
+            async with asyncio.timeout(_REST_S):
+                if self._unsent_bytes:
+                    await self._outgoing.finish(self._push)
+        except (OSError, ChannelError):  # TimeoutError is one
+            pass
+        finally:
+            if self._unsent_bytes:
+                self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
 
     def _push(self) -> bool:
         """Write on; True when the frame has left, False when the loop has to call again."""

@@ -87,7 +87,8 @@ class Channel(Protocol):
 
         Returns when the caller may reuse the buffer, which says nothing about delivery. Waits
         while the peer does not read (back-pressure). Cancelled before its first byte left,
-        nothing was sent; cancelled in the middle of a frame, the channel is broken.
+        nothing was sent. Cancelled in the middle of a frame, the rest of it leaves first, if the
+        peer takes it within a moment; if not, the channel is broken.
         """
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:

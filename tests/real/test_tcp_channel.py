@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
-from hcsim.real import tcp
+from hcsim.real import stream, tcp
 from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream, tune
 from hcsim.runtime.address import join_address, split_address
@@ -237,6 +237,25 @@ def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
                 await channel.send(Header(64 * MIB), memoryview(bytearray(64 * MIB)))
         with pytest.raises(ChannelBroken, match="cancelled"):
             await channel.send(Header(0))
+
+    against_raw_socket(body)
+
+
+def test_a_send_cancelled_in_the_middle_of_a_frame_that_the_peer_takes_leaves_the_channel_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "_REST_S", 30.0)  # however busy this machine is
+
+    async def body(channel: StreamChannel, raw: socket.socket) -> None:
+        big = memoryview(bytearray(64 * MIB))
+        sending = asyncio.create_task(channel.send(Header(len(big), step=1), big))
+        await asyncio.sleep(0.05)
+        reading = asyncio.create_task(asyncio.to_thread(_read_exactly, raw, len(big) + 2 * HEADER_BYTES))
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await channel.send(Header(0, step=2))
+        assert (await reading)[-HEADER_BYTES:] == encode_header(Header(0, step=2))
 
     against_raw_socket(body)
 

@@ -39,13 +39,13 @@ def losses(printed: str) -> list[float]:
 def test_digits_are_learnt_on_four_macs_and_then_on_two_ranks(tmp_path: Path) -> None:
     """The second run goes on where the first one ended, with other ranks and another backend."""
     saved = str(tmp_path / "digits")
-    first = simulated("image_classifier.py", "four-macs-1gbe", "--epochs", "1", "--save", saved)
-    assert re.findall(r"epoch (\d)", first) == ["0"]
+    first = simulated("image_classifier.py", "four-macs-1gbe", "--epochs", "2", "--save", saved)
+    assert re.findall(r"epoch (\d)", first) == ["0", "1"]
     assert load(saved).world == 4
-    second = under_torchrun(2, "image_classifier.py", "--epochs", "3", "--save", saved, "--backend", "hcsim")
-    assert re.findall(r"epoch (\d)", second) == ["1", "2"]
-    assert float(re.findall(r"([0-9.]+)% right", second)[-1]) > 80
-    assert (load(saved).step, load(saved).world) == (3, 2)
+    second = under_torchrun(2, "image_classifier.py", "--epochs", "4", "--save", saved, "--backend", "hcsim")
+    assert re.findall(r"epoch (\d)", second) == ["2", "3"]
+    assert float(re.findall(r"([0-9.]+)% right", second)[-1]) > 85
+    assert (load(saved).step, load(saved).world) == (4, 2)
 
 
 def test_the_transformer_learns_alike_in_both_worlds_whole_or_sharded() -> None:

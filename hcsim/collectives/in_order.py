@@ -25,9 +25,8 @@ class InOrder:
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
         self._posted: dict[tuple[int, int], tuple[asyncio.Future[Payload], int]] = {}
-        """What comes, by round and number in it, and the elements of space that its room takes.
-
-        These are as many as the largest before it has, whose room may be used again for less."""
+        """What comes, by round and number in it, and the elements of space that its room takes: as many as the largest
+        before it, which may be used again for less."""
         self._roomless: deque[tuple[int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0

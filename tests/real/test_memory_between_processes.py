@@ -30,6 +30,7 @@ from hcsim.real.stream import StreamChannel
 from hcsim.real.tcp import TcpStream
 from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header
+from tests.real.squatting import met_by_a_squatter
 
 rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
 
@@ -230,16 +231,11 @@ def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s
     async def body() -> None:
         async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right", shared_memory=False)) as far:
             listener = await far.listen("127.0.0.1:0")
-            with socket.socket(socket.AF_UNIX) as door:
-                door.bind(f"\0hcsim-1-{listener.address}")
-                door.listen()
-                door.setblocking(False)
-                dialling = asyncio.create_task(near.connect(listener.address, timeout_s=timeout_s))
-                with (await asyncio.get_running_loop().sock_accept(door))[0] as guest:
-                    if answer is not None:
-                        guest.send(answer)
-                        guest.shutdown(socket.SHUT_WR)
-                    ours = await dialling
+            async with met_by_a_squatter(near, listener.address, timeout_s=timeout_s) as (dialling, guest):
+                if answer is not None:
+                    guest.send(answer)
+                    guest.shutdown(socket.SHUT_WR)
+                ours = await dialling
             assert isinstance(stream_of(ours), TcpStream)
             theirs = await listener.accept()
             await ours.close()

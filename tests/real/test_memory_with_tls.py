@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -25,6 +24,7 @@ from hcsim.real.tcp import TcpStream, TlsStream
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
+from tests.real.squatting import met_by_a_squatter
 
 pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
 
@@ -184,14 +184,10 @@ def test_another_cluster_at_one_address_does_not_hide_ours_at_the_next() -> None
 def test_a_door_where_nobody_speaks_tls_is_passed_by() -> None:
     async def body() -> None:
         async with RealHost(member(LEFT)) as near, listening(member(RIGHT, shared_memory=False)) as listener:
-            with socket.socket(socket.AF_UNIX) as door:
-                door.bind(f"\0hcsim-1-tls-{listener.address}")
-                door.listen()
-                door.setblocking(False)
-                dialling = asyncio.create_task(near.connect(listener.address, timeout_s=LIMIT_S))
-                with (await asyncio.get_running_loop().sock_accept(door))[0] as guest:
-                    guest.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    ours, theirs = await dialling, await listener.accept()
+            squatting = met_by_a_squatter(near, listener.address, kind="tls-", timeout_s=LIMIT_S)
+            async with squatting as (dialling, guest):
+                guest.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                ours, theirs = await dialling, await listener.accept()
             assert isinstance(ours, StreamChannel)
             assert isinstance(ours._stream, TlsStream)
             await ours.close()

@@ -1,16 +1,33 @@
-"""Tensors of all sorts, and ranks that take their rounds together."""
+"""Tensors of all sorts, all the loops there are, and ranks that take their rounds together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import prod
+from types import ModuleType
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from hcsim.compressors.base import Array, Ident, Linear
+from hcsim.compressors.kernels import plain
 
+
+def _compiled_loops() -> list[ModuleType]:
+    found = []
+    for name in ("compiled", "avx2"):
+        try:
+            found.append(import_module(f"hcsim.compressors.kernels.{name}"))
+        except ImportError:
+            continue
+    return found
+
+
+COMPILED_LOOPS = _compiled_loops()
+"""Those that the install compiled and that this processor can run; the last are in use."""
+LOOPS = [*COMPILED_LOOPS, plain]
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 EXACT = ["none", "zstd", "zstd:3"]

@@ -6,8 +6,9 @@ import hashlib
 
 import numpy as np
 import pytest
+from sample_tensors import COMPILED_LOOPS, LOOPS
 
-from hcsim.compressors import draws, kernels
+from hcsim.compressors import draws
 from hcsim.compressors.base import Array, Ident
 from hcsim.compressors.kernels import plain
 from hcsim.compressors.kernels.plain import Words
@@ -30,14 +31,15 @@ def bits_of(places: list[int], elements: int) -> Words:
     return np.packbits(flags, bitorder="little").view(np.uint64)
 
 
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @pytest.mark.parametrize("room", [0, 600, 60_000])
 @pytest.mark.parametrize(("population", "count"), [
     (1, 0), (1, 1), (64, 64), (65, 30), (5000, 2500), ((1 << 23) + 1, 50_000), ((1 << 23) + 1000, 0),
     (9_000_000, 40_000), (70_000_000, 3000),
 ])  # fmt: skip
-def test_the_choice_does_not_depend_on_how_it_is_marked(population, count, room):
+def test_the_choice_does_not_depend_on_how_it_is_marked(loops, population, count, room):
     """By pieces where there are many bits, whose room may run out; one by one where there are few."""
-    seen, stream = chosen(kernels.choose, count, population, room)
+    seen, stream = chosen(loops.choose, count, population, room)
     expected, expected_stream = chosen(plain.choose, count, population, room)
     assert np.array_equal(seen, expected)
     assert stream.tolist() == expected_stream.tolist()
@@ -60,7 +62,7 @@ def test_a_choice_does_not_show_what_was_chosen_before():
         assert np.array_equal(again, draws.Chooser().choice(draws.bits(1, elements), elements, count))
 
 
-@pytest.mark.parametrize("loops", [kernels, plain])
+@pytest.mark.parametrize("loops", LOOPS)
 @pytest.mark.parametrize("elements", [1, 31, 63, 64, 65, 128, 300])
 def test_what_is_marked_is_taken_and_multiplied(loops, elements):
     x = np.random.default_rng(elements).standard_normal(elements).astype(np.float32)
@@ -73,14 +75,14 @@ def test_what_is_marked_is_taken_and_multiplied(loops, elements):
         assert out[-1] == 5
 
 
-@pytest.mark.parametrize("loops", [kernels, plain])
+@pytest.mark.parametrize("loops", LOOPS)
 def test_nothing_is_taken_of_nothing(loops):
     empty = np.zeros(0, np.float32)
     assert loops.take_marked(empty, np.zeros(0, np.uint64), 1, empty) == 0
     assert loops.take_marked(np.full(70, LARGEST), np.zeros(2, np.uint64), 9, empty) == 0
 
 
-@pytest.mark.parametrize("loops", [kernels, plain])
+@pytest.mark.parametrize("loops", LOOPS)
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("elements", [5, 64, 205])
 def test_what_is_not_finite_is_found_wherever_it_is(loops, value, elements):
@@ -94,7 +96,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(loops, value, elements):
         assert loops.take_marked(x, seen, 1, out) == LARGEST
 
 
-@pytest.mark.parametrize("loops", [kernels, plain])
+@pytest.mark.parametrize("loops", LOOPS)
 def test_only_what_is_taken_can_be_too_large(loops):
     x = np.ones(200, np.float32)
     x[[63, 199]] = LARGEST

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_tensors import quick
+from sample_tensors import LOOPS, quick
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Ident
-from hcsim.compressors.kernels import plain
 from hcsim.compressors.powersgd import THIN, PowerSGD
 from hcsim.errors import CompressionError
 
-LOOPS = [kernels, plain]
 SHAPES = [(0, 5), (5, 0), (1, 1), (1, 9), (9, 1), (2, 3), (4, 4), (5, 7), (7, 1030), (33, 18), (3, 40_003)]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 64]
 

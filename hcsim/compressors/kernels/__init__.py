@@ -1,14 +1,19 @@
 """The inner loops of the compressors: compiled where the install found a compiler, else by numpy and torch.
 
-Both give the same bits and refuse the same; only their speed differs. Products of matrices (`dots`, `sums`, `outer`)
+All give the same bits and refuse the same; only their speed differs. Products of matrices (`dots`, `sums`, `outer`)
 are added in another order, so that their last bits differ too, as they do between unlike machines.
 """
 
 try:
-    from hcsim.compressors.kernels.compiled import *  # noqa: F403 - all of them, or none
+    from hcsim.compressors.kernels.avx2 import *  # noqa: F403 - all of them, or none
 
     COMPILED = True
-except ImportError:
-    from hcsim.compressors.kernels.plain import *  # noqa: F403
+except ImportError:  # not on x86, or older
+    try:
+        from hcsim.compressors.kernels.compiled import *  # noqa: F403
 
-    COMPILED = False
+        COMPILED = True
+    except ImportError:
+        from hcsim.compressors.kernels.plain import *  # noqa: F403
+
+        COMPILED = False

@@ -158,13 +158,14 @@ static inline void take_word(const byte *restrict x, count last, uint64_t places
 static uint32_t take(const byte *restrict x, count n, const byte *restrict seen, float factor, byte *restrict out,
                      count room)
 {
-    four trace[4] = {{0}};
+    wide trace[4] = {{0}};
     taken to = {.out = out, .room = room, .factor = factor};
     count whole = n - n % 64;
     for (count lo = 0; lo < whole; lo += 64) {
-        for (count i = lo; i < lo + 64; i += 32) {
+        for (count i = lo; i < lo + 64; i += LINES) {
             expect(x + 4 * i);
-            UNROLLED for (int j = 0; j < 8; j++) trace[j % 4] = leave_trace(trace[j % 4], load_four(x, i + 4 * j));
+            UNROLLED for (int j = 0; j < LINES / WIDE; j++)
+                trace[j % 4] = leave_trace(trace[j % 4], load_wide(x, i + WIDE * j));
         }
         take_word(x + 4 * lo, 63, load64(seen, lo / 64), &to);
     }

@@ -208,6 +208,23 @@ static PyMethodDef methods[] = {
     METHOD(dots), METHOD(sums), METHOD(outer), {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "compiled", .m_size = 0, .m_methods = methods};
+#ifndef MODULE
+#define MODULE compiled
+#endif
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define INIT_OF(name) PyInit_##name
+#define INIT(name) INIT_OF(name)
 
-PyMODINIT_FUNC PyInit_compiled(void) { return PyModuleDef_Init(&definition); }
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = TEXT(MODULE), .m_size = 0, .m_methods = methods};
+
+PyMODINIT_FUNC INIT(MODULE)(void)
+{
+#if defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) {
+        PyErr_SetString(PyExc_ImportError, "this processor is older than AVX2");
+        return NULL;
+    }
+#endif
+    return PyModuleDef_Init(&definition);
+}

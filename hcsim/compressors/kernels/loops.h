@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
 #endif
 
 typedef ptrdiff_t count;
@@ -34,40 +36,81 @@ static inline float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); ret
 static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 static inline count least_of(count a, count b) { return a < b ? a : b; }
 
-/* What the compiler would not vectorise as well is written four elements at a time, in loops that leave no loop. */
+/* What the compiler would not vectorise as well is written a register at a time, in loops that leave no loop. */
 #if defined(__clang__)
 #define UNROLLED _Pragma("unroll")
 #else
 #define UNROLLED _Pragma("GCC unroll 8")
 #endif
-typedef uint32_t four __attribute__((vector_size(16)));
+#if defined(__AVX2__)
+#define WIDE 8 /* elements of a register */
+#else
+#define WIDE 4
+#endif
+typedef uint32_t wide __attribute__((vector_size(4 * WIDE)));
 
-static inline four load_four(const byte *at, count i) { four v; memcpy(&v, at + 4 * i, 16); return v; }
-static inline void store_four(byte *at, count i, four v) { memcpy(at + 4 * i, &v, 16); }
+static inline wide load_wide(const byte *at, count i) { wide v; memcpy(&v, at + 4 * i, sizeof v); return v; }
+
+/* Much of it goes past the caches to memory, if it begins with a line: it need not be read first, to be overwritten. */
+#if defined(__AVX2__)
+#define FAR ((count)4 << 20)
+static inline int is_far(const byte *out, count bytes) { return bytes >= FAR && (uintptr_t)out % 64 == 0; }
+static inline void put_wide(byte *at, wide v, int far)
+{
+    if (far) _mm256_stream_si256((__m256i *)at, (__m256i)v);
+    else memcpy(at, &v, sizeof v);
+}
+static inline void settle(int far) { if (far) _mm_sfence(); } /* before anybody is told that it is there */
+#else
+static inline int is_far(const byte *out, count bytes) { return (void)out, (void)bytes, 0; }
+static inline void put_wide(byte *at, wide v, int far) { (void)far, memcpy(at, &v, sizeof v); }
+static inline void settle(int far) { (void)far; }
+#endif
 
 /* A NaN or an infinity leaves a trace, in the sign: its exponent is full, and 1 more overflows. Where the processor has an
    instruction for it, 0 times the number is added, which makes a NaN of the sum. */
-static inline four overflow(four bits) { return (bits & INFINITE) + (1u << 23); }
+static inline wide overflow(wide bits) { return (bits & INFINITE) + (1u << 23); }
 #if defined(__aarch64__)
-static inline four leave_trace(four trace, four bits)
+static inline wide leave_trace(wide trace, wide bits)
 {
-    return (four)vfmaq_f32((float32x4_t)trace, (float32x4_t)bits, vdupq_n_f32(0));
+    return (wide)vfmaq_f32((float32x4_t)trace, (float32x4_t)bits, vdupq_n_f32(0));
 }
-static inline four trace_left(four trace) { return overflow(trace); }
+static inline wide trace_left(wide trace) { return overflow(trace); }
 #else
-static inline four leave_trace(four trace, four bits) { return trace | overflow(bits); }
-static inline four trace_left(four trace) { return trace; }
+static inline wide leave_trace(wide trace, wide bits) { return trace | overflow(bits); }
+static inline wide trace_left(wide trace) { return trace; }
 #endif
-static inline int are_finite(const four *trace)
+static inline int are_finite(const wide *trace)
 {
-    four all = trace_left(trace[0]) | trace_left(trace[1]) | trace_left(trace[2]) | trace_left(trace[3]);
-    return !((all[0] | all[1] | all[2] | all[3]) >> 31);
+    uint32_t all = 0;
+    for (int j = 0; j < 4; j++)
+        for (int lane = 0; lane < WIDE; lane++) all |= trace_left(trace[j])[lane];
+    return !(all >> 31);
 }
 
-#define AHEAD 768  /* bytes; told so far before what it will need, a processor reads memory a little faster */
+/* Told so many bytes before what it will need, a processor reads memory faster: by 2 % on ARM, by a fifth or more on x86,
+   which looks ahead by itself only within a page. */
+#if defined(__AVX2__)
+#define AHEAD 4096
+#else
+#define AHEAD 768
+#endif
 static inline void expect(const byte *x) { __builtin_prefetch(x + AHEAD), __builtin_prefetch(x + AHEAD + 64); }
 
 /* ---- From every element one: each gives the largest magnitude that it met. ---- */
+
+#define LINES 32 /* elements at a time: lines of the cache, whole ones where they are written */
+typedef uint32_t each_loop(const byte *restrict x, byte *restrict out, count n);
+
+/* Most by a loop that takes so many at a time, beginning with a line of the cache where that can be. */
+static inline uint32_t by_lines(each_loop few, each_loop many, const byte *x, count in_bytes, byte *out, count out_bytes,
+                                count n)
+{
+    count head = least_of(n, (count)((0 - (uintptr_t)out) % 64) / out_bytes), rest = (n - head) % LINES, end = n - rest;
+    uint32_t most = few(x, out, head);
+    most = larger(most, many(x + in_bytes * head, out + out_bytes * head, end - head));
+    return larger(most, few(x + in_bytes * end, out + out_bytes * end, rest));
+}
 
 static uint32_t copy_few(const byte *restrict x, byte *restrict out, count n)
 {
@@ -80,24 +123,28 @@ static uint32_t copy_few(const byte *restrict x, byte *restrict out, count n)
     return most;
 }
 
-/* By whole lines of the cache, as quick as memcpy. Of most elements it only says whether they are finite. */
-static uint32_t copy(const byte *restrict x, byte *restrict out, count n)
+/* As quick as memcpy. Only says whether they are finite. */
+static uint32_t copy_many(const byte *restrict x, byte *restrict out, count n)
 {
-    count i = least_of(n, (count)((0 - (uintptr_t)out) % 64 / 4));
-    uint32_t most = copy_few(x, out, i);
-    four trace[4] = {{0}};
-    for (; i + 32 <= n; i += 32) {
-        four some[8];
+    wide trace[4] = {{0}};
+    int far = is_far(out, 4 * n);
+    for (count i = 0; i < n; i += LINES) {
+        wide some[LINES / WIDE];
         expect(x + 4 * i);
-        UNROLLED for (int j = 0; j < 8; j++) some[j] = load_four(x, i + 4 * j);
-        UNROLLED for (int j = 0; j < 8; j++) store_four(out, i + 4 * j, some[j]);
-        UNROLLED for (int j = 0; j < 8; j++) trace[j % 4] = leave_trace(trace[j % 4], some[j]);
+        UNROLLED for (int j = 0; j < LINES / WIDE; j++) some[j] = load_wide(x, i + WIDE * j);
+        UNROLLED for (int j = 0; j < LINES / WIDE; j++) put_wide(out + 4 * (i + WIDE * j), some[j], far);
+        UNROLLED for (int j = 0; j < LINES / WIDE; j++) trace[j % 4] = leave_trace(trace[j % 4], some[j]);
     }
-    most = larger(most, copy_few(x + 4 * i, out + 4 * i, n - i));
-    return are_finite(trace) ? most : INFINITE;
+    settle(far);
+    return are_finite(trace) ? 0 : INFINITE;
 }
 
-static uint32_t to_bf16(const byte *restrict x, byte *restrict out, count n)
+static uint32_t copy(const byte *restrict x, byte *restrict out, count n)
+{
+    return by_lines(copy_few, copy_many, x, 4, out, 4, n);
+}
+
+static uint32_t to_bf16_few(const byte *restrict x, byte *restrict out, count n)
 {
     uint32_t most = 0;
     for (count i = 0; i < n; i++) {
@@ -108,7 +155,7 @@ static uint32_t to_bf16(const byte *restrict x, byte *restrict out, count n)
     return most;
 }
 
-static uint32_t from_bf16(const byte *restrict x, byte *restrict out, count n)
+static uint32_t from_bf16_few(const byte *restrict x, byte *restrict out, count n)
 {
     uint32_t most = 0;
     for (count i = 0; i < n; i++) {
@@ -120,7 +167,7 @@ static uint32_t from_bf16(const byte *restrict x, byte *restrict out, count n)
 }
 
 /* Below 2^-14 halves are whole multiples of 2^-24, and so are floats from 0.5 to 1: adding 0.5 rounds to them. */
-static uint32_t to_fp16(const byte *restrict x, byte *restrict out, count n)
+static uint32_t to_fp16_few(const byte *restrict x, byte *restrict out, count n)
 {
     uint32_t most = 0;
     for (count i = 0; i < n; i++) {
@@ -134,7 +181,7 @@ static uint32_t to_fp16(const byte *restrict x, byte *restrict out, count n)
     return most;
 }
 
-static uint32_t from_fp16(const byte *restrict x, byte *restrict out, count n)
+static uint32_t from_fp16_few(const byte *restrict x, byte *restrict out, count n)
 {
     uint32_t most = 0;
     for (count i = 0; i < n; i++) {
@@ -147,6 +194,22 @@ static uint32_t from_fp16(const byte *restrict x, byte *restrict out, count n)
     }
     return most;
 }
+
+#if defined(__AVX2__)
+#include "halves.h"
+#define HALVES(name, in_bytes, out_bytes)                                              \
+    static uint32_t name(const byte *restrict x, byte *restrict out, count n)          \
+    {                                                                                  \
+        return by_lines(name##_few, name##_many, x, in_bytes, out, out_bytes, n);      \
+    }
+#else
+#define HALVES(name, in_bytes, out_bytes) \
+    static uint32_t name(const byte *restrict x, byte *restrict out, count n) { return name##_few(x, out, n); }
+#endif
+HALVES(to_bf16, 4, 2)
+HALVES(from_bf16, 2, 4)
+HALVES(to_fp16, 4, 2)
+HALVES(from_fp16, 2, 4)
 
 static uint32_t split(const byte *restrict x, byte *restrict out, count n)
 {

@@ -1,0 +1,1 @@
+from hcsim.compressors.kernels.compiled import *  # noqa: F403

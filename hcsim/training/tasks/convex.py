@@ -127,10 +127,22 @@ def _by_block(flat: Array, layout: Layout) -> list[Array]:
 
 
 def _data() -> tuple[Array, Array]:
-    """Features of unlike scales, from 1 down to 1/5, so that some directions are learned slowly."""
+    """Features of unlike scales, from 1 down to 1/5, so that some directions are learned slowly.
+
+    Only by operations that every processor rounds alike, in a fixed order: unlike machines hold the same data."""
     drawn = generator(DATA_SEED, "convex")
     features = sum(FEATURES)
-    x = drawn.standard_normal((SAMPLES, features), np.float32) * np.geomspace(1, 0.2, features, dtype=np.float32)
-    truth = drawn.standard_normal((features, OUTPUTS), np.float32) / np.float32(features**0.5)
-    noise = np.float32(NOISE) * drawn.standard_normal((SAMPLES, OUTPUTS), np.float32)
-    return x, np.einsum("nf,fo->no", x, truth) + noise
+    shrink: Array = np.linspace(1, 5, features).astype(np.float32)
+    x = _nearly_normal(drawn, SAMPLES, features) / shrink
+    truth = _nearly_normal(drawn, features, OUTPUTS) / np.float32(features**0.5)
+    y = np.float32(NOISE) * _nearly_normal(drawn, SAMPLES, OUTPUTS)
+    for feature in range(features):
+        y += x[:, feature, None] * truth[feature]
+    return x, y
+
+
+def _nearly_normal(drawn: np.random.Generator, rows: int, columns: int) -> Array:
+    """Sums of twelve whole numbers below 2¹³, centred and divided by their standard deviation, all without rounding."""
+    whole = drawn.integers(2**13, size=(12, rows, columns)).sum(axis=0) - 6 * 2**13
+    normal: Array = (whole / 2**13).astype(np.float32)
+    return normal

@@ -19,13 +19,17 @@ static inline lanes add_product(lanes sum, lanes a, lanes b) { return sum + a * 
 #define STRETCH 32768 /* floats of a thin matrix that stay in a second-level cache while the large one passes through */
 #define NARROW 1024   /* columns: shorter rows reach memory sooner one after the other than four at a time */
 #define SPECIAL static inline __attribute__((always_inline)) /* compiled anew for the numbers it is called with */
-#define UP_TO_FOUR(number, function, ...)         \
-    switch (number) {                             \
-    case 1: function(__VA_ARGS__, 1); break;      \
-    case 2: function(__VA_ARGS__, 2); break;      \
-    case 3: function(__VA_ARGS__, 3); break;      \
-    default: function(__VA_ARGS__, 4);            \
-    }
+
+/* Four times, whatever the number: so the loop is gone before a compiler knows how many it will be. */
+#define EACH(index, number) UNROLLED for (int index = 0; index < 4; index++) if (index < (number))
+
+/* A function for each pair of numbers up to four, and a table of them. Cases of a switch would not do: a compiler may join
+   them before it sees that each is simple. */
+#define PAIRS_WITH(make, one) make(one, 1) make(one, 2) make(one, 3) make(one, 4)
+#define FOR_PAIRS(make) PAIRS_WITH(make, 1) PAIRS_WITH(make, 2) PAIRS_WITH(make, 3) PAIRS_WITH(make, 4)
+#define ROW_OF(name, one) {name##_##one##_1, name##_##one##_2, name##_##one##_3, name##_##one##_4}
+#define TABLE_OF(name) {ROW_OF(name, 1), ROW_OF(name, 2), ROW_OF(name, 3), ROW_OF(name, 4)}
+static inline int up_to_four(count number) { return (int)least_of(number, 4) - 1; }
 
 static inline lanes all(float v) { return (lanes){v, v, v, v}; }
 static inline lanes load4(const byte *at, count i) { lanes v; memcpy(&v, at + 4 * i, 16); return v; }
@@ -56,45 +60,48 @@ SPECIAL void add_dots(const byte *restrict q, const byte *restrict m, count n, c
                       int rows, int ranks)
 {
     lanes sums[4][4];
-    UNROLLED for (int i = 0; i < rows; i++) UNROLLED for (int k = 0; k < ranks; k++) sums[i][k] = all(0);
+    EACH(i, rows) EACH(k, ranks) sums[i][k] = all(0);
     count whole = n - n % 4;
     for (count j = 0; j < whole; j += 4) {
         lanes some[4];
-        UNROLLED for (int k = 0; k < ranks; k++) some[k] = load4(q, k * pitch + j);
-        UNROLLED for (int i = 0; i < rows; i++) {
+        EACH(k, ranks) some[k] = load4(q, k * pitch + j);
+        EACH(i, rows) {
             lanes v = load4(m, i * pitch + j);
-            UNROLLED for (int k = 0; k < ranks; k++) sums[i][k] = add_product(sums[i][k], v, some[k]);
+            EACH(k, ranks) sums[i][k] = add_product(sums[i][k], v, some[k]);
         }
     }
     if (whole < n) {
         lanes some[4];
-        UNROLLED for (int k = 0; k < ranks; k++) some[k] = load_some(q, k * pitch + whole, n - whole);
-        UNROLLED for (int i = 0; i < rows; i++) {
+        EACH(k, ranks) some[k] = load_some(q, k * pitch + whole, n - whole);
+        EACH(i, rows) {
             lanes v = load_some(m, i * pitch + whole, n - whole);
-            UNROLLED for (int k = 0; k < ranks; k++) sums[i][k] = add_product(sums[i][k], v, some[k]);
+            EACH(k, ranks) sums[i][k] = add_product(sums[i][k], v, some[k]);
         }
     }
-    UNROLLED for (int i = 0; i < rows; i++) UNROLLED for (int k = 0; k < ranks; k++) {
+    EACH(i, rows) EACH(k, ranks) {
         lanes sum = sums[i][k];
         storef(p, k * p_pitch + i, loadf(p, k * p_pitch + i) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
     }
 }
 
-SPECIAL void add_dots_of(const byte *restrict q, const byte *restrict m, count n, count pitch, byte *restrict p,
-                         count p_pitch, count ranks, int rows)
-{
-    UP_TO_FOUR(ranks, add_dots, q, m, n, pitch, p, p_pitch, rows)
-}
+#define ADD_DOTS(rows, ranks)                                                                                     \
+    static void add_dots_##rows##_##ranks(const byte *restrict q, const byte *restrict m, count n, count pitch,   \
+                                          byte *restrict p, count p_pitch)                                        \
+    {                                                                                                             \
+        add_dots(q, m, n, pitch, p, p_pitch, rows, ranks);                                                        \
+    }
+FOR_PAIRS(ADD_DOTS)
 
 static void dots(const byte *restrict q, const byte *restrict m, byte *restrict p, count rank, count rows, count columns)
 {
+    static void (*const add[4][4])(const byte *, const byte *, count, count, byte *, count) = TABLE_OF(add_dots);
     memset(p, 0, (size_t)(4 * rank * rows));
     for (count lo = 0, stretch = stretch_of(rank); lo < columns; lo += stretch) {
         count n = least_of(stretch, columns - lo);
         for (count i = 0; i < rows; i += 4)
             for (count k = 0; k < rank; k += 4)
-                UP_TO_FOUR(rows - i, add_dots_of, q + 4 * (k * columns + lo), m + 4 * (i * columns + lo), n, columns,
-                           p + 4 * (k * rows + i), rows, rank - k)
+                add[up_to_four(rows - i)][up_to_four(rank - k)](
+                    q + 4 * (k * columns + lo), m + 4 * (i * columns + lo), n, columns, p + 4 * (k * rows + i), rows);
     }
 }
 
@@ -106,16 +113,16 @@ SPECIAL void weigh(lanes (*restrict w)[4], const byte *restrict x, byte *restric
     count whole = n - n % 4;
     for (count j = 0; j < whole; j += 4) {
         lanes sums[4];
-        UNROLLED for (int a = 0; a < outs; a++) sums[a] = onto ? load4(out, a * pitch + j) : all(0);
-        UNROLLED for (int b = 0; b < ins; b++) {
+        EACH(a, outs) sums[a] = onto ? load4(out, a * pitch + j) : all(0);
+        EACH(b, ins) {
             lanes v = load4(x, b * pitch + j);
-            UNROLLED for (int a = 0; a < outs; a++) sums[a] = add_product(sums[a], v, w[a][b]);
+            EACH(a, outs) sums[a] = add_product(sums[a], v, w[a][b]);
         }
-        UNROLLED for (int a = 0; a < outs; a++) store4(out, a * pitch + j, sums[a]);
+        EACH(a, outs) store4(out, a * pitch + j, sums[a]);
     }
-    if (whole < n) UNROLLED for (int a = 0; a < outs; a++) {
+    if (whole < n) EACH(a, outs) {
         lanes sum = onto ? load_some(out, a * pitch + whole, n - whole) : all(0);
-        UNROLLED for (int b = 0; b < ins; b++) sum = add_product(sum, load_some(x, b * pitch + whole, n - whole), w[a][b]);
+        EACH(b, ins) sum = add_product(sum, load_some(x, b * pitch + whole, n - whole), w[a][b]);
         store_some(out, a * pitch + whole, sum, n - whole);
     }
 }
@@ -124,22 +131,26 @@ SPECIAL void weigh_some(const byte *restrict p, count of_out, count of_in, float
                         byte *restrict out, count n, count pitch, int onto, int outs, int ins)
 {
     lanes w[4][4];
-    UNROLLED for (int a = 0; a < outs; a++)
-        UNROLLED for (int b = 0; b < ins; b++) w[a][b] = all(sign * loadf(p, a * of_out + b * of_in));
+    EACH(a, outs)
+        EACH(b, ins) w[a][b] = all(sign * loadf(p, a * of_out + b * of_in));
     if (onto) weigh(w, x, out, n, pitch, 1, outs, ins);
     else weigh(w, x, out, n, pitch, 0, outs, ins);
 }
 
-SPECIAL void weigh_into(const byte *restrict p, count of_out, count of_in, float sign, const byte *restrict x,
-                        byte *restrict out, count n, count pitch, int onto, count ins, int outs)
-{
-    UP_TO_FOUR(ins, weigh_some, p, of_out, of_in, sign, x, out, n, pitch, onto, outs)
-}
+#define WEIGH(outs, ins)                                                                                          \
+    static void weigh_##outs##_##ins(const byte *restrict p, count of_out, count of_in, float sign,               \
+                                     const byte *restrict x, byte *restrict out, count n, count pitch, int onto)  \
+    {                                                                                                             \
+        weigh_some(p, of_out, of_in, sign, x, out, n, pitch, onto, outs, ins);                                    \
+    }
+FOR_PAIRS(WEIGH)
 
 static void weigh_rows(const byte *restrict p, count of_out, count of_in, float sign, const byte *restrict x,
                        byte *restrict out, count n, count pitch, int onto, count outs, count ins)
 {
-    UP_TO_FOUR(outs, weigh_into, p, of_out, of_in, sign, x, out, n, pitch, onto, ins)
+    static void (*const weigh[4][4])(const byte *, count, count, float, const byte *, byte *, count, count, int) =
+        TABLE_OF(weigh);
+    weigh[up_to_four(outs)][up_to_four(ins)](p, of_out, of_in, sign, x, out, n, pitch, onto);
 }
 
 /* q[k] = Σ p[k][i] m[i]. */

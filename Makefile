@@ -20,7 +20,7 @@ check: $(READY)  ## lint, types, architecture
 	$(BIN)/lint-imports
 
 # compat: a plain path entry, so that a folder called hcsim beside somebody's script does not stand before the package.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.c)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[dev]'

@@ -21,8 +21,8 @@ def compiled(name: str, *flags: str, depends: tuple[str, ...] = ()) -> Extension
 LOOPS = ("loops.h", "halves.h", "choice.h", "products.h")
 modules = [
     compiled("hcsim.compressors.kernels.compiled", depends=LOOPS),  # without it, plain.py beside it does the same
-    compiled("hcsim.real.folding"),  # without it, numpy adds what has been received
-    compiled("hcsim.real.rings"),  # without it, processes of one machine talk over TCP
+    compiled("hcsim.real.folding", depends=("moves.h",)),  # without it, numpy adds what has been received
+    compiled("hcsim.real.rings", depends=("moves.h",)),  # without it, processes of one machine talk over TCP
 ]
 if platform.machine() in ("x86_64", "AMD64"):
     wide = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")

@@ -8,25 +8,9 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
+#include "moves.h"
+
 #define PIECE_BYTES ((size_t)128 * 1024)
-
-static void add_floats(float *restrict into, const float *restrict received, size_t n)
-{
-    for (size_t i = 0; i < n; i++) into[i] += received[i];
-}
-
-static void add_doubles(double *restrict into, const double *restrict received, size_t n)
-{
-    for (size_t i = 0; i < n; i++) into[i] += received[i];
-}
-
-static void add(char *into, const char *received, size_t bytes, size_t element_bytes)
-{
-    if (element_bytes == sizeof(float))
-        add_floats((float *)into, (const float *)received, bytes / sizeof(float));
-    else
-        add_doubles((double *)into, (const double *)received, bytes / sizeof(double));
-}
 
 /* Take what is there, at most `most` bytes of it. A piece that has not come whole waits at the room's start. Returns how
    much has come now; sets `error`, to 0 where nothing is wrong, and to -1 where nothing will come any more. */

@@ -21,14 +21,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "moves.h"
+
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0 /* Python ignores the signal */
 #endif
 
-#define CAPACITY ((size_t)2 * 1024 * 1024)
+#define CAPACITY ((size_t)3 * 1024 * 1024) /* 2 MiB and what comes with them fit, so that their writer need not wait */
 #define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
 #define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
 #define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
+#define MUCH ((size_t)1024 * 1024)  /* and more do not stay in a cache until they are used */
 #define MAX_PARTS 8
 
 typedef struct {
@@ -96,7 +99,7 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
             size_t step = least(least(left, BLOCK), least(CAPACITY - used, CAPACITY - at));
             step = least(step, AT_ONCE - (size_t)(written - before));
             if (!step) goto done;
-            memcpy(data + at, from, step);
+            copy(data + at, from, step, 0);
             from += step;
             left -= step;
             written += step;
@@ -126,46 +129,29 @@ static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, i
 
 /* -- reading */
 
-/* They may lie at any address, hence memcpy, which costs nothing. */
-#define ADDING(NAME, NUMBER)                                         \
-    static void NAME(char *into, const char *from, size_t n)         \
-    {                                                                \
-        for (size_t i = 0; i < n; i++) {                             \
-            NUMBER sum, term;                                        \
-            memcpy(&sum, into + i * sizeof sum, sizeof sum);         \
-            memcpy(&term, from + i * sizeof term, sizeof term);      \
-            sum += term;                                             \
-            memcpy(into + i * sizeof sum, &sum, sizeof sum);         \
-        }                                                            \
-    }
-
-ADDING(add_floats, float)
-ADDING(add_doubles, double)
-
 /* Take `bytes`, all within the ring: as they are where `element` is 1, else added as floats of that size. */
-static void take(const char *data, size_t at, char *into, size_t bytes, size_t element)
+static void take(const char *data, size_t at, char *into, size_t bytes, size_t element, int far)
 {
     size_t whole = least(bytes, (CAPACITY - at) / element * element);
     char torn[sizeof(double)];
-    void (*move)(char *, const char *, size_t) = element == sizeof(float) ? add_floats : add_doubles;
     if (element == 1) {
-        memcpy(into, data + at, whole);
-        memcpy(into + whole, data, bytes - whole);
+        copy(into, data + at, whole, far);
+        copy(into + whole, data, bytes - whole, far);
         return;
     }
-    move(into, data + at, whole / element);
+    add(into, data + at, whole, element);
     if (whole == bytes) return;
     size_t before_end = CAPACITY - at - whole; /* an element may lie at the end and at the beginning */
     if (before_end) {
         memcpy(torn, data + at + whole, before_end);
         memcpy(torn + before_end, data, element - before_end);
-        move(into + whole, torn, 1);
+        add(into + whole, torn, element, element);
         whole += element;
     }
-    move(into + whole, data + (before_end ? element - before_end : 0), (bytes - whole) / element);
+    add(into + whole, data + (before_end ? element - before_end : 0), bytes - whole, element);
 }
 
-static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element)
+static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int far)
 {
     Counters *ring = &self->memory->counters[!self->out];
     const char *data = self->memory->data[!self->out];
@@ -176,7 +162,7 @@ static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element)
     size_t moved = 0, there = least((size_t)(written - read), bytes) / element * element;
     while (moved < there) {
         size_t step = least(there - moved, BLOCK);
-        take(data, (size_t)((read - start) % CAPACITY), into + moved, step, element);
+        take(data, (size_t)((read - start) % CAPACITY), into + moved, step, element, far);
         moved += step;
         read += step;
         atomic_store(&ring->read, read);
@@ -193,7 +179,7 @@ static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t ele
     size_t got = 0;
     *sleeps = 0;
     while (got < bytes) {
-        Py_ssize_t moved = get(self, into + got, bytes - got, element);
+        Py_ssize_t moved = get(self, into + got, bytes - got, element, bytes >= MUCH);
         if (moved == BROKEN) return BROKEN;
         if (!moved && *sleeps) return got ? (Py_ssize_t)got : WOULD_BLOCK;
         got += (size_t)moved;

@@ -34,7 +34,7 @@ from tests.real.squatting import met_by_a_squatter
 
 rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
 
-CAPACITY = 2 * 2**20
+CAPACITY = 3 * 2**20
 LIMIT_S = 60.0
 
 
@@ -187,7 +187,7 @@ def test_another_user_does_not_get_in_and_is_not_trusted_with_ours() -> None:
     async def body() -> None:
         async with RealHost(RealOptions("right"), on_refused=refused.append) as host:
             listener = await host.listen("127.0.0.1:0")
-            door = f"hcsim-1-{listener.address}"
+            door = f"hcsim-2-{listener.address}"
             knocking = await asyncio.create_subprocess_exec(sys.executable, "-c", KNOCKS, door, str(NOBODY))
             assert await knocking.wait() == 0
         assert ["another user's" in str(error) for error in refused] == [True]
@@ -213,7 +213,7 @@ def test_a_door_of_another_user_is_passed_by() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", SQUATS, f"hcsim-1-{address}", str(NOBODY)]
+        command = [sys.executable, "-c", SQUATS, f"hcsim-2-{address}", str(NOBODY)]
         with subprocess.Popen(command, stdin=pipe, stdout=pipe) as squatter:  # noqa: ASYNC220
             assert squatter.stdout is not None
             squatter.stdout.readline()
@@ -289,7 +289,7 @@ def small_memory() -> int:
 @contextmanager
 def knocking(listener: Listener) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(f"\0hcsim-1-{listener.address}")
+        sock.connect(f"\0hcsim-2-{listener.address}")
         yield sock
 
 
@@ -605,7 +605,7 @@ asyncio.run(main())
 def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_child_lives_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as door:
         address = f"127.0.0.1:{tcp.getsockname()[1]}"
-        door.bind(f"\0hcsim-1-{address}")
+        door.bind(f"\0hcsim-2-{address}")
         door.listen()
         door.settimeout(LIMIT_S)
         command, pipe = [sys.executable, "-c", FORKS_WHILE_IT_DIALS, address], subprocess.PIPE

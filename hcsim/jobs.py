@@ -76,26 +76,30 @@ def check_job(job: Job) -> None:
 
 
 async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
-    """Return when every rank is there: all call the first, which answers when it has heard them all."""
+    """Return when every rank is there: all call the first, which tells those who have whom it still waits for."""
     if group.size == 1:
         return
     patient = group.subgroup(range(group.size), Options(timeout_s=wait_s))
-    token = np.zeros(1, np.uint8)
     if group.rank:
         missing([0])
-        await patient.sendrecv(token, 0, token.copy(), 0)
-        missing([])
-    else:
-        absent = list(range(1, group.size))
+        await patient.send(np.zeros(1, np.uint8), 0)
+        while True:
+            is_absent = np.zeros(group.size, np.uint8)
+            await patient.recv(is_absent, 0)
+            missing(np.flatnonzero(is_absent).tolist())
+            if not is_absent.any():
+                return
+    absent = list(range(1, group.size))
 
-        async def hear(rank: int) -> None:
-            await patient.recv(token.copy(), rank)
-            absent.remove(rank)
-            missing(absent)
-
+    async def hear(rank: int) -> None:
+        await patient.recv(np.zeros(1, np.uint8), rank)
+        absent.remove(rank)
         missing(absent)
-        await asyncio.gather(*(hear(rank) for rank in range(1, group.size)))
-        await asyncio.gather(*(patient.send(token, rank) for rank in range(1, group.size)))
+        is_absent = np.isin(np.arange(group.size), absent).astype(np.uint8)
+        await asyncio.gather(*(patient.send(is_absent, there) for there in np.flatnonzero(is_absent == 0)[1:].tolist()))
+
+    missing(absent)
+    await asyncio.gather(*(hear(rank) for rank in range(1, group.size)))
 
 
 async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:

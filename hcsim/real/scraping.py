@@ -5,6 +5,7 @@ The page is made in the event loop, between two steps of the program: nothing ch
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -33,8 +34,8 @@ async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[s
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(f"metrics cannot be served at {address}: {reason}; choose another port") from None
+            advice = "; choose another port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            raise ConfigError(f"metrics cannot be served at {address}: {error.strerror or error}{advice}") from None
         yield join_address(runner.addresses[0])
     finally:
         await runner.cleanup()

@@ -78,6 +78,20 @@ def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
     assert "Traceback" not in errors
 
 
+def test_everybody_knows_for_whom_all_wait() -> None:
+    peers = free_peers(3)
+    names = peers.split(",")
+    with rank(0, peers, *JOB) as zero, rank(1, peers, *JOB) as one:
+        assert one.stderr is not None
+        assert one.stderr.readline() == f"waiting for rank 0 at {names[0]}\n"
+        assert one.stderr.readline() == f"waiting for rank 2 at {names[2]}\n"
+        with rank(2, peers, *JOB) as two:
+            for process in (zero, one, two):
+                _, errors = process.communicate(timeout=LIMIT_S)
+                assert process.returncode == 0, errors
+                assert "all ranks are here" in errors
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
 def test_an_interrupt_ends_it_cleanly() -> None:
     with rank(0, free_peers(2)) as zero:

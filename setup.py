@@ -1,6 +1,7 @@
 """The compiled parts of the package; everything else stands in pyproject.toml."""
 
 import platform
+import sys
 
 from setuptools import Extension, setup
 
@@ -18,14 +19,17 @@ def compiled(name: str, *flags: str, depends: tuple[str, ...] = ()) -> Extension
     )
 
 
-LOOPS = ("loops.h", "halves.h", "choice.h", "products.h")
+LOOPS = tuple(f"{name}.h" for name in ("loops", "halves", "choice", "products"))
 modules = [
-    compiled("hcsim.compressors.kernels.compiled", depends=LOOPS),  # without it, plain.py beside it does the same
+    # Without it, plain.py beside it does the same. It does not need avx2.c; archives of sources made anywhere do.
+    compiled("hcsim.compressors.kernels.compiled", depends=("avx2.c", *LOOPS)),
     compiled("hcsim.real.folding", depends=("moves.h",)),  # without it, numpy adds what has been received
     compiled("hcsim.real.rings", depends=("moves.h",)),  # without it, processes of one machine talk over TCP
 ]
-if platform.machine() in ("x86_64", "AMD64"):
-    wide = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
-    modules.append(compiled("hcsim.compressors.kernels.avx2", *wide, depends=("compiled.c", *LOOPS)))
+if platform.machine() == "x86_64":
+    # On a Mac a Python for both kinds of processor has everything compiled for both.
+    only_here = ["-Xarch_x86_64"] if sys.platform == "darwin" else []
+    flags = [word for flag in ("-mavx2", "-mf16c", "-mbmi", "-mbmi2") for word in (*only_here, flag)]
+    modules.append(compiled("hcsim.compressors.kernels.avx2", *flags, depends=("compiled.c", *LOOPS)))
 
 setup(ext_modules=modules)

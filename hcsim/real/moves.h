@@ -1,7 +1,7 @@
 /* Bytes from one place to another, as they are or added as floats: the loops in which a collective spends its time.
 
-   They may lie at any address, hence memcpy, which costs nothing. On x86 with AVX2, which is asked for when the loops are
-   first needed, memory is read further ahead than the processor itself looks. */
+   They may lie at any address, hence memcpy, which costs nothing. On x86 with AVX2 memory is read
+   further ahead than the processor itself looks. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -13,13 +13,7 @@
 #define LINES 128  /* bytes at a time */
 #define WITH_AVX2 __attribute__((target("avx2")))
 
-static inline int has_avx2(void)
-{
-    static int known = -1;
-    if (known < 0) known = __builtin_cpu_supports("avx2") != 0;
-    return known;
-}
-
+static inline int has_avx2(void) { return __builtin_cpu_supports("avx2") != 0; }
 static inline void expect(const char *at) { __builtin_prefetch(at + AHEAD), __builtin_prefetch(at + AHEAD + LINES / 2); }
 #endif
 

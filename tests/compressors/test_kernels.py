@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -16,6 +17,7 @@ from hcsim.compressors.kernels import plain
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 
+CPU = Path("/proc/cpuinfo")
 ROOM = np.zeros(100, np.uint32)
 each_compiled = pytest.mark.parametrize("compiled", COMPILED_LOOPS)  # none, where the install found no compiler
 
@@ -47,6 +49,14 @@ def test_all_have_the_same_functions(compiled):
 def test_the_best_that_this_processor_can_run_are_in_use():
     assert bool(COMPILED_LOOPS) == kernels.COMPILED
     assert kernels.copy is [plain, *COMPILED_LOOPS][-1].copy
+
+
+@pytest.mark.skipif(not CPU.exists() or not kernels.COMPILED, reason="Linux says what a processor can, if compiled")
+def test_a_processor_with_avx2_uses_it():
+    can = {word for line in CPU.read_text().splitlines() if line.startswith("flags") for word in line.split()}
+    assert (COMPILED_LOOPS[-1].__name__ == "hcsim.compressors.kernels.avx2") == (
+        {"avx2", "f16c", "bmi1", "bmi2"} <= can
+    )
 
 
 @each_compiled

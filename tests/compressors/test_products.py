@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_tensors import LOOPS, quick
+from sample_tensors import COMPILED_LOOPS, LOOPS, quick
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Ident
@@ -52,6 +52,7 @@ def test_every_product_is_the_exact_one_but_for_rounding(loops, shape, rank):
         assert (np.abs(start - expected) <= bound(p.T, q) + (rank + 1) * 2.0**-23 * np.abs(m)).all()
 
 
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @given(
     rows=st.integers(1, 9),
     columns=st.integers(1, 70),
@@ -59,25 +60,26 @@ def test_every_product_is_the_exact_one_but_for_rounding(loops, shape, rank):
     offsets=st.tuples(*[st.integers(0, 67)] * 3),
 )
 @quick
-def test_bits_do_not_depend_on_where_the_arrays_lie(rows, columns, rank, offsets):
+def test_bits_do_not_depend_on_where_the_arrays_lie(loops, rows, columns, rank, offsets):
     results = []
     for first, second, third in ((0, 0, 0), offsets):
         m, p, q = drawn(rows, columns, 1, first), drawn(rank, rows, 2, second), drawn(rank, columns, 3, third)
         dots, sums, out = drawn(rank, rows, 4, second), drawn(rank, columns, 4, third), drawn(rows, columns, 4, first)
-        kernels.dots(q, m, dots, rank)
-        kernels.sums(p, m, sums, rank)
-        kernels.outer(p, q, out, rank, -1)
+        loops.dots(q, m, dots, rank)
+        loops.sums(p, m, sums, rank)
+        loops.outer(p, q, out, rank, -1)
         results.append((dots.tobytes(), sums.tobytes(), out.tobytes()))
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("loops", LOOPS)
 @pytest.mark.parametrize("rank", [1, 3, 4, 6])
-def test_nothing_beyond_the_arrays_is_written(rank):
+def test_nothing_beyond_the_arrays_is_written(loops, rank):
     for rows, columns in ((5, 7), (6, 1030), (3, 2)):
         for size, call in (
-            (rank * rows, lambda out, m, p, q: kernels.dots(q, m, out, rank)),
-            (rank * columns, lambda out, m, p, q: kernels.sums(p, m, out, rank)),
-            (rows * columns, lambda out, m, p, q: kernels.outer(p, q, out, rank, 0)),
+            (rank * rows, lambda out, m, p, q: loops.dots(q, m, out, rank)),
+            (rank * columns, lambda out, m, p, q: loops.sums(p, m, out, rank)),
+            (rows * columns, lambda out, m, p, q: loops.outer(p, q, out, rank, 0)),
         ):
             room = np.full(size + 32, 5, np.float32)
             call(room[16:-16], drawn(rows, columns), drawn(rank, rows), drawn(rank, columns))
@@ -85,9 +87,10 @@ def test_nothing_beyond_the_arrays_is_written(rank):
             assert (room[-16:] == 5).all()
 
 
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rank", [1, 4, THIN, THIN + 1])
-def test_a_nan_or_an_infinity_anywhere_in_a_matrix_is_found(value, rank):
+def test_a_nan_or_an_infinity_anywhere_in_a_matrix_is_found(loops, value, rank):
     """In a row of four or at the end, in a column of four or at the end; even where it meets a zero."""
     for rows, columns in ((10, 11), (23, 34), (4, 40_002)):
         for row, column in {(row, column) for row in (0, 3, rows - 1) for column in (0, 5, columns // 2, columns - 1)}:
@@ -95,7 +98,7 @@ def test_a_nan_or_an_infinity_anywhere_in_a_matrix_is_found(value, rank):
             m[row, column] = value
             p = np.empty((rank, rows), np.float32)
             for q in (drawn(rank, columns), np.zeros((rank, columns), np.float32)):
-                kernels.dots(q, m, p, rank)
+                loops.dots(q, m, p, rank)
                 assert not np.isfinite(p[:, row]).any()
                 assert np.isfinite(np.delete(p, row, axis=1)).all()
 

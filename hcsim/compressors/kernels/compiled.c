@@ -218,13 +218,23 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = TEXT(MODULE), .m_size = 0, .m_methods = methods};
 
+#if defined(__AVX2__)
+#include <cpuid.h>
+
+/* What setup.py had it compiled with. Not every compiler can be asked for F16C by its name. */
+static int can_run(void)
+{
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")
+        && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#else
+static int can_run(void) { return 1; }
+#endif
+
 PyMODINIT_FUNC INIT(MODULE)(void)
 {
-#if defined(__AVX2__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor is older than AVX2");
-        return NULL;
-    }
-#endif
-    return PyModuleDef_Init(&definition);
+    if (can_run()) return PyModuleDef_Init(&definition);
+    PyErr_SetString(PyExc_ImportError, "this processor has no AVX2");
+    return NULL;
 }

@@ -88,8 +88,8 @@ static inline int are_finite(const wide *trace)
     return !(all >> 31);
 }
 
-/* Told so many bytes before what it will need, a processor reads memory faster: by 2 % on ARM, by a fifth or more on x86,
-   which looks ahead by itself only within a page. */
+/* Told so many bytes before what it will need, a processor reads memory faster: by 2 % on ARM; by a fifth or more on x86
+   of the last years, which looks ahead by itself only within a page. */
 #if defined(__AVX2__)
 #define AHEAD 4096
 #else

@@ -5,7 +5,7 @@
    in the cache: where they are longer than that, a stretch of columns is done at a time. In which order sums are added
    depends on the shapes alone, not on addresses nor on threads.
 
-   Where the processor can, a product and its sum are rounded once, elsewhere twice. A NaN or an infinity goes into all
+   On ARM a product and its sum are rounded once, on x86 twice. A NaN or an infinity goes into all
    sums that it belongs to, whatever it is multiplied with. */
 
 #if defined(__aarch64__)

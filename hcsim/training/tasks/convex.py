@@ -9,6 +9,7 @@ exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that the distance from the
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -134,7 +135,7 @@ def _data() -> tuple[Array, Array]:
     features = sum(FEATURES)
     shrink: Array = np.linspace(1, 5, features).astype(np.float32)
     x = _nearly_normal(drawn, SAMPLES, features) / shrink
-    truth = _nearly_normal(drawn, features, OUTPUTS) / np.float32(features**0.5)
+    truth = _nearly_normal(drawn, features, OUTPUTS) / np.float32(math.sqrt(features))
     y = np.float32(NOISE) * _nearly_normal(drawn, SAMPLES, OUTPUTS)
     for feature in range(features):
         y += x[:, feature, None] * truth[feature]
@@ -142,7 +143,7 @@ def _data() -> tuple[Array, Array]:
 
 
 def _nearly_normal(drawn: np.random.Generator, rows: int, columns: int) -> Array:
-    """Sums of twelve whole numbers below 2¹³, centred and divided by their standard deviation, all without rounding."""
-    whole = drawn.integers(2**13, size=(12, rows, columns)).sum(axis=0) - 6 * 2**13
+    """Sums of twelve whole numbers below 2¹³, less their mean, by nearly their deviation; nothing is rounded."""
+    whole = drawn.integers(2**13, size=(12, rows, columns)).sum(axis=0) - 6 * (2**13 - 1)
     normal: Array = (whole / 2**13).astype(np.float32)
     return normal

@@ -98,7 +98,7 @@ def _bytes(axes: Any, points: pd.DataFrame) -> None:
         last = line.iloc[0]
         axes.annotate(
             compressor_words(last["compressor"]), (last["payload_share"], last["step_sent_bytes"]), (5, -3),
-            textcoords="offset points", fontsize=8,
+            textcoords="offset points", fontsize=8, bbox={"facecolor": "w", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
     if len(dense):
         size = float(dense.iloc[0]["step_sent_bytes"])

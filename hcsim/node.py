@@ -74,7 +74,8 @@ async def train_as_member(
     inside = host if credentials is None else admitted(host, credentials, tell)
 
     def began(view: View, step: int) -> None:
-        tell(f"view {view.epoch}: {'training begins' if step == 0 else f'training goes on after step {step}'}")
+        anew = ", as no member has a checkpoint" if durable and view.epoch > 1 else ""
+        tell(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
     node = Node(inside, me, plan.cluster, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from hcsim.cli import screen
 from hcsim.cli.options import Place
@@ -120,3 +121,14 @@ def check(settings: Training, ranks: int, homes: int, save: Path | None) -> None
         raise ConfigError(f"--save {save}: this is a folder; give the name of a file")
     if save is not None and not save.parent.is_dir():
         raise ConfigError(f"--save {save}: there is no folder {save.parent}")
+    if save is not None:
+        _try_writing_beside(save)
+
+
+def _try_writing_beside(save: Path) -> None:
+    """A model is written to a new file there, which then takes the old one's place."""
+    try:
+        with TemporaryFile(dir=save.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--save {save}: nothing can be written in {save.parent}: {error.strerror}") from None

@@ -94,6 +94,7 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         (("--task", "convex", "--strategy", "hierarchical"), "here is only one"),
         (("--task", "convex", "--lr", "inf"), "--lr"),
         (("--task", "convex", "--save", "/"), "this is a folder"),
+        (("--task", "convex", "--save", "/dev/fd/model"), "nothing can be written in /dev/fd"),
         (("--task", "convex", "--strategy", "local_sgd:"), '"local_sgd" knows every=8'),
         (("--task", "convex", "--strategy", "parameter_server", "--algorithm", "ring"), "does without all-reduces"),
     ],

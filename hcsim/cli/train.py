@@ -115,20 +115,19 @@ def evaluate_model(path: Path) -> None:
 def check(settings: Training, ranks: int, homes: int, save: Path | None) -> None:
     """Refuse, before anything is started, what cannot be trained or saved."""
     check_training(settings, ranks, homes)
-    if save is not None and task(settings.task).phantom:
-        raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")
-    if save is not None and save.is_dir():
-        raise ConfigError(f"--save {save}: this is a folder; give the name of a file")
-    if save is not None and not save.parent.is_dir():
-        raise ConfigError(f"--save {save}: there is no folder {save.parent}")
     if save is not None:
-        _try_writing_beside(save)
+        _check_saving(settings, save)
 
 
-def _try_writing_beside(save: Path) -> None:
-    """A model is written to a new file there, which then takes the old one's place."""
+def _check_saving(settings: Training, save: Path) -> None:
+    if task(settings.task).phantom:
+        raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")
+    if save.is_dir():
+        raise ConfigError(f"--save {save}: this is a folder; give the name of a file")
+    if not save.parent.is_dir():
+        raise ConfigError(f"--save {save}: there is no folder {save.parent}")
     try:
-        with TemporaryFile(dir=save.parent):
+        with TemporaryFile(dir=save.parent):  # a model is written to a new file, which takes the old one's place
             pass
     except OSError as error:
         raise ConfigError(f"--save {save}: nothing can be written in {save.parent}: {error.strerror}") from None

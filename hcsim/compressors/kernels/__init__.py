@@ -8,7 +8,7 @@ try:
     from hcsim.compressors.kernels.avx2 import *  # noqa: F403 - all of them, or none
 
     COMPILED = True
-except ImportError:  # not on x86, or older
+except ImportError:  # no x86, or one without AVX2
     try:
         from hcsim.compressors.kernels.compiled import *  # noqa: F403
 

@@ -148,9 +148,9 @@ FOR_PAIRS(WEIGH)
 static void weigh_rows(const byte *restrict p, count of_out, count of_in, float sign, const byte *restrict x,
                        byte *restrict out, count n, count pitch, int onto, count outs, count ins)
 {
-    static void (*const weigh[4][4])(const byte *, count, count, float, const byte *, byte *, count, count, int) =
+    static void (*const some[4][4])(const byte *, count, count, float, const byte *, byte *, count, count, int) =
         TABLE_OF(weigh);
-    weigh[up_to_four(outs)][up_to_four(ins)](p, of_out, of_in, sign, x, out, n, pitch, onto);
+    some[up_to_four(outs)][up_to_four(ins)](p, of_out, of_in, sign, x, out, n, pitch, onto);
 }
 
 /* q[k] = Σ p[k][i] m[i]. */

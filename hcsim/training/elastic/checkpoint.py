@@ -80,9 +80,7 @@ def decode(data: bytes) -> Parcel:
         arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
         parcel = Parcel(bytes.fromhex(about["about"]), arrays)
     except (safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the checkpoint is damaged ({error}): replace the file `checkpoint` in the folder of --state, or remove it"
-        ) from None
+        raise ConfigError(f"the checkpoint is damaged ({error}): put another in its place, or remove it") from None
     if about.get("format") != _FORMAT or about.get("sha256") != _digest(parcel.about, arrays):
         raise ConfigError("the checkpoint is not what was saved (its SHA-256 differs): remove it")
     return parcel

@@ -55,11 +55,17 @@ class Direction:
         if waiter is None or step is None:
             self._stop_watching()
         elif not waiter.done():
+            failure, finished = None, False
             try:
-                if step():
-                    waiter.set_result(None)
+                finished = step()
             except Exception as error:
-                waiter.set_exception(error)
+                failure = error
+            if waiter.done():
+                return  # whoever took what came has given up
+            if failure is not None:
+                waiter.set_exception(failure)
+            elif finished:
+                waiter.set_result(None)
 
     def abandon(self, error: ChannelError) -> None:
         """Watch no more; whoever waits gets the error."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
 from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.stream import FIRST_MAX_FRAME_BYTES
-from hcsim.runtime.channel import EMPTY, Payload, Place
+from hcsim.runtime.channel import EMPTY, Payload, Place, Pumped
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LINGER_S = 0.25
@@ -40,7 +40,7 @@ class Pipe(Protocol):
         """Let go of everything."""
 
 
-class PiecewiseChannel:
+class PiecewiseChannel(Pumped):
     """A channel over a pipe, which it owns from now on."""
 
     def __init__(self, pipe: Pipe, peer: str) -> None:

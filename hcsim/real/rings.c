@@ -189,6 +189,16 @@ static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t ele
     return (Py_ssize_t)got;
 }
 
+/* Whether the writer will wake us for the next byte, of which there is none yet. */
+static int doze(Rings *self)
+{
+    Counters *ring = &self->memory->counters[!self->out];
+    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
+    if (atomic_load(&ring->written) != read) return 0;
+    atomic_store(&ring->awaited, 1);
+    return atomic_load(&ring->written) == read; /* look once more, as above */
+}
+
 /* -- the memory */
 
 static int sealed(int fd)
@@ -362,9 +372,12 @@ static PyObject *rings_rung(PyObject *object, PyObject *over)
     Py_RETURN_NONE;
 }
 
-static PyObject *rings_reader_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
+static PyObject *rings_reader_sleeps(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    return PyBool_FromLong(((Rings *)self)->reader_sleeps && !((Rings *)self)->over); /* who would wake it? */
+    Rings *self = (Rings *)object;
+    if (self->over || !self->memory) Py_RETURN_FALSE; /* who would wake it? */
+    self->reader_sleeps = self->reader_sleeps || doze(self);
+    return PyBool_FromLong(self->reader_sleeps);
 }
 
 static PyObject *rings_writer_sleeps(PyObject *self, PyObject *Py_UNUSED(none))

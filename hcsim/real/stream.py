@@ -2,8 +2,9 @@
 
 Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
 header and payload; a payload is received straight into its destination, or added to it. Each direction tries
-at once, and only when the stream would block does the event loop take over. The
-loop's callback then moves the bytes itself and wakes the waiting task once, when all are there.
+at once, and only when the stream would block does the event loop take over. The loop's callback then moves the bytes
+itself. Who receives a single frame is woken once, when all of it is there; who pumps is not woken at all, since the
+callback hands over what has come.
 
 Headers are read through a small read-ahead buffer, so that a run of small frames costs one system
 call and a large one copies no more than the read-ahead.
@@ -26,7 +27,7 @@ from hcsim.errors import (
 from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.direction import Direction
 from hcsim.real.failures import translated, unexpected_tls
-from hcsim.runtime.channel import EMPTY, Fold, Payload, Place
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 FIRST_MAX_FRAME_BYTES = 64 * 1024
@@ -42,6 +43,13 @@ _REST_S = 0.25
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Parts: TypeAlias = list[bytes | memoryview]
+
+
+class _Malformed(Exception):
+    """What came is no frame. Told apart from what whoever takes frames in raises, which does not end the channel."""
+
+    def __init__(self, why: RemoteProtocolError) -> None:
+        self.why = why
 
 
 class Stream(Protocol):
@@ -107,7 +115,9 @@ class StreamChannel:
         self._ahead = memoryview(bytearray(stream.read_ahead_bytes))
         self._ahead_start = 0
         self._ahead_end = 0
-        self._into = EMPTY
+        self._header: Header | None = None
+        """Whose payload is being received."""
+        self._payload = self._into = EMPTY
         self._fold: Fold | None = None
         self._missing_bytes = 0
         self._turn_bytes = 0
@@ -170,37 +180,13 @@ class StreamChannel:
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
-        self._raise_if_over(self._error)
-        if self._incoming.busy:
-            raise UsageError(f"two tasks receive from {self._peer} at once")
-        if self._ahead_end - self._ahead_start < HEADER_BYTES:
-            await self._read_header()
-        start = self._ahead_start
-        try:
-            header = decode_header(
-                self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
-            )
-        except RemoteProtocolError as error:
-            raise self._end(unexpected_tls(bytes(self._ahead[start : start + 2]), self._peer) or error) from None
-        where = place(header)
-        while isinstance(where, asyncio.Future):
-            await asyncio.shield(where)
-            self._raise_if_over(self._error)
-            where = place(header)
-        view = room_for(header, where)
-        start += HEADER_BYTES
-        have = min(self._ahead_end - start, header.length)
-        view[:have] = self._ahead[start : start + have]
-        self._ahead_start = start + have
-        if have == header.length:
-            return header, view
-        if isinstance(where, Fold) and self._stream.adds:
-            self._fold = where
-            await self._read_payload(have, header.length, self._pull_sum)
-            return header, where.into
-        self._into = view[have:]
-        await self._read_payload(have, header.length, self._pull)
-        return header, view
+        frame = await self._receive(place, None)
+        assert frame is not None
+        return frame
+
+    async def pump(self, place: Place, landed: Landed) -> None:
+        """Receive all frames; see `Channel.pump`. The event loop's callback takes them, and wakes no task of ours."""
+        await self._receive(place, landed)
 
     async def close(self) -> None:
         """End it; see `Channel.close`."""
@@ -214,42 +200,111 @@ class StreamChannel:
 
     # -- receiving
 
-    async def _read_header(self) -> None:
-        ahead = self._ahead
-        have = self._ahead_end - self._ahead_start
-        ahead[:have] = ahead[self._ahead_start : self._ahead_end]
-        self._ahead_start, self._ahead_end = 0, have
-        self._into, self._missing_bytes = ahead[have:], HEADER_BYTES - have
-        try:
-            # After a large frame, who waited for it goes first: it will say where the next one goes.
-            await self._fill(self._pull, at_once=self._turn_bytes < _LARGE_BYTES)
-        except EOFError:
-            received = bytes(ahead[: len(ahead) - len(self._into)])
-            over = unexpected_tls(received, self._peer) or self._end_of_stream(within_frame=bool(received))
-            raise self._end(over) from None
-        finally:
-            self._ahead_end = len(ahead) - len(self._into)
+    async def _receive(self, place: Place, landed: Landed | None) -> tuple[Header, Payload] | None:
+        """The next frame; or, where there is somebody who takes them, all of them until the channel ends."""
+        self._raise_if_over(self._error)
+        if self._incoming.busy:
+            raise UsageError(f"two tasks receive from {self._peer} at once")
+        taken = None
 
-    async def _read_payload(self, have: int, size_bytes: int, pull: Callable[[], bool]) -> None:
-        self._missing_bytes = size_bytes - have
+        def step() -> bool:
+            nonlocal taken
+            self._turn_bytes = 0
+            taken = self._take(place, landed)
+            return taken is not None
+
         try:
-            await self._fill(pull)
+            taken = self._take(place, landed)
+            while not isinstance(taken, tuple):
+                if taken is None:
+                    await self._incoming.finish(step)
+                else:
+                    await asyncio.shield(taken)
+                    self._raise_if_over(self._error)
+                    taken = self._take(place, landed)
         except asyncio.CancelledError:
-            self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+            if self._header is not None:
+                self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
             raise
+        except _Malformed as error:
+            received = bytes(self._ahead[self._ahead_start : self._ahead_end])
+            raise self._end(unexpected_tls(received, self._peer) or error.why) from None
         except EOFError:
-            raise self._end(self._end_of_stream(within_frame=True)) from None
-        finally:
-            self._into, self._fold = EMPTY, None
-
-    async def _fill(self, pull: Callable[[], bool], *, at_once: bool = True) -> None:
-        try:
-            if at_once and pull():
-                return
-            self._look_again()
-            await self._incoming.finish(lambda: self._next_turn(pull))
+            received = bytes(self._ahead[self._ahead_start : self._ahead_end])
+            over = self._end_of_stream(within_frame=bool(received) or self._header is not None)
+            raise self._end(unexpected_tls(received, self._peer) or over) from None
         except OSError as error:
             raise self._end(translated(error, self._peer)) from error
+        return taken
+
+    def _take(self, place: Place, landed: Landed | None) -> tuple[Header, Payload] | asyncio.Future[None] | None:
+        """Read on until it would block, or others should have their turn: None. What is whole is returned, if nobody
+        else takes it; so is what has to be waited for before it is known where the next payload goes."""
+        while True:
+            header = self._header
+            if header is None:
+                if self._ahead_end - self._ahead_start < HEADER_BYTES and not self._pull_header():
+                    break
+                where = self._begin(place)
+                if where is not None:
+                    return where
+                header = self._header
+                assert header is not None
+            if self._missing_bytes and not (self._pull() if self._fold is None else self._pull_sum()):
+                break
+            payload = self._payload
+            self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
+            if landed is None:
+                return header, payload
+            landed(header, payload)
+            del payload  # part of somebody's array, which must not live on because we wait
+        if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
+            self._loop.call_soon(self._incoming.ready)
+        return None
+
+    def _pull_header(self) -> bool:
+        """Read a header, and perhaps some of what follows; False when the loop has to call again."""
+        if self._turn_bytes >= _LARGE_BYTES:
+            return False  # who waited for what has come goes first: it will say where the next one goes
+        ahead, have = self._ahead, self._ahead_end - self._ahead_start
+        if have:
+            ahead[:have] = ahead[self._ahead_start : self._ahead_end]
+        self._ahead_start, self._ahead_end = 0, have
+        while self._ahead_end < HEADER_BYTES:
+            try:
+                count = self._stream.read(ahead[self._ahead_end :])
+            except _WOULD_BLOCK:
+                return False
+            if count == 0:
+                raise EOFError
+            self._ahead_end += count
+            self._turn_bytes += count
+        return True
+
+    def _begin(self, place: Place) -> asyncio.Future[None] | None:
+        """A header is there: find out where its payload goes, as far as that is known."""
+        start = self._ahead_start
+        try:
+            header = decode_header(
+                self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
+            )
+        except RemoteProtocolError as error:
+            raise _Malformed(error) from None
+        where = place(header)
+        if isinstance(where, asyncio.Future):
+            return where
+        view = room_for(header, where)
+        start += HEADER_BYTES
+        have = min(self._ahead_end - start, header.length)
+        view[:have] = self._ahead[start : start + have]
+        self._ahead_start = start + have
+        self._missing_bytes = header.length - have
+        if isinstance(where, Fold) and self._stream.adds and have < header.length:
+            self._fold, self._payload = where, where.into
+        else:
+            self._into, self._payload = view[have:], view
+        self._header = header
+        return None
 
     def _pull(self) -> bool:
         """Read on; True when nothing is missing, False when the loop has to call again."""
@@ -264,33 +319,19 @@ class StreamChannel:
             self._into = self._into[count:]
             self._turn_bytes += count
             self._missing_bytes -= count
-            if self._missing_bytes <= 0:
+            if not self._missing_bytes:
                 return True
-        self._look_again()
         return False
-
-    def _look_again(self) -> None:
-        """What the event loop cannot see, it will not call for."""
-        if self._stream.hides_bytes():
-            self._loop.call_soon(self._incoming.ready)
 
     def _pull_sum(self) -> bool:
         """The same for what is added up as it comes."""
         fold, most = self._fold, _BYTES_PER_TURN - self._turn_bytes
         assert fold is not None
         if most > 0:
-            have = len(fold.into) - self._missing_bytes
-            count = self._stream.add(fold, have, most)
+            count = self._stream.add(fold, len(fold.into) - self._missing_bytes, most)
             self._turn_bytes += count
             self._missing_bytes -= count
-        if self._missing_bytes:
-            self._look_again()
-            return False
-        return True
-
-    def _next_turn(self, pull: Callable[[], bool]) -> bool:
-        self._turn_bytes = 0
-        return pull()
+        return not self._missing_bytes
 
     def _end_of_stream(self, *, within_frame: bool) -> ChannelBroken:
         where = "in the middle of a frame" if within_frame else "between two frames"

@@ -53,6 +53,9 @@ Place: TypeAlias = Callable[[Header], "memoryview | Fold | asyncio.Future[None] 
 to have it allocated, or a future: the payload then stays where it is, and the question is asked again once the
 future is done. It is called for a phantom too, of which only such a future matters."""
 
+Landed: TypeAlias = Callable[[Header, Payload], None]
+"""Takes a frame that has come."""
+
 EMPTY = memoryview(b"")
 
 
@@ -98,12 +101,29 @@ class Channel(Protocol):
         middle of one, the stream would be out of step, so the channel is broken.
         """
 
+    async def pump(self, place: Place, landed: Landed) -> None:
+        """Receive frame after frame and give each to `landed`, until the channel ends or one of the two raises.
+
+        Cancelled, it is as a `recv` that is cancelled."""
+
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on; an unknown peer starts with a small limit."""
 
     async def close(self) -> None:
         """End it. What was sent before still arrives. Later use raises `ChannelClosed`; the peer
         receives what is under way, then `ChannelBroken`. Closing twice is harmless."""
+
+
+class Pumped:
+    """Pumps by receiving one frame at a time."""
+
+    __slots__ = ()
+
+    async def pump(self: Channel, place: Place, landed: Landed) -> None:
+        """See `Channel.pump`."""
+        while True:
+            # Not by name: a payload is part of somebody's array, which must not live on because we wait.
+            landed(*await self.recv(place))
 
 
 class Listener(Protocol):

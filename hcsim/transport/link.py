@@ -188,9 +188,7 @@ class Link:
 
     async def _pump(self, channel: Channel) -> None:
         try:
-            while True:
-                # Not by name: a payload is part of somebody's array, which must not live on because we wait.
-                self._landed(*await channel.recv(self._place))
+            await channel.pump(self._place, self._landed)
         except Exception as error:
             self._stripes_open -= 1
             if not isinstance(error, ChannelError):  # no memory for a frame, say

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import EMPTY, Fold, Payload, Phantom, Place
+from hcsim.runtime.channel import EMPTY, Fold, Payload, Phantom, Place, Pumped
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.stream import NS, RTO_S, Message, Stream
 
@@ -24,7 +24,7 @@ Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None
 """Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
 
 
-class VirtualChannel:
+class VirtualChannel(Pumped):
     """One end of a connection."""
 
     __slots__ = (

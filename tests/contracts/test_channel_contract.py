@@ -403,6 +403,95 @@ def test_there_is_one_receiver(arena):
     arena.run(body)
 
 
+@pytest.mark.parametrize("size_bytes", [0, 100, 300 * KIB])
+def test_a_pump_takes_frame_after_frame_in_order_until_the_channel_ends(arena, size_bytes):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        server.limit(MIB)
+        came = []
+
+        async def send_all():
+            await send_numbered(client, 40, size_bytes)
+            await client.close()
+
+        sending = left.spawn(send_all(), name="sender")
+        with pytest.raises(ChannelBroken):
+            await server.pump(allocate, lambda header, payload: came.append((header.step, payload)))
+        await sending
+        assert [step for step, _ in came] == list(range(40))
+        assert all(payload == pattern(size_bytes, step) for step, payload in came)
+
+    arena.run(body)
+
+
+def test_what_a_pump_cannot_place_or_hand_over_ends_the_pump_alone(arena):
+    """Who has no place for a frame leaves it unread; who refuses one has had it."""
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await send_numbered(client, 4, 100)
+
+        def place(header):
+            if header.step == 1 and not refused:
+                raise KeyError("no place")
+
+        def landed(header, payload):
+            if header.step == 2:
+                raise LookupError("not wanted")
+
+        refused = False
+        with pytest.raises(KeyError, match="no place"):
+            await server.pump(place, landed)
+        refused = True
+        with pytest.raises(LookupError, match="not wanted"):
+            await server.pump(place, landed)
+        header, payload = await server.recv(allocate)
+        assert header.step == 3
+        assert payload == pattern(100, 3)
+
+    arena.run(body)
+
+
+def test_a_pump_waits_for_the_place_of_a_frame_and_goes_on(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        known = asyncio.get_running_loop().create_future()
+        steps, asked = [], []
+
+        def place(header):
+            asked.append(header.step)
+            return known if header.step == 1 and not known.done() else None
+
+        pumping = right.spawn(server.pump(place, lambda header, payload: steps.append(header.step)), name="pump")
+        await send_numbered(client, 3, 100)
+        await right.clock.sleep(0.1)
+        assert (steps, asked) == ([0], [0, 1])
+        known.set_result(None)
+        await right.clock.sleep(0.1)
+        assert (steps, asked) == ([0, 1, 2], [0, 1, 1, 2])
+        pumping.cancel()
+
+    arena.run(body)
+
+
+def test_a_cancelled_pump_leaves_later_frames_to_the_next(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        steps = []
+        pumping = right.spawn(server.pump(allocate, lambda header, payload: steps.append(header.step)), name="pump")
+        await send_numbered(client, 2, 100)
+        await right.clock.sleep(0.1)
+        with pytest.raises(UsageError, match="at once"):
+            await server.recv(allocate)
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+        await client.send(Header(5, step=2), pattern(5))
+        assert (await server.recv(allocate))[0].step == 2
+        assert steps == [0, 1]
+
+    arena.run(body)
+
+
 def test_a_frame_over_the_limit_is_the_peers_fault_and_ends_the_channel(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

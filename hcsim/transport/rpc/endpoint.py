@@ -117,9 +117,7 @@ class Endpoint:
     async def _receive(self) -> None:
         peer = self.channel.peer
         try:
-            while True:
-                # Not by name: a payload is part of somebody's array, which must not live on because we wait.
-                self._landed(*await self.channel.recv(self._place))
+            await self.channel.pump(self._place, self._landed)
         except ChannelError as error:
             self._end(error)
         except Exception as error:  # no memory for an array, say

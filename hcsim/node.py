@@ -51,7 +51,7 @@ async def running(node: Node) -> AsyncIterator[None]:
     reason = "it ended with an error"
     try:
         yield
-        reason = "it has finished"
+        reason = "it has finished or left"
     finally:
         await node.stop(reason)
 
@@ -89,6 +89,8 @@ async def train_as_member(
             await node.leave()
             raise
         await node.leave()
+        if saving is not None and part.run.step < plan.training.steps:
+            tell(f"saved after step {part.run.step}: {saving.vault}")
         return report
 
 

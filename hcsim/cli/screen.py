@@ -153,8 +153,10 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
         show(table)
     slowest = max(reports, key=lambda report: report.duration_s)
     spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in slowest.spent_s.items())
-    each = slowest.duration_s / max(1, slowest.steps)
-    say(f"{slowest.steps} steps in {duration(slowest.duration_s)}, {duration(each)} each")
+    before = slowest.points[0].step - 1 if slowest.points else 0  # a checkpoint's, or the others'
+    each = slowest.duration_s / max(1, slowest.steps - before)
+    steps = f"steps {before + 1} to {slowest.steps}" if before else f"{slowest.steps} steps"
+    say(f"{steps} in {duration(slowest.duration_s)}, {duration(each)} each")
     say(f"of it on rank {slowest.rank}, waiting included: {spent}; they may overlap")
     busiest = max(reports, key=lambda report: report.sent_bytes)
     who = "the busiest rank" if len(reports) > 1 else f"rank {busiest.rank}"

@@ -37,6 +37,10 @@ class FileStore:
         if lock >= 0:
             os.close(lock)
 
+    def where(self, name: str) -> str:
+        """The file's path."""
+        return str(self._folder / name)
+
     def load(self, name: str) -> bytes | None:
         """See `runtime.store.Store.load`."""
         try:
@@ -60,6 +64,10 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
+
+    def where(self, name: str) -> str:
+        """Nobody finds it but this process."""
+        return f"{name}, in memory"
 
     def load(self, name: str) -> bytes | None:
         """See `runtime.store.Store.load`."""

@@ -13,3 +13,6 @@ class Store(Protocol):
 
     def save(self, name: str, data: bytes) -> None:
         """Replace the record; once this returns, a crash cannot lose it."""
+
+    def where(self, name: str) -> str:
+        """Where a person finds the record of that name."""

@@ -1,8 +1,9 @@
 """What is left when everybody is gone: a member's state on its disk, whole and verified.
 
-The first member of a view saves now and then. After all have started anew, training goes on from the newest state that
-one of them holds: a checkpoint says of which era and step it is, and members compare those when a view begins.
-What the saver's error feedback owed is in it; what the others owed is lost with them.
+The first member of a view saves now and then, and everybody who leaves before the end. After all have started anew,
+training goes on from the newest state that one of them holds: a checkpoint says of which era and step it is, and
+members compare those when a view begins. What the saver's error feedback owed is in it, unless others owe it now.
+What those owed who did not save is lost with them.
 
 The file is safetensors: everything that reads those finds the parameters under "parameters".
 """
@@ -21,6 +22,8 @@ import safetensors.numpy
 
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
+from hcsim.runtime.host import Host
 from hcsim.runtime.store import Store
 from hcsim.training.elastic.parcel import Parcel
 
@@ -36,6 +39,9 @@ class Vault(Protocol):
     def load(self) -> bytes | None:
         """As it was last saved; None where there is none."""
 
+    def __str__(self) -> str:
+        """Where a person finds it."""
+
 
 class InStore:
     """In a host's store."""
@@ -43,6 +49,9 @@ class InStore:
     def __init__(self, store: Store, name: str = "checkpoint") -> None:
         self._store = store
         self._name = name
+
+    def __str__(self) -> str:
+        return self._store.where(self._name)
 
     def save(self, data: bytes) -> None:
         """See `Vault.save`."""
@@ -64,12 +73,28 @@ class Checkpoints(msgspec.Struct, frozen=True):
         """The next step to save after."""
         return step - step % self.every + self.every
 
+    async def save(self, host: Host, state: Parcel) -> None:
+        """Save a state, in the host's time."""
+        work = Work(0.0, 3.0 * sum(array.nbytes for array in state.arrays.values()))
+        await host.device.run(work, lambda: self.vault.save(encode(state)))
+
 
 def encode(parcel: Parcel) -> bytes:
     """A state as a file."""
     arrays = _arrays(parcel)
     metadata = {"format": _FORMAT, "about": parcel.about.hex(), "sha256": _digest(parcel.about, arrays)}
     return safetensors.numpy.save(arrays, metadata)
+
+
+def load(vault: Vault) -> Parcel | None:
+    """The state that was saved there, if there is one; refuses what is not that."""
+    data = vault.load()
+    if data is None:
+        return None
+    try:
+        return decode(data)
+    except ConfigError as error:
+        raise ConfigError(f"{vault}: {error}") from None
 
 
 def decode(data: bytes) -> Parcel:
@@ -80,9 +105,9 @@ def decode(data: bytes) -> Parcel:
         arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
         parcel = Parcel(bytes.fromhex(about["about"]), arrays)
     except (safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
-        raise ConfigError(f"the checkpoint is damaged ({error}): put another in its place, or remove it") from None
+        raise ConfigError(f"this checkpoint is damaged ({error}): put another in its place, or remove it") from None
     if about.get("format") != _FORMAT or about.get("sha256") != _digest(parcel.about, arrays):
-        raise ConfigError("the checkpoint is not what was saved (its SHA-256 differs): remove it")
+        raise ConfigError("this checkpoint is not what was saved (its SHA-256 differs): remove it")
     return parcel
 
 

@@ -141,6 +141,12 @@ class Served:
         """End the worker, which lives from view to view."""
         await self._working.close()
 
+    async def save(self) -> None:
+        """Save the server's state, if we hold it. Who leaves owes nothing any more."""
+        state = self._keeper.state
+        if self.checkpoints is not None and state is not None:
+            await self.checkpoints.save(self._host, self._keeper.saved(self._working.after(state), state.workers))
+
     # A view begins.
 
     async def _start(self, group: Group) -> None:

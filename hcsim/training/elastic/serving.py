@@ -13,9 +13,8 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.base import State
 from hcsim.errors import CollectiveError, DeadlineExceeded
 from hcsim.runtime.channel import Listener, Phantom
-from hcsim.runtime.device import Work
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.checkpoint import Checkpoints, Vault, encode
+from hcsim.training.elastic.checkpoint import Checkpoints
 from hcsim.training.elastic.keeper import Keeper
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.working import Working
@@ -94,15 +93,14 @@ class Serving:
         step = self._working.step_of(rounds.version)
         if self._checkpoints is not None and step >= self._due:
             self._due = self._checkpoints.after(step)
-            await self._save(self._checkpoints.vault, rounds)
+            await self._save(self._checkpoints, rounds)
 
-    async def _save(self, vault: Vault, rounds: Rounds) -> None:
+    async def _save(self, checkpoints: Checkpoints, rounds: Rounds) -> None:
         worker = self._working.worker
         remembered = worker.state(rounds.members[worker.name].verdict)
         saved = self._keeper.saved(self._working.at(rounds.version), records(rounds))
         parcel = Parcel(saved.about, {**saved.arrays, **{WORKER + name: array for name, array in remembered.items()}})
-        work = Work(0.0, 3.0 * sum(array.nbytes for array in parcel.arrays.values()))
-        await self._group.host.device.run(work, lambda: vault.save(encode(parcel)))
+        await checkpoints.save(self._group.host, parcel)
 
 
 def remembered(checkpoint: Parcel) -> State:

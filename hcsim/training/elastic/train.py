@@ -8,7 +8,8 @@ In every view: open a group, synchronise, and go on with the step that all have 
     when training is done       all have confirmed that they hold the same model.
 
 A member that leaves in an orderly way hands what its error feedback still owes to the first of those who stay. With
-one that crashes, what it owed is lost: at most what one member had not sent. Nothing is ever sent twice.
+one that crashes, what it owed is lost: at most what one member had not sent. Nothing is ever sent twice. Whoever leaves
+before the end saves what it holds: it may be the last.
 
 When this returns, the member has trained to the end or left; it is for the caller to be in no further view.
 """
@@ -27,9 +28,8 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group, Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CompressionError, HcsimError, UsageError
-from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, decode, encode
+from hcsim.training.elastic.checkpoint import Checkpoints, load
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.recovery import Recovery
@@ -89,6 +89,8 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
         await part.close()
     if not part.has_begun:
         raise HcsimError("left before training began")
+    if part.run.step < part.settings.steps:
+        await part.save()
     part.observer.finished(part.run)
     return part.run.report()
 
@@ -124,6 +126,9 @@ class Part(Protocol):
 
     async def close(self) -> None:
         """Nothing goes on after this."""
+
+    async def save(self) -> None:
+        """Save what we hold, if checkpoints are kept: we leave before the end."""
 
 
 async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience) -> bool:
@@ -187,17 +192,17 @@ class _Patience:
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:
     """Load the data and build the model, which may take seconds."""
-    saved = extras.checkpoints.vault.load() if extras.checkpoints is not None else None
+    saved = load(extras.checkpoints.vault) if extras.checkpoints is not None else None
     if isinstance(strategy(settings.strategy), ParameterServer):
         served = Served(host, settings, seed, extras.what, conductor)
         served.leaving, served.observer = extras.leaving, Recovery(host, extras.observer)
         served.checkpoints, served.began = extras.checkpoints, extras.began
         if saved is not None:
-            served.reload(decode(saved))
+            served.reload(saved)
         return served
     member = _Member(Trainee(host, settings, seed, extras.what, by_links=extras.by_links), conductor, settings, extras)
     if saved is not None:
-        member.trainee.checkpoint = decode(saved)
+        member.trainee.checkpoint = saved
     return member
 
 
@@ -298,6 +303,8 @@ class _Member:
             return
         routes = [(leaver, heirs[0]) for leaver in leavers]
         giving = {heirs[0]: Parcel(b"", self.trainee.owed())} if group.rank in leavers else {}
+        if giving:
+            self.trainee.forget_owed()
         for parcel in await relay(group, routes, giving):
             self.trainee.take_in(parcel.arrays)
 
@@ -307,9 +314,13 @@ class _Member:
         run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
-            saved = self.trainee.saved()
-            work = Work(0.0, 3.0 * sum(array.nbytes for array in saved.arrays.values()))
-            await run.group.host.device.run(work, lambda: checkpoints.vault.save(encode(saved)))
+            await self.save()
+
+    async def save(self) -> None:
+        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state."""
+        if self._checkpoints is not None:
+            self.run.drop()
+            await self._checkpoints.save(self.trainee.host, self.trainee.saved())
 
 
 async def _watch(group: Group, over: asyncio.Future[str]) -> None:

@@ -228,6 +228,11 @@ class Trainee:
         """What we owe: our gradients that were not sent yet."""
         return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
 
+    def forget_owed(self) -> None:
+        """Somebody else owes it now."""
+        state = self.run.compressor.state()
+        self.run.compressor.restore({name: array for name, array in state.items() if not name.startswith(OWN)})
+
     def _own_that_counts(self, about: About) -> Held:
         """What we owe, if all steps that we took part in count; and nothing otherwise."""
         run = self.run

@@ -256,6 +256,34 @@ def test_after_all_have_started_anew_training_goes_on_from_what_the_server_saved
         assert outcome.sha256() == train(SWITCH, settings).sha256()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -> None:
+    """Though nothing was saved before: whoever holds the server's state saves it when it goes."""
+    events = {name: asyncio.Event() for name in "abcd"}
+
+    def prepare(cluster: Cluster) -> None:
+        cluster.on_step = lambda name, step: events[name].set() if step >= 4 else None
+
+    def rarely(host: Host) -> Checkpoints:
+        return Checkpoints(1000, InStore(host.store))
+
+    settings = replace(CONVEX, strategy=mode, steps=12)
+    first = train(SWITCH, settings, prepare=prepare, leaving=lambda host: events[host.name], checkpoints=rarely)
+    assert not first.cluster.done
+    disks = {name: first.cluster.world.host(name).store.records for name in "abcd"}
+
+    def with_disks(cluster: Cluster) -> None:
+        for name, disk in disks.items():
+            cluster.world.host(name).store.records.update(disk)
+
+    again = train(SWITCH, settings, first="dcba", prepare=with_disks, checkpoints=rarely, lineage="another")
+    assert sorted(again.cluster.done) == list("abcd")
+    steps = [point.step for name in "abcd" for point in again.watchers[name].points]
+    assert min(steps) > 4
+    assert max(steps) == 12
+    again.sha256()
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_what_the_servers_own_worker_owes_is_saved_as_of_the_same_update(number: int) -> None:
     """Alone, it ends with the bits of one that never crashed: no push is in it twice, and none is missing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, Diverged, TrainingError
+from hcsim.real.store import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
-from hcsim.training.elastic.checkpoint import Checkpoints, InStore, decode
+from hcsim.training.elastic.checkpoint import Checkpoints, InStore, decode, load
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.optimizer import Sgd
 from hcsim.training.saved import CheckpointFile
@@ -224,6 +226,48 @@ def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint
     assert same_order.sha256() == through.sha256()
 
 
+def left_and_started_anew(steps: dict[str, int], chosen: Training, **options: Any) -> tuple[Outcome, Outcome]:
+    """Each is asked to leave after so many steps; then all start anew from their disks."""
+    events = {name: asyncio.Event() for name in steps}
+
+    def prepare(cluster: Cluster) -> None:
+        cluster.on_step = lambda name, step: events[name].set() if step == steps[name] else None
+
+    def saving(host: Host) -> Checkpoints:
+        return Checkpoints(100, InStore(host.store))
+
+    first = train(
+        SWITCH, chosen, prepare=prepare, leaving=lambda host: events[host.name], checkpoints=saving, **options
+    )
+    disks = {name: first.cluster.world.host(name).store.records for name in steps}
+    assert not first.cluster.done
+    assert all(disks.values())
+
+    def with_disks(cluster: Cluster) -> None:
+        for name, disk in disks.items():
+            cluster.world.host(name).store.records.update(disk)
+
+    return first, train(SWITCH, chosen, prepare=with_disks, checkpoints=saving, lineage="another", **options)
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "powersgd:2+ef"])
+def test_after_all_have_left_training_goes_on_as_if_nobody_had(compressor: str) -> None:
+    chosen = replace(CONVEX, compressor=compressor)
+    _, again = left_and_started_anew(dict.fromkeys("abcd", 3), chosen)
+    assert again.watchers["a"].points[0].step == 5
+    assert sorted(again.cluster.done) == list("abcd")
+    assert again.sha256() == train(SWITCH, chosen).sha256()
+
+
+def test_what_one_handed_on_before_the_others_left_too_is_owed_once() -> None:
+    chosen = replace(LINEAR, compressor="topk:0.1+ef", steps=12)
+    steps = {"a": 2, "b": 5, "c": 5, "d": 5}
+    first, again = left_and_started_anew(steps, chosen, what=lambda host: Linear())
+    assert [point.step for point in first.watchers["d"].points] == [1, 2, 3, 4, 5, 6]
+    sizes = [16] * 3 + [12] * 3 + [16] * 6
+    np.testing.assert_allclose(sent_and_owed(again, 0.5), means(sizes), rtol=1e-4, atol=1e-4)
+
+
 def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
     outcome = train(SWITCH, CONVEX, checkpoints=lambda host: Checkpoints(4, InStore(host.store)))
     data = outcome.cluster.world.host("a").store.records["checkpoint"]
@@ -234,6 +278,13 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
         decode(bytes(spoiled_data))
     with pytest.raises(ConfigError, match="damaged"):
         decode(data[:100])
+
+
+def test_who_finds_a_damaged_checkpoint_is_told_where_it_is(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "state")
+    store.save("checkpoint", b"nothing of the kind")
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/state/checkpoint: this checkpoint is damaged .*remove it"):
+        load(InStore(store))
 
 
 def test_a_checkpoint_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def our_rank(place: Place) -> int:
     """Which of the peers we are, if that was said."""
     ranks = len(place.peers)
     if place.rank is None or not 0 <= place.rank < ranks:
-        given = "nothing" if place.rank is None else place.rank
-        raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; it is {given}")
+        given = "it was not given" if place.rank is None else f"it is {place.rank}"
+        raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; {given}")
     return place.rank
 
 

@@ -16,6 +16,12 @@ from msgspec import inspect
 from hcsim.units import did_you_mean
 
 _PROBLEM_AND_PLACE = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `([^`]*)`( of length)?(?: (>=|<=|>|<))?(?: ([^ ,]+))?(?:, got `?([^`]*)`?)?")
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "nothing",
+}  # fmt: skip
+_BOUNDS = {">=": "at least ", "<=": "at most ", ">": "more than ", "<": "less than "}
 
 
 def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgspec.Struct]) -> str:
@@ -38,7 +44,23 @@ def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgs
     if problem.startswith("Invalid"):
         problem = f"not known here{did_you_mean(str(value), words)}{valid}"
     found = "" if isinstance(value, (dict, list)) else f" = {json.dumps(value, ensure_ascii=False, default=str)}"
-    return f"{path}{found}: {problem.replace('`object`', '`table`')}"
+    return f"{path}{found}: {in_words(problem)}"
+
+
+def in_words(problem: str) -> str:
+    """What the decoder says of a type, without Python's names for it."""
+    said = _EXPECTED.fullmatch(problem)
+    if said is None:
+        return problem
+    kind, length, bound, limit, got = said.groups()
+    words = f"expected {_named(kind)}"
+    if limit is not None:
+        words += f",{length or ''} {_BOUNDS.get(bound, '')}{limit}"
+    return words if got is None else f"{words}, not {_named(got)}"
+
+
+def _named(kind: str) -> str:
+    return " or ".join(_KINDS.get(one, one) for one in kind.split(" | "))
 
 
 def _look_up(keys: list[int | str], raw: Any, tree: type[msgspec.Struct]) -> tuple[Any, tuple[str, ...]]:

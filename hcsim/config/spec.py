@@ -6,12 +6,12 @@ bare name of a switch. The fields are those of a struct, which checks them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
+from hcsim.config.explain import in_words
 from hcsim.errors import ConfigError
 from hcsim.units import did_you_mean
 
@@ -39,8 +39,9 @@ def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        problem = re.sub(r" - at `\$\.?(.*)`", r" for \1", str(error)).removesuffix(" for ")
-        raise ConfigError(f'{what} "{text}": {problem}; {_usage(name, kind)}') from None
+        problem, _, place = str(error).partition(" - at `$")
+        where = place.strip(".`") or name
+        raise ConfigError(f'{what} "{text}": {where}: {in_words(problem)}; {_usage(name, kind)}') from None
 
 
 def write_spec(name: str, value: msgspec.Struct) -> str:

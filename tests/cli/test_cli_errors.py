@@ -22,7 +22,7 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         (("run", "two-macs-wifi", "--algorithm", "rnig"), ["did you mean ring", "halving_doubling"]),
         (("run", "two-macs-wifi", "--operation", "allreduce"), ["--operation", "did you mean all_reduce"]),
         (("run", "two-macs-wifi", "--dtype", "float8"), ["--dtype", "bfloat16"]),
-        (("run", "two-macs-wifi", "--repeat", "0"), ["--repeat", ">= 1"]),
+        (("run", "two-macs-wifi", "--repeat", "0"), ["--repeat", "at least 1"]),
         (("run", "two-macs-wifi", "--timeout", "1 day"), ["--timeout", "min"]),
         (("run", "two-macs-wifi", "--segment", "1 GiB"), ["--segment", "16 MiB"]),
         (("run", "two-macs-wifi", "--stripes", "0"), ["--stripes"]),

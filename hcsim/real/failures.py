@@ -44,13 +44,19 @@ _ABOUT_CERTIFICATES = tuple(alert for alert in _ALERTS if alert != "PROTOCOL_VER
 class HandshakeCut(ConnectionResetError):
     """The connection ended in the middle of the TLS handshake."""
 
+    def __init__(self, *, theirs: bool) -> None:
+        super().__init__()
+        self.theirs = theirs
+        """Whether it was the other end that had called, and thereby knew what we expect."""
+
 
 def translated(error: OSError, peer: str) -> ChannelError:
     """What the system's or OpenSSL's error means for the channel to `peer`."""
     if isinstance(error, ssl.SSLError):
         return _tls_failure(error, peer)
     if isinstance(error, HandshakeCut):
-        return ChannelBroken(f"{peer} ended the connection during the TLS handshake: does it expect plaintext?", peer)
+        doubt = "" if error.theirs else ": does it expect plaintext?"
+        return ChannelBroken(f"{peer} ended the connection during the TLS handshake{doubt}", peer)
     if isinstance(error, ConnectionRefusedError):
         return PeerRefused(f"nobody listens at {peer}", peer)
     if isinstance(error, ConnectionResetError | BrokenPipeError):

@@ -176,7 +176,7 @@ async def _shake_hands(sock: socket.socket, context: ssl.SSLContext, *, server_s
                 await _once(tls.fileno(), loop.add_writer, loop.remove_writer)
     except (ssl.SSLEOFError, ConnectionResetError, BrokenPipeError):
         tls.close()
-        raise HandshakeCut from None
+        raise HandshakeCut(theirs=server_side) from None
     except ssl.SSLError as error:
         await _part(socket.socket(fileno=tls.detach()), _ALERT if error.reason in PLAINTEXT else b"")
         raise

@@ -353,6 +353,17 @@ def test_a_tls_client_at_a_plaintext_port_is_told_at_both_ends() -> None:
     between(member(LEFT), RealOptions("right"), body)
 
 
+def test_who_hangs_up_in_the_middle_of_a_handshake_is_not_taken_for_one_without_tls() -> None:
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        host, _, port = listener.address.rpartition(":")
+        with socket.create_connection((host, int(port))):
+            pass
+        assert str(await refused.get()).endswith("ended the connection during the TLS handshake")
+
+    between(member(LEFT), member(RIGHT), body)
+
+
 def test_one_address_cannot_take_all_places_at_the_door() -> None:
     async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
         loop = asyncio.get_running_loop()

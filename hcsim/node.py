@@ -79,7 +79,7 @@ async def train_as_member(
 
     node = Node(inside, me, plan.cluster, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
-    saving = _checkpoints(inside, plan, what) if durable else None
+    saving = _checkpoints(inside, plan, what, tell) if durable else None
     extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
     part = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
@@ -89,8 +89,6 @@ async def train_as_member(
             await node.leave()
             raise
         await node.leave()
-        if saving is not None and part.run.step < plan.training.steps:
-            tell(f"saved after step {part.run.step}: {saving.vault}")
         return report
 
 
@@ -105,12 +103,12 @@ def _terms(plan: Plan) -> dict[str, str]:
     return {name: ours for name, (ours, default) in given.items() if ours != default}
 
 
-def _checkpoints(host: Host, plan: Plan, what: Task | None) -> Checkpoints | None:
+def _checkpoints(host: Host, plan: Plan, what: Task | None, tell: Callable[[str], None]) -> Checkpoints | None:
     """Shapes alone have nothing to save. What a parameter server saves is of no use to the other strategies."""
     if (what or task(plan.training.task)).phantom:
         return None
     name = "server_checkpoint" if isinstance(strategy(plan.training.strategy), ParameterServer) else "checkpoint"
-    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store, name))
+    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store, name), tell)
 
 
 def _report(verdict: Verdict, tell: Callable[[str], None]) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import (
@@ -45,10 +46,10 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Parts: TypeAlias = list[bytes | memoryview]
 
 
-class _Malformed(Exception):
-    """What came is no frame. Told apart from what whoever takes frames in raises, which does not end the channel."""
+class _Over(Exception):
+    """Nothing more can be received. Told apart from what whoever takes frames in raises."""
 
-    def __init__(self, why: RemoteProtocolError) -> None:
+    def __init__(self, why: ChannelError) -> None:
         self.why = why
 
 
@@ -180,13 +181,35 @@ class StreamChannel:
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
-        frame = await self._receive(place, None)
-        assert frame is not None
-        return frame
+        with self._receiving():
+            await self._until(self._has_header)
+            while (wanted := self._begin(place)) is not None:
+                await asyncio.shield(wanted)
+                self._raise_if_over(self._error)
+            await self._until(self._has_payload)
+        return self._whole()
 
     async def pump(self, place: Place, landed: Landed) -> None:
         """Receive all frames; see `Channel.pump`. The event loop's callback takes them, and wakes no task of ours."""
-        await self._receive(place, landed)
+        wanted: asyncio.Future[None] | None = None
+
+        def hand_over() -> bool:
+            """Take what is there; True when the place of a frame is to be waited for."""
+            nonlocal wanted
+            while self._header is not None or self._has_header():
+                if self._header is None and (wanted := self._begin(place)) is not None:
+                    return True
+                if not self._has_payload():
+                    break
+                landed(*self._whole())
+            return False
+
+        with self._receiving():
+            while True:
+                await self._until(hand_over)
+                assert wanted is not None
+                await asyncio.shield(wanted)
+                self._raise_if_over(self._error)
 
     async def close(self) -> None:
         """End it; see `Channel.close`."""
@@ -200,96 +223,65 @@ class StreamChannel:
 
     # -- receiving
 
-    async def _receive(self, place: Place, landed: Landed | None) -> tuple[Header, Payload] | None:
-        """The next frame; or, where there is somebody who takes them, all of them until the channel ends."""
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """One task at a time. What breaks the stream ends the channel; what `place` and `landed` raise does not."""
         self._raise_if_over(self._error)
         if self._incoming.busy:
             raise UsageError(f"two tasks receive from {self._peer} at once")
-        taken = None
-
-        def step() -> bool:
-            nonlocal taken
-            self._turn_bytes = 0
-            taken = self._take(place, landed)
-            return taken is not None
-
         try:
-            taken = self._take(place, landed)
-            while not isinstance(taken, tuple):
-                if taken is None:
-                    await self._incoming.finish(step)
-                else:
-                    await asyncio.shield(taken)
-                    self._raise_if_over(self._error)
-                    taken = self._take(place, landed)
+            yield
         except asyncio.CancelledError:
             if self._header is not None:
                 self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
             raise
-        except _Malformed as error:
-            received = bytes(self._ahead[self._ahead_start : self._ahead_end])
-            raise self._end(unexpected_tls(received, self._peer) or error.why) from None
-        except EOFError:
-            received = bytes(self._ahead[self._ahead_start : self._ahead_end])
-            over = self._end_of_stream(within_frame=bool(received) or self._header is not None)
-            raise self._end(unexpected_tls(received, self._peer) or over) from None
-        except OSError as error:
-            raise self._end(translated(error, self._peer)) from error
-        return taken
+        except _Over as over:
+            raise self._end(over.why) from over.__cause__
 
-    def _take(self, place: Place, landed: Landed | None) -> tuple[Header, Payload] | asyncio.Future[None] | None:
-        """Read on until it would block, or others should have their turn: None. What is whole is returned, if nobody
-        else takes it; so is what has to be waited for before it is known where the next payload goes."""
-        while True:
-            header = self._header
-            if header is None:
-                if self._ahead_end - self._ahead_start < HEADER_BYTES and not self._pull_header():
-                    break
-                where = self._begin(place)
-                if where is not None:
-                    return where
-                header = self._header
-                assert header is not None
-            if self._missing_bytes and not (self._pull() if self._fold is None else self._pull_sum()):
-                break
-            payload = self._payload
-            self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
-            if landed is None:
-                return header, payload
-            landed(header, payload)
-            del payload  # part of somebody's array, which must not live on because we wait
+    async def _until(self, pull: Callable[[], bool]) -> None:
+        """Returns when `pull` has what it wants. It is tried at once, and then whenever there may be more to read."""
+
+        def next_turn() -> bool:
+            self._turn_bytes = 0
+            return self._tried(pull)
+
+        if not self._tried(pull):
+            await self._incoming.finish(next_turn)
+
+    def _tried(self, pull: Callable[[], bool]) -> bool:
+        if pull():
+            return True
         if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
             self._loop.call_soon(self._incoming.ready)
-        return None
+        return False
 
-    def _pull_header(self) -> bool:
-        """Read a header, and perhaps some of what follows; False when the loop has to call again."""
+    def _has_header(self) -> bool:
+        """Whether a header is there; reads one, and perhaps some of what follows."""
+        ahead, have = self._ahead, self._ahead_end - self._ahead_start
+        if have >= HEADER_BYTES:
+            return True
         if self._turn_bytes >= _LARGE_BYTES:
             return False  # who waited for what has come goes first: it will say where the next one goes
-        ahead, have = self._ahead, self._ahead_end - self._ahead_start
         if have:
             ahead[:have] = ahead[self._ahead_start : self._ahead_end]
         self._ahead_start, self._ahead_end = 0, have
         while self._ahead_end < HEADER_BYTES:
-            try:
-                count = self._stream.read(ahead[self._ahead_end :])
-            except _WOULD_BLOCK:
+            count = self._read(ahead[self._ahead_end :])
+            if not count:
                 return False
-            if count == 0:
-                raise EOFError
             self._ahead_end += count
             self._turn_bytes += count
         return True
 
     def _begin(self, place: Place) -> asyncio.Future[None] | None:
-        """A header is there: find out where its payload goes, as far as that is known."""
+        """A header is there: find out where its payload goes. Returns what has to be waited for before, if anything."""
         start = self._ahead_start
         try:
             header = decode_header(
                 self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
             )
         except RemoteProtocolError as error:
-            raise _Malformed(error) from None
+            raise _Over(unexpected_tls(self._received(), self._peer) or error) from None
         where = place(header)
         if isinstance(where, asyncio.Future):
             return where
@@ -306,36 +298,61 @@ class StreamChannel:
         self._header = header
         return None
 
-    def _pull(self) -> bool:
-        """Read on; True when nothing is missing, False when the loop has to call again."""
-        read = self._stream.read
-        while self._turn_bytes < _BYTES_PER_TURN:
-            try:
-                count = read(self._into)
-            except _WOULD_BLOCK:
+    def _has_payload(self) -> bool:
+        """Whether the payload of the frame that has begun is there; reads on, as far as others need not wait."""
+        while self._missing_bytes and self._turn_bytes < _BYTES_PER_TURN:
+            if self._fold is None:
+                count = self._read(self._into)
+                self._into = self._into[count:]
+            else:
+                count = self._add(self._fold)
+            if not count:
                 return False
-            if count == 0:
-                raise EOFError
-            self._into = self._into[count:]
-            self._turn_bytes += count
-            self._missing_bytes -= count
-            if not self._missing_bytes:
-                return True
-        return False
-
-    def _pull_sum(self) -> bool:
-        """The same for what is added up as it comes."""
-        fold, most = self._fold, _BYTES_PER_TURN - self._turn_bytes
-        assert fold is not None
-        if most > 0:
-            count = self._stream.add(fold, len(fold.into) - self._missing_bytes, most)
             self._turn_bytes += count
             self._missing_bytes -= count
         return not self._missing_bytes
 
-    def _end_of_stream(self, *, within_frame: bool) -> ChannelBroken:
-        where = "in the middle of a frame" if within_frame else "between two frames"
-        return ChannelBroken(f"{self._peer} ended the connection {where}", self._peer)
+    def _whole(self) -> tuple[Header, Payload]:
+        """The frame that has come. We keep nothing of it: it is part of somebody's array."""
+        assert self._header is not None
+        frame = self._header, self._payload
+        self._forget()
+        return frame
+
+    def _forget(self) -> None:
+        self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
+
+    def _read(self, into: memoryview) -> int:
+        """Some bytes, if there are any."""
+        try:
+            count = self._stream.read(into)
+        except _WOULD_BLOCK:
+            return 0
+        except OSError as error:
+            raise _Over(translated(error, self._peer)) from error
+        if count == 0:
+            raise _Over(self._end_of_stream())
+        return count
+
+    def _add(self, fold: Fold) -> int:
+        """The same for what is added up as it comes."""
+        have, most = len(fold.into) - self._missing_bytes, _BYTES_PER_TURN - self._turn_bytes
+        try:
+            return self._stream.add(fold, have, most)
+        except EOFError:
+            raise _Over(self._end_of_stream()) from None
+        except OSError as error:
+            raise _Over(translated(error, self._peer)) from error
+
+    def _received(self) -> bytes:
+        """What has been read of a header."""
+        return bytes(self._ahead[self._ahead_start : self._ahead_end])
+
+    def _end_of_stream(self) -> ChannelError:
+        received = self._received()
+        where = "in the middle of a frame" if received or self._header is not None else "between two frames"
+        over = ChannelBroken(f"{self._peer} ended the connection {where}", self._peer)
+        return unexpected_tls(received, self._peer) or over
 
     # -- sending
 
@@ -387,6 +404,7 @@ class StreamChannel:
 
     def _stop(self, error: ChannelError) -> None:
         self._error = error
+        self._forget()
         self._incoming.abandon(error)
         self._outgoing.abandon(error)
         self._stream.finish()

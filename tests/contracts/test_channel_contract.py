@@ -390,6 +390,24 @@ def test_a_cancelled_receiver_leaves_later_frames_to_the_next(arena):
     arena.run(body)
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_receiver_that_is_cancelled_while_a_frame_comes_has_it_or_leaves_it_to_the_next(arena, turns):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        for step in range(20):
+            receiving = right.spawn(server.recv(allocate), name="receive")
+            await right.clock.sleep(1e-3)
+            await client.send(Header(100, step=step), pattern(100))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            header, _ = await server.recv(allocate) if receiving.cancelled() else receiving.result()
+            assert header.step == step
+
+    arena.run(body)
+
+
 def test_there_is_one_receiver(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

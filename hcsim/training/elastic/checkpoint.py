@@ -11,7 +11,7 @@ The file is safetensors: everything that reads those finds the parameters under 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from hcsim.errors import ConfigError
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
@@ -68,6 +68,8 @@ class Checkpoints(msgspec.Struct, frozen=True):
     every: int
     """Steps."""
     vault: Vault
+    tell: Callable[[str], None] = lambda what: None
+    """Hears what became of the state of a member that left before the end."""
 
     def after(self, step: int) -> int:
         """The next step to save after."""
@@ -77,6 +79,15 @@ class Checkpoints(msgspec.Struct, frozen=True):
         """Save a state, in the host's time."""
         work = Work(0.0, 3.0 * sum(array.nbytes for array in state.arrays.values()))
         await host.device.run(work, lambda: self.vault.save(encode(state)))
+
+    async def save_last(self, host: Host, state: Parcel, step: int) -> None:
+        """Save the state of a member that leaves, after that step. A full disk does not keep it from leaving."""
+        try:
+            await self.save(host, state)
+        except HcsimError as error:
+            self.tell(f"what was trained until step {step} could not be saved: {error}")
+        else:
+            self.tell(f"saved after step {step}: {self.vault}")
 
 
 def encode(parcel: Parcel) -> bytes:

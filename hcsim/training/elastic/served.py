@@ -142,10 +142,11 @@ class Served:
         await self._working.close()
 
     async def save(self) -> None:
-        """Save the server's state, if we hold it. Who leaves owes nothing any more."""
+        """Save the server's state, if we hold it. Who leaves a view has paid what it owed; without one that is lost."""
         state = self._keeper.state
         if self.checkpoints is not None and state is not None:
-            await self.checkpoints.save(self._host, self._keeper.saved(self._working.after(state), state.workers))
+            start = self._working.after(state)
+            await self.checkpoints.save_last(self._host, self._keeper.saved(start, state.workers), start.step)
 
     # A view begins.
 

@@ -89,10 +89,11 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
         await part.close()
     if not part.has_begun:
         raise HcsimError("left before training began")
+    part.observer.finished(part.run)
+    report = part.run.report()
     if part.run.step < part.settings.steps:
         await part.save()
-    part.observer.finished(part.run)
-    return part.run.report()
+    return report
 
 
 class Part(Protocol):
@@ -314,13 +315,14 @@ class _Member:
         run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
-            await self.save()
+            await checkpoints.save(run.group.host, self.trainee.saved())
 
     async def save(self) -> None:
-        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state."""
-        if self._checkpoints is not None:
+        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do
+        steps that we took alone since all last agreed: without a view there is nobody to tell of them."""
+        if self._checkpoints is not None and not self.trainee.is_on_the_way:
             self.run.drop()
-            await self._checkpoints.save(self.trainee.host, self.trainee.saved())
+            await self._checkpoints.save_last(self.trainee.host, self.trainee.saved(), self.run.step)
 
 
 async def _watch(group: Group, over: asyncio.Future[str]) -> None:

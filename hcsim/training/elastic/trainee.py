@@ -142,6 +142,11 @@ class Trainee:
         gone = self.method.tally(self.run).gone
         return self._start[1] if gone <= self._start[1][0] else (gone, self.run.batches.position(gone))
 
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether we have gone on alone since all last agreed."""
+        return self.method.tally(self.run).gone > self.run.step
+
     def _dealt(self, view: View) -> Batches:
         batch = self.settings.batch
         assert batch is not None

@@ -69,14 +69,19 @@ class Cluster:
         for conductor in self.conductors.values():
             conductor.news()
 
-    def lose(self, reason: str, without: Sequence[str] = ()) -> None:
-        """The view is over at once; the next one has whoever is alive, is not done, and is not left out."""
+    def end(self, reason: str) -> None:
+        """The view is over at once, and no other follows."""
+        self._changing = True
         for view in self.views:
             self._over.setdefault(view.epoch, reason)
         for conductor in self.conductors.values():
             conductor.news()
-        if not self._changing:
-            self._changing = True
+
+    def lose(self, reason: str, without: Sequence[str] = ()) -> None:
+        """The view is over at once; the next one has whoever is alive, is not done, and is not left out."""
+        changing = self._changing
+        self.end(reason)
+        if not changing:
             self.world.later(NOTICED_S, self._after_loss, tuple(without))
 
     def _after_loss(self, without: tuple[str, ...]) -> None:

@@ -268,6 +268,61 @@ def test_what_one_handed_on_before_the_others_left_too_is_owed_once() -> None:
     np.testing.assert_allclose(sent_and_owed(again, 0.5), means(sizes), rtol=1e-4, atol=1e-4)
 
 
+def left_without_a_view(chosen: Training, after: int) -> Outcome:
+    """After so many steps the view is lost, none follows, and all are asked to leave."""
+    event = asyncio.Event()
+
+    def prepare(cluster: Cluster) -> None:
+        def on_step(name: str, step: int) -> None:
+            if step == after and not event.is_set():
+                event.set()
+                cluster.end("the quorum is lost")
+
+        cluster.on_step = on_step
+
+    return train(
+        SWITCH,
+        chosen,
+        prepare=prepare,
+        leaving=event,
+        checkpoints=lambda host: Checkpoints(100, InStore(host.store)),
+        what=lambda host: Linear(),
+    )
+
+
+def test_who_leaves_without_a_view_saves_where_all_last_agreed_or_nothing() -> None:
+    for strategy, saves in (("ddp", True), ("local_sgd:4", False)):
+        outcome = left_without_a_view(replace(LINEAR, strategy=strategy, steps=16), after=6)
+        disks = [outcome.cluster.world.host(name).store.records for name in "abcd"]
+        assert [bool(disk) for disk in disks] == [saves] * 4, strategy
+
+
+def test_a_full_disk_keeps_nobody_from_leaving() -> None:
+    class Full:
+        def save(self, data: bytes) -> None:
+            raise ConfigError("state/checkpoint: cannot be written: No space left on device")
+
+        def load(self) -> None:
+            return None
+
+    told: list[str] = []
+    events = {name: asyncio.Event() for name in "abcd"}
+
+    def prepare(cluster: Cluster) -> None:
+        cluster.on_step = lambda name, step: events[name].set() if step == 3 else None
+
+    outcome = train(
+        SWITCH,
+        CONVEX,
+        prepare=prepare,
+        leaving=lambda host: events[host.name],
+        checkpoints=lambda host: Checkpoints(100, Full(), told.append),
+    )
+    assert all(outcome.watchers[name].run is not None for name in "abcd")
+    assert told == ["what was trained until step 4 could not be saved: state/checkpoint: cannot be written: No space "
+                    "left on device"] * 4  # fmt: skip
+
+
 def test_a_checkpoint_that_is_not_what_was_saved_is_refused() -> None:
     outcome = train(SWITCH, CONVEX, checkpoints=lambda host: Checkpoints(4, InStore(host.store)))
     data = outcome.cluster.world.host("a").store.records["checkpoint"]

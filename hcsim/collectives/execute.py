@@ -71,7 +71,8 @@ class Execution:
                     name = f"{self._wiring.ticket}: {lane.kind.__name__} {lane.peer}"
                     group.create_task(self._in_lane(lanes, lane), name=name)
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            first = failures.exceptions[0]
+            raise first from first.__cause__  # a peer that hung up may still say why
 
     async def _in_lane(self, lanes: Lanes, lane: Lane) -> None:
         with self._guarded() as state:

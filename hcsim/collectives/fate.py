@@ -165,6 +165,10 @@ class Fate:
         told = self.error
         if isinstance(told, CollectiveError) and told.phase == _TOLD:
             return CollectiveError(f"{ticket} failed: {told}", peer=told.peer, phase=_TOLD)
+        link = self.mesh.links.get(error.peer) if error.peer is not None else None
+        if link is not None and link.leaving:  # its goodbye lay behind what we had still to read
+            text = f"{ticket} failed while {error.phase}: rank {error.peer} has left the group"
+            return CollectiveError(text, peer=error.peer, phase=error.phase)
         return error
 
     async def _broken(self, error: CollectiveError) -> None:

@@ -231,6 +231,19 @@ def test_who_leaves_early_is_named_to_those_who_wait(cluster):
     assert waiting.peer == 1
 
 
+def test_who_leaves_is_named_to_those_who_send_to_it(cluster):
+    async def program(group: Group) -> CollectiveError | None:
+        await group.barrier()
+        if group.rank == 1:
+            return None
+        return (await failure(group.send(np.ones(4_000_000), 1)))[0]
+
+    sending, gone = cluster.run(2, program)
+    assert gone is None
+    assert "rank 1 has left the group" in str(sending)
+    assert sending.peer == 1
+
+
 def test_who_has_what_it_needs_may_leave_while_others_go_on(cluster):
     async def program(group: Group) -> float:
         await group.barrier()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -110,10 +111,13 @@ class Mesh:
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
         self._listener = listener
+        self._accepting: asyncio.Task[None] | None = None
+        self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
         self._strangers = Callers()
-        self._closed = False
+        self._closed = ""
+        """Why, once it is."""
         self._awaited = 0
 
     async def open(self) -> None:
@@ -122,7 +126,7 @@ class Mesh:
             if self._listener is None:
                 self._listener = await self.host.listen(self.us.addresses[self.us.rank])
             accepting = self._strangers.accept(self._listener, self._called_by)
-            self._tasks.append(self.host.spawn(accepting, name="accept"))
+            self._accepting = self.host.spawn(accepting, name="accept")
 
     async def link(self, rank: int) -> Link:
         """The link to that rank, opened if need be."""
@@ -148,16 +152,21 @@ class Mesh:
 
     async def close(self, parting: tuple[Kind, str], error: HcsimError) -> None:
         """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening."""
-        self._closed = True
+        self._closed = str(error)
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
             if not opening.done():
                 opening.set_exception(error)
                 opening.exception()  # who waits for it will see it; nobody has to
+        await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
+        with suppress(TimeoutError):  # whoever has just called hears why, too
+            async with self.host.clock.timeout(ABORT_TIMEOUT_S):
+                await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
+        if self._accepting is not None:
+            self._accepting.cancel()
         if self._listener is not None:
             await self._listener.close()
-        await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
         for channels in self._called.values():
             for channel in channels.values():
                 await channel.close()
@@ -261,7 +270,9 @@ class Mesh:
         return True
 
     def _called_by(self, channel: Channel, number: int) -> None:
-        self.host.spawn(self._greet(channel), name=f"greet caller {number}")
+        greeting: asyncio.Task[None] = self.host.spawn(self._greet(channel), name=f"greet caller {number}")
+        self._greeting[greeting] = None
+        greeting.add_done_callback(self._greeting.pop)
 
     async def _greet(self, channel: Channel) -> None:
         """Hear who calls; take it in, or say why not."""
@@ -297,7 +308,7 @@ class Mesh:
             if self.on_newer is not None:
                 self.on_newer(theirs.rank, theirs.epoch)
             return Kind.LATER, ""
-        reason = "the group is closed" if self._closed else self._objection(theirs, channel)
+        reason = self._closed or self._objection(theirs, channel)
         return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 
     def _objection(self, theirs: Hello, channel: Channel) -> str:

@@ -239,6 +239,24 @@ def test_closing_ends_links_and_those_that_are_being_opened():
     run(body)
 
 
+def test_who_calls_while_a_group_ends_hears_why():
+    async def body(host: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
+        mesh = await opened(host, 0)
+        channel = await caller.connect("mac-1:1000")
+        await host.clock.sleep(0.01)
+        why = CollectiveError("rank 2 is lost")
+        ending = host.spawn(mesh.close((Kind.ABORT, str(why)), why), name="end")
+        data = msgspec.msgpack.encode(HELLO)
+        await channel.send(Header(len(data), Kind.HELLO), memoryview(data))
+        header, answer = await channel.recv(lambda header: None)
+        assert (header.kind, bytes(answer)) == (Kind.ABORT, b"rank 2 is lost")
+        await ending
+        with pytest.raises(PeerRefused):
+            await caller.connect("mac-1:1000", timeout_s=0.1)
+
+    run(body)
+
+
 def test_a_rank_outside_its_group_is_refused():
     async def body(ours: VirtualHost, *_: VirtualHost) -> None:
         with pytest.raises(UsageError, match="rank 3 does not exist in a group of 3"):

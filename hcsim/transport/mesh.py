@@ -160,9 +160,10 @@ class Mesh:
                 opening.set_exception(error)
                 opening.exception()  # who waits for it will see it; nobody has to
         await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
-        with suppress(TimeoutError):  # whoever has just called hears why, too
-            async with self.host.clock.timeout(ABORT_TIMEOUT_S):
-                await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
+        if self._greeting:  # whoever has just called hears why, too
+            with suppress(TimeoutError):
+                async with self.host.clock.timeout(ABORT_TIMEOUT_S):
+                    await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
         if self._accepting is not None:
             self._accepting.cancel()
         if self._listener is not None:

@@ -3,8 +3,8 @@
 Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
 header and payload; a payload is received straight into its destination, or added to it. Each direction tries
 at once, and only when the stream would block does the event loop take over. The loop's callback then moves the bytes
-itself. Who receives a single frame is woken once, when all of it is there; who pumps is not woken at all, since the
-callback hands over what has come.
+itself. Who receives a single frame is woken when its header is there, to say where the rest goes, and when all is; who
+pumps is not woken at all, since the callback hands over what has come.
 
 Headers are read through a small read-ahead buffer, so that a run of small frames costs one system
 call and a large one copies no more than the read-ahead.

@@ -11,9 +11,10 @@ from collections import deque
 
 from hcsim.collectives.memory import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
+from hcsim.collectives.relays import Line
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Wiring
-from hcsim.runtime.channel import Payload
+from hcsim.runtime.channel import Fold, Payload
 
 
 class InOrder:
@@ -30,21 +31,26 @@ class InOrder:
         self._roomless: deque[tuple[int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
+        self._onwards = schedule.onwards if wiring.may_relay() else {}
+        self._line = Line()
 
     async def run(self, state: Progress) -> None:
         """Run all rounds."""
-        wiring, posted, rank = self._wiring, self._posted, self._wiring.ticket.rank
+        wiring, posted, line, rank = self._wiring, self._posted, self._line, self._wiring.ticket.rank
         self._post(0)
         for step, actions in enumerate(self._rounds):
             state.step = step
             sending = True
             for number, action in enumerate(actions):
                 if isinstance(action, Send):
+                    if line.sent >= step:
+                        continue  # it was passed on as it came
                     state.doing, state.peer = "sending to", action.peer
                     await wiring.send(action.peer, action, step)
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
+                    line.sent = max(line.sent, step)
                     self._post(step + 1)
                 if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
@@ -62,6 +68,7 @@ class InOrder:
                     if self._roomless:
                         self._post_reduces()
             if sending:
+                line.sent = max(line.sent, step)
                 self._post(step + 1)
 
     def _post(self, step: int) -> None:
@@ -77,7 +84,9 @@ class InOrder:
             if isinstance(action, Reduce):
                 self._roomless.append((step, number, action))
             elif isinstance(action, Recv) and not (patient and (step, number) in patient):
-                place = wiring.memory.place(action.lo, action.hi)
+                place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
+                if step in self._onwards:
+                    place = self._onward(step, number, action, place)
                 self._posted[step, number] = wiring.post(action.peer, action, step, place), 0
         if self._roomless:
             self._post_reduces()
@@ -96,4 +105,14 @@ class InOrder:
             which = (step, number)
             self._space -= self._largest
             room = wiring.scratch(which, action, now=which not in self._patient)
+            if step in self._onwards and isinstance(room, Fold):
+                room = self._onward(step, number, action, room)
             self._posted[which] = wiring.post(action.peer, action, step, room), self._largest
+
+    def _onward(
+        self, step: int, number: int, action: Recv | Reduce, into: memoryview | Fold | None
+    ) -> memoryview | Fold | None:
+        """Where a message goes, and perhaps from there."""
+        if into is None or number < len(self._rounds[step]) - 1:
+            return into
+        return self._wiring.onward(action.peer, action, step, into, self._onwards[step], self._line)

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Send
+from hcsim.collectives.relays import Onwards, onwards
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +54,7 @@ class Lane(msgspec.Struct, frozen=True):
     """For each received segment, whether it is combined rather than stored."""
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class Schedule(msgspec.Struct, frozen=True, dict=True):
     """What one rank does: rounds in order, or else lanes side by side."""
 
     peers: tuple[int, ...]
@@ -67,6 +69,11 @@ class Schedule(msgspec.Struct, frozen=True):
     """Elements that it sends."""
     combined: int = 0
     """Elements of the buffer that lanes combine with something."""
+
+    @cached_property
+    def onwards(self) -> Onwards:
+        """What of the rounds is passed on."""
+        return onwards(self.rounds)
 
 
 class _Survey(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hcsim.collectives.memory import Memory, ScratchPool
+from hcsim.collectives.memory import WORTH_FOLDING_BYTES, Memory, ScratchPool
+from hcsim.collectives.relays import Line, Onward, RoundRelay
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
@@ -90,13 +91,8 @@ class Wiring:
         self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None
     ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
-        lo, hi, size, ticket = part.lo, part.hi, self._size, self.ticket
-        length = (hi - lo) * size
-        header = Header(
-            length, _DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
-            ticket.signature, step, offset * size, length if total is None else total * size,
-        )  # fmt: skip
-        return self.links[peer].send(header, self.memory.payload(lo, hi))
+        header = self._header(part, step, offset, total)
+        return self.links[peer].send(header, self.memory.payload(part.lo, part.hi))
 
     def post(
         self,
@@ -113,6 +109,27 @@ class Wiring:
         return self.links[peer].post(
             tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size
         )
+
+    def may_relay(self) -> bool:
+        """Whether something that comes may be passed on without a stop."""
+        return not self.memory.is_phantom and any(link.outlet is not None for link in self.links.values())
+
+    def onward(
+        self, peer: int, part: Range, step: int, into: memoryview | Fold, to: Onward, line: Line
+    ) -> memoryview | Fold:
+        """The place of a range that comes in one round and goes on in the next: as a relay where that is possible."""
+        link, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
+        if len(fold.into) < WORTH_FOLDING_BYTES or link.outlet is None or self.links[peer].outlet is None:
+            return into
+        return RoundRelay(fold, link, self._header(part, step + 1, 0, None), line, stays=to.stays)
+
+    def _header(self, part: Range, step: int, offset: int, total: int | None) -> Header:
+        size, ticket = self._size, self.ticket
+        length = (part.hi - part.lo) * size
+        return Header(
+            length, _DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
+            ticket.signature, step, offset * size, length if total is None else total * size,
+        )  # fmt: skip
 
     def scratch(self, which: tuple[int, int], part: Range, *, now: bool) -> memoryview | Fold | None:
         """Room beside the buffer for a range that is combined, until it is released by that name.

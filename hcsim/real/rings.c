@@ -27,7 +27,7 @@
 #define MSG_NOSIGNAL 0 /* Python ignores the signal */
 #endif
 
-#define CAPACITY ((size_t)3 * 1024 * 1024) /* 2 MiB and what comes with them fit, so that their writer need not wait */
+#define CAPACITY ((size_t)4224 * 1024) /* 2 MiB and what comes with them fit twice: the one is read, the other written */
 #define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
 #define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
 #define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
@@ -199,6 +199,72 @@ static int doze(Rings *self)
     return atomic_load(&ring->written) == read; /* look once more, as above */
 }
 
+/* -- passing on */
+
+enum { NOT_SO, NOT_YET, PASSED };
+
+/* Whether all of it has come; else whether the writer will wake us then. */
+static int is_whole(Rings *self, size_t bytes)
+{
+    Counters *ring = &self->memory->counters[!self->out];
+    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
+    if (atomic_load(&ring->written) - read >= bytes) return 1;
+    atomic_store(&ring->awaited, bytes);
+    if (atomic_load(&ring->full)) wake(self, &ring->full); /* it may sleep for room that there is: we read no further */
+    if (atomic_load(&ring->written) - read < bytes) return 0;
+    atomic_store(&ring->awaited, 0);
+    return 1;
+}
+
+static void lay(char *data, size_t at, const char *from, size_t bytes)
+{
+    size_t before_end = least(bytes, CAPACITY - at);
+    memcpy(data + at, from, before_end);
+    memcpy(data, from + before_end, bytes - before_end);
+}
+
+/* A whole payload that has come goes on behind `head` into another ring: as it is where `element` is 1, else added to
+   what we have. `keep`: and stays with us. All of it or nothing, so that nobody waits in the middle of a frame. */
+static int pass_on(Rings *self, Rings *to, const Py_buffer *head, char *ours, size_t bytes, size_t element, int keep)
+{
+    if (!self->memory || !to->memory || to->over || bytes > CAPACITY) return NOT_SO;
+    Counters *in = &self->memory->counters[!self->out], *out = &to->memory->counters[to->out];
+    const char *coming = self->memory->data[!self->out];
+    char *going = to->memory->data[to->out];
+    self->reader_sleeps = !is_whole(self, bytes);
+    if (self->reader_sleeps) return self->over ? NOT_SO : NOT_YET;
+    uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed), end = read + bytes;
+    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
+    uint64_t in_start = atomic_load_explicit(&in->start, memory_order_relaxed);
+    uint64_t out_start = atomic_load_explicit(&out->start, memory_order_relaxed);
+    size_t used = (size_t)(written - atomic_load(&out->read));
+    if (atomic_load(&in->written) - read > CAPACITY || used > CAPACITY) return NOT_SO;
+    if (CAPACITY - used < (size_t)head->len + bytes) return NOT_SO;
+    if (used == 0) atomic_store_explicit(&out->start, out_start = written, memory_order_relaxed);
+    if ((read - in_start) % element || (written + (size_t)head->len - out_start) % element) return NOT_SO; /* torn */
+
+    lay(going, (size_t)((written - out_start) % CAPACITY), head->buf, (size_t)head->len);
+    written += (size_t)head->len;
+    while (read < end) {
+        size_t from = (size_t)((read - in_start) % CAPACITY), at = (size_t)((written - out_start) % CAPACITY);
+        size_t step = least(least((size_t)(end - read), BLOCK), least(CAPACITY - from, CAPACITY - at));
+        if (element == 1) {
+            copy(going + at, coming + from, step, 0);
+            if (keep) copy(ours, coming + from, step, bytes >= MUCH);
+        } else if (keep) {
+            add(ours, coming + from, step, element);
+            copy(going + at, ours, step, 0);
+        } else add_on(going + at, ours, coming + from, step, element);
+        ours += step;
+        read += step;
+        written += step;
+        publish(to, out, written);
+        atomic_store(&in->read, read);
+        if (atomic_load(&in->written) - read <= CAPACITY / 2 && atomic_load(&in->full)) wake(self, &in->full);
+    }
+    return PASSED;
+}
+
 /* -- the memory */
 
 static int sealed(int fd)
@@ -364,6 +430,30 @@ static PyObject *rings_add(PyObject *object, PyObject *args)
     return result(moved == WOULD_BLOCK ? 0 : moved);
 }
 
+/* True: it has gone on. False: it cannot, at least not now. None: it has not come yet, and somebody will ring. */
+static PyObject *rings_pass_on(PyObject *object, PyObject *args)
+{
+    PyObject *to;
+    Py_buffer head, ours;
+    Py_ssize_t element;
+    int keep, how = NOT_SO;
+    if (!PyArg_ParseTuple(args, "O!y*w*np", Py_TYPE(object), &to, &head, &ours, &element, &keep)) return NULL;
+    int fit = (element == 1 || element == sizeof(float) || element == sizeof(double)) && ours.len % element == 0;
+    if (fit) {
+        Py_BEGIN_ALLOW_THREADS
+        how = pass_on((Rings *)object, (Rings *)to, &head, ours.buf, (size_t)ours.len, (size_t)element, keep);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&head);
+    PyBuffer_Release(&ours);
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");
+        return NULL;
+    }
+    if (how == NOT_YET) Py_RETURN_NONE;
+    return PyBool_FromLong(how == PASSED);
+}
+
 static PyObject *rings_rung(PyObject *object, PyObject *over)
 {
     Rings *self = (Rings *)object;
@@ -372,7 +462,8 @@ static PyObject *rings_rung(PyObject *object, PyObject *over)
     Py_RETURN_NONE;
 }
 
-static PyObject *rings_reader_sleeps(PyObject *object, PyObject *Py_UNUSED(none))
+/* Whether it may sleep: somebody will ring for the next byte. */
+static PyObject *rings_let_reader_sleep(PyObject *object, PyObject *Py_UNUSED(none))
 {
     Rings *self = (Rings *)object;
     if (self->over || !self->memory) Py_RETURN_FALSE; /* who would wake it? */
@@ -389,9 +480,10 @@ static PyMethodDef rings_methods[] = {
     {"write", rings_write, METH_O, NULL},
     {"read", rings_read, METH_O, NULL},
     {"add", rings_add, METH_VARARGS, NULL},
+    {"pass_on", rings_pass_on, METH_VARARGS, NULL},
     {"rung", rings_rung, METH_O, NULL},
     {"close", rings_close, METH_NOARGS, NULL},
-    {"reader_sleeps", rings_reader_sleeps, METH_NOARGS, NULL},
+    {"let_reader_sleep", rings_let_reader_sleep, METH_NOARGS, NULL},
     {"writer_sleeps", rings_writer_sleeps, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

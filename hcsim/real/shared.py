@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from hcsim.real.direction import Direction
 from hcsim.real.forked import own
-from hcsim.runtime.channel import Fold
+from hcsim.real.stream import Stream
+from hcsim.runtime.channel import Fold, Relay
 from hcsim.runtime.frame import HEADER_BYTES
 
 try:
@@ -48,6 +49,7 @@ class SharedStream:
     """To read costs no system call."""
     reports_late = False
     adds = True
+    relays = True
 
     def __init__(self, bell: socket.socket, ours: rings.Rings, address: str) -> None:
         self._bell = bell  # owned by this process since they met
@@ -64,9 +66,14 @@ class SharedStream:
         """See `Stream.add`."""
         return self._rings.add(fold.into, fold.element_bytes, have, most)
 
+    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
+        """See `Stream.pass_on`."""
+        assert isinstance(other, SharedStream)
+        return self._rings.pass_on(other._rings, head, relay.into, relay.element_bytes, relay.stays)
+
     def hides_bytes(self) -> bool:
         """The bell is rung only for who sleeps."""
-        return not self._rings.reader_sleeps()
+        return not self._rings.let_reader_sleep()
 
     def hides_room(self) -> bool:
         """Likewise."""

@@ -28,7 +28,7 @@ from hcsim.errors import (
 from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.direction import Direction
 from hcsim.real.failures import translated, unexpected_tls
-from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place, Relay
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 FIRST_MAX_FRAME_BYTES = 64 * 1024
@@ -67,6 +67,8 @@ class Stream(Protocol):
     """Whether it may have taken more than it has reported as written."""
     adds: bool
     """Whether it can add what it reads."""
+    relays: bool
+    """Whether it can pass on what comes, to another one that can."""
 
     @property
     def write(self) -> Callable[[Parts], int]:
@@ -80,6 +82,9 @@ class Stream(Protocol):
         """Read some of what a fold is to receive, of which `have` bytes have come; 0 where it would block.
 
         Raises `EOFError` at the end."""
+
+    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
+        """Pass a whole payload on, behind that header; None until it has come, False where it cannot be done now."""
 
     def hides_bytes(self) -> bool:
         """Whether there may be something to read that the event loop cannot see."""
@@ -120,6 +125,7 @@ class StreamChannel:
         """Whose payload is being received."""
         self._payload = self._into = EMPTY
         self._fold: Fold | None = None
+        self._relay: Relay | None = None
         self._missing_bytes = 0
         self._turn_bytes = 0
 
@@ -149,6 +155,11 @@ class StreamChannel:
     def binding(self) -> bytes:
         """TLS's; nothing else encrypts."""
         return self._binding
+
+    @property
+    def outlet(self) -> StreamChannel | None:
+        """Ourselves, as streams of one kind know each other."""
+        return self if self._stream.relays else None
 
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on."""
@@ -291,15 +302,24 @@ class StreamChannel:
         view[:have] = self._ahead[start : start + have]
         self._ahead_start = start + have
         self._missing_bytes = header.length - have
-        if isinstance(where, Fold) and self._stream.adds and have < header.length:
+        if isinstance(where, Fold) and where.element_bytes > 1 and self._stream.adds and have < header.length:
             self._fold, self._payload = where, where.into
         else:
             self._into, self._payload = view[have:], view
+        self._relay = where if isinstance(where, Relay) and not have else None
         self._header = header
         return None
 
     def _has_payload(self) -> bool:
         """Whether the payload of the frame that has begun is there; reads on, as far as others need not wait."""
+        if self._relay is not None:
+            passed = self._pass_on(self._relay)
+            if passed is None:
+                return False
+            self._relay = None
+            if passed:
+                self._turn_bytes += self._missing_bytes
+                return True
         while self._missing_bytes and self._turn_bytes < _BYTES_PER_TURN:
             if self._fold is None:
                 count = self._read(self._into)
@@ -320,7 +340,7 @@ class StreamChannel:
         return frame
 
     def _forget(self) -> None:
-        self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
+        self._header, self._payload, self._into, self._fold, self._relay = None, EMPTY, EMPTY, None, None
 
     def _read(self, into: memoryview) -> int:
         """Some bytes, if there are any."""
@@ -343,6 +363,22 @@ class StreamChannel:
             raise _Over(self._end_of_stream()) from None
         except OSError as error:
             raise _Over(translated(error, self._peer)) from error
+
+    def _pass_on(self, relay: Relay) -> bool | None:
+        """The whole payload, to where it goes next; None while it has not come, False where it is ours to receive."""
+        onward = relay.outlet
+        assert isinstance(onward, StreamChannel)
+        if not relay.is_due or not onward._is_idle:
+            return False
+        passed = self._stream.pass_on(onward._stream, encode_header(relay.header), relay)
+        if passed:
+            relay.passed()
+        return passed
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a frame can be sent here and now."""
+        return self._error is None and self._send_error is None and not self._turn.locked()
 
     def _received(self) -> bytes:
         """What has been read of a header."""

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from hcsim.real.direction import Direction
 from hcsim.real.forked import own
-from hcsim.real.stream import Parts
-from hcsim.runtime.channel import Fold
+from hcsim.real.stream import Parts, Stream
+from hcsim.runtime.channel import Fold, Relay
 
 try:
     from hcsim.real.folding import receive_sum
@@ -37,6 +37,7 @@ class _SocketStream:
     """What the two kinds have in common: a connected, non-blocking socket, which is the stream's from now on."""
 
     read_ahead_bytes = _READ_AHEAD_BYTES
+    relays = False
 
     def __init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -46,6 +47,10 @@ class _SocketStream:
         self.ends = _ends(sock)
         self.read = sock.recv_into
         own(sock)
+
+    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
+        """It cannot, as `relays` says."""
+        raise NotImplementedError
 
     def hides_room(self) -> bool:
         """The kernel's buffers are in sight."""

@@ -48,6 +48,31 @@ class Fold:
         self.element_bytes = element_bytes
 
 
+class Relay(Fold):
+    """A place for what goes on to another channel's outlet as soon as it has come, as the frame `header`'s payload.
+
+    A channel that has an outlet itself may pass it on, whole, and says so; it then need not lie in `into` as well,
+    unless it `stays`. Otherwise the sending is left to do. Where `element_bytes` is 1 nothing is added, and `into` is
+    `room`."""
+
+    __slots__ = ("header", "outlet", "stays")
+
+    def __init__(self, fold: Fold, outlet: object, header: Header, *, stays: bool) -> None:
+        super().__init__(fold.into, fold.room, fold.element_bytes)
+        self.outlet = outlet
+        self.header = header
+        self.stays = stays
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all that goes there before it has left."""
+        raise NotImplementedError
+
+    def passed(self) -> None:
+        """It has left."""
+        raise NotImplementedError
+
+
 Place: TypeAlias = Callable[[Header], "memoryview | Fold | asyncio.Future[None] | None"]
 """Says where a frame's payload goes: a writable view of `header.length` bytes (or a `Fold` of such views), or None
 to have it allocated, or a future: the payload then stays where it is, and the question is asked again once the
@@ -85,6 +110,10 @@ class Channel(Protocol):
 
         A proof that covers it cannot be carried over to another connection."""
 
+    @property
+    def outlet(self) -> object | None:
+        """What a frame may be passed on to that comes over another channel which has one; see `Relay`."""
+
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; `header.length` is the payload's size.
 
@@ -115,9 +144,10 @@ class Channel(Protocol):
 
 
 class Pumped:
-    """Pumps by receiving one frame at a time."""
+    """Pumps by receiving one frame at a time, and passes none on."""
 
     __slots__ = ()
+    outlet = None
 
     async def pump(self: Channel, place: Place, landed: Landed) -> None:
         """See `Channel.pump`."""

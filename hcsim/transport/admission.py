@@ -67,7 +67,7 @@ Observer: TypeAlias = Callable[[Verdict], None]
 class AdmittedChannel:
     """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
 
-    __slots__ = ("_inner", "binding", "close", "ends", "identity", "limit", "peer", "pump", "recv", "send")
+    __slots__ = ("_inner", "binding", "close", "ends", "identity", "limit", "outlet", "peer", "pump", "recv", "send")
 
     def __init__(self, inner: Channel, identity: str) -> None:
         self._inner = inner
@@ -75,6 +75,7 @@ class AdmittedChannel:
         self.peer = inner.peer
         self.ends = inner.ends
         self.binding = inner.binding
+        self.outlet = inner.outlet
         self.send = inner.send
         self.recv = inner.recv
         self.pump = inner.pump

@@ -104,15 +104,24 @@ class Link:
         """Why it has failed, if it has."""
         return self._error
 
+    @property
+    def outlet(self) -> object | None:
+        """See `Channel.outlet`; stripes take turns instead."""
+        return self.channels[0].outlet if len(self.channels) == 1 else None
+
     def send(self, header: Header, payload: Payload) -> Coroutine[Any, Any, None]:
         """Send one segment, on the stripe whose turn it is."""
         if self._error is not None:
             raise self._error
         channels = self.channels
         self._turn = (self._turn + 1) % len(channels)
+        self.count_sent(header)
+        return channels[self._turn].send(header, payload)
+
+    def count_sent(self, header: Header) -> None:
+        """A segment leaves, by whatever way."""
         self.sent_bytes += header.length
         self.sent_frames += 1
-        return channels[self._turn].send(header, payload)
 
     def post(self, tag: Tag, into: memoryview | Fold | None, signature: int, total: int) -> asyncio.Future[Payload]:
         """Say where the segment with that tag goes; the future has its payload once it is there."""

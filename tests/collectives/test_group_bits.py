@@ -6,6 +6,7 @@ plan's order was followed, and not the order of arrival.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import subprocess
 import sys
@@ -117,6 +118,34 @@ def test_large_sums_that_are_added_on_the_way_have_the_same_bits(
     simulated = virtual.run(world, program, wire=wire, options=options)
     assert real.run(world, program, wire=wire, options=options) == simulated
     assert sum(received) > 0 or receive_sum is None or rings is None
+
+
+@pytest.mark.skipif(rings is None, reason="there was no C compiler when hcsim was installed")
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_what_a_ring_passes_on_without_a_stop_has_the_same_bits_and_is_counted(virtual, real, monkeypatch, world):
+    """Several operations at once, so that one finds the next rank's channel busy with another."""
+    passed = []
+    pass_on = SharedStream.pass_on
+    monkeypatch.setattr(SharedStream, "pass_on", lambda *a: passed.append(pass_on(*a)) or passed[-1])
+    monkeypatch.setenv(SWITCH, "1")
+
+    async def program(group: Group) -> tuple[list[bytes], int]:
+        given = [
+            (noise(group.rank, world * 40_000 + 1, np.dtype(dtype)), op)
+            for dtype, op in product((np.float32, np.float64, np.int64), ("sum", "mean", "max"))
+            if (dtype, op) != (np.int64, "mean")
+        ]
+        await asyncio.gather(
+            *(group.all_reduce(data, op, algorithm="ring", bucket=n % 3) for n, (data, op) in enumerate(given))
+        )
+        parts = await group.all_gather(noise(group.rank, 50_000, np.dtype(np.float64)), algorithm="ring")
+        dealt = await group.broadcast(noise(group.rank, 400_000, np.dtype(np.float32)), world - 1, algorithm="ring")
+        results = [data for data, _ in given] + [*parts, dealt]
+        return [hashlib.sha256(result).digest() for result in results], group.bytes_sent
+
+    simulated = virtual.run(world, program)
+    assert real.run(world, program) == simulated
+    assert passed.count(True) > 10 * (world - 2)
 
 
 def test_the_order_of_adding_shows_in_the_bits(virtual):

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans
 from hcsim.collectives.hierarchical import CROSS, LOCAL
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send, offsets
+from hcsim.collectives.relays import onwards
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 
 PAIRS = [(operation, algorithm) for operation in PLANNERS for algorithm in PLANNERS[operation]]
 Ints = NDArray[np.int64]
+SPOILED = -(1 << 50)
 
 
 @st.composite
@@ -72,7 +74,9 @@ def test_only_a_barrier_sends_empty_messages(operation: str, algorithm: str, dat
 
 
 def interpret(made: list[Plan], buffers: list[Ints], divide_by: int) -> None:
-    """Perform plans on real numbers, round by round; within a round all sends come first on every rank."""
+    """Perform plans on real numbers, round by round; within a round all sends come first on every rank.
+
+    To finish is to divide, or by 0 to spoil."""
     for s in range(max(len(rounds) for rounds in made)):
         sent = {}
         for rank, rounds in enumerate(made):
@@ -89,8 +93,28 @@ def interpret(made: list[Plan], buffers: list[Ints], divide_by: int) -> None:
                 elif isinstance(action, Reduce):
                     target += sent.pop((action.peer, rank))
                 elif isinstance(action, Finish):
-                    target //= divide_by
+                    target[:] = target // divide_by if divide_by else SPOILED
         assert not sent
+
+
+def passing_on(made: list[Plan]) -> list[Plan]:
+    """The plans of ranks that keep nothing of what they only pass on: each spoils its range once it has been sent."""
+    spoiled = []
+    for rounds in made:
+        found = onwards(rounds)
+        for step, onward in found.items():
+            last, (first, *others) = rounds[step][-1], rounds[step + 1]
+            assert isinstance(last, Recv | Reduce)
+            assert first == Send(onward.peer, last.lo, last.hi)
+            assert not any(isinstance(action, Send) for action in others)
+        spoils = {step + 1: Finish(rounds[step][-1].lo, rounds[step][-1].hi) for step in found if not found[step].stays}
+        spoiled.append(
+            tuple(
+                (actions[0], spoils[step], *actions[1:]) if step in spoils else actions
+                for step, actions in enumerate(rounds)
+            )
+        )
+    return spoiled
 
 
 def inputs(sizes: list[int]) -> list[Ints]:
@@ -140,6 +164,36 @@ def test_numbers_come_out_as_numpy_has_them(operation: str, algorithm: str, worl
             np.testing.assert_array_equal(buffers[rank][where], values)
 
 
+def without_finish(made: list[Plan]) -> list[Plan]:
+    return [tuple(tuple(a for a in actions if not isinstance(a, Finish)) for actions in rounds) for rounds in made]
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), [p for p in PAIRS if p[0] not in ("all_to_all", "barrier")])
+@pytest.mark.parametrize("world", range(1, 10))
+def test_who_keeps_nothing_of_what_it_passes_on_ends_with_the_same(operation: str, algorithm: str, world: int) -> None:
+    for length in (0, 1, 7, 40):
+        shape = reduction_shape(world, length)
+        kept = inputs([buffer_elements(operation, shape)] * world)
+        spoiled = [buffer.copy() for buffer in kept]
+        made = without_finish(plans(operation, algorithm, shape))
+        before = [buffer.copy() for buffer in kept]
+        interpret(made, kept, 1)
+        interpret(passing_on(made), spoiled, 0)
+        for rank, where, _ in expected(operation, shape, before):
+            np.testing.assert_array_equal(spoiled[rank][where], kept[rank][where])
+
+
+@pytest.mark.parametrize("world", range(3, 10))
+def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps_no_sum_that_is_not_whole(
+    world: int,
+) -> None:
+    shape = reduction_shape(world, 40)
+    for rounds in without_finish(plans("all_reduce", "ring", shape)):
+        found = onwards(rounds)
+        assert list(found) == list(range(2 * world - 4, -1, -1))
+        assert [step for step in sorted(found) if not found[step].stays] == list(range(world - 2))
+
+
 @pytest.mark.parametrize("world", range(1, 10))
 def test_all_to_all_delivers_uneven_parts_in_the_order_of_senders(world: int) -> None:
     sent = [tuple((3 * i + 2 * j) % 4 for j in range(world)) for i in range(world)]
@@ -165,7 +219,7 @@ def test_all_ranks_of_an_all_reduce_hold_the_same_bits(algorithm: str, world: in
     generator = np.random.default_rng(world)
     buffers = [generator.normal(size=23) * 10.0 ** generator.integers(-9, 9, 23) for _ in range(world)]
     made = plans("all_reduce", algorithm, reduction_shape(world, 23))
-    interpret([tuple(tuple(a for a in r if not isinstance(a, Finish)) for r in p) for p in made], buffers, 1)
+    interpret(without_finish(made), buffers, 1)
     assert {buffer.tobytes() for buffer in buffers} == {buffers[0].tobytes()}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import Channel, Fold
+from hcsim.runtime.channel import Channel, Fold, Relay
 from hcsim.runtime.frame import Header, Kind
 
 KIB, MIB = 2**10, 2**20
@@ -205,6 +205,86 @@ def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, fl
             expected += values
             np.testing.assert_array_equal(ours, expected)
         await sending
+
+    arena.run(body)
+
+
+class Onward(Relay):
+    """A relay that remembers."""
+
+    def __init__(self, fold, outlet, header, *, stays, due=True):
+        super().__init__(fold, outlet, header, stays=stays)
+        self.due = due
+        self.gone = False
+
+    @property
+    def is_due(self):
+        return self.due
+
+    def passed(self):
+        self.gone = True
+
+
+async def relayed(arena, left, right, *, adds, stays, floats=200_001, due=True, busy=False):
+    """One frame over one channel and on over another: what came out there, what we hold, and whether it had to be sent
+    by whoever received it."""
+    client, server = await arena.channels(left, right)
+    there, onward = await arena.channels(left, right)
+    sent, ours = np.arange(floats, dtype=np.float32), np.full(floats, 0.5, np.float32)
+    into = ours.view(np.uint8).data
+    fold = Fold(into, memoryview(bytearray(ours.nbytes)), 4) if adds else Fold(into, into, 1)
+    relay = Onward(fold, onward.outlet, Header(ours.nbytes, step=2), stays=stays, due=due)
+    if busy:
+        large = Header(8 * MIB), memoryview(bytes(8 * MIB))
+        there.limit(8 * MIB)
+        first = right.spawn(onward.send(*large), name="a frame that nobody reads yet")
+        await asyncio.sleep(0)
+    sending = left.spawn(client.send(Header(sent.nbytes, step=1), sent.view(np.uint8).data), name="sender")
+    header, payload = await server.recv(lambda _: relay)
+    assert header.step == 1
+    if adds and payload is relay.room and payload is not relay.into:
+        ours += np.frombuffer(payload, np.float32)
+    else:
+        assert payload is relay.into
+    await sending
+    if busy:
+        assert (await there.recv(lambda _: None))[0].length == 8 * MIB
+        await first
+    if not relay.gone:
+        sending = right.spawn(onward.send(relay.header, into), name="sender of what was not passed on")
+    header, payload = await there.recv(lambda _: None)
+    assert header.step == 2
+    await sending
+    after = np.array([7, 8], np.float32)  # both channels are as before
+    for one, other in ((client, server), (onward, there)):
+        await one.send(Header(8, step=3), after.view(np.uint8).data)
+        assert bytes((await other.recv(lambda _: None))[1]) == after.tobytes()
+    return np.frombuffer(payload, np.float32), ours, relay
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_is_passed_on_is_what_would_have_been_sent(arena, adds, stays):
+    async def body(left, right):
+        came_out, ours, relay = await relayed(arena, left, right, adds=adds, stays=stays)
+        expected = np.arange(200_001, dtype=np.float32) + (0.5 if adds else 0)
+        np.testing.assert_array_equal(came_out, expected)
+        assert relay.gone == (relay.outlet is not None)
+        if stays or not relay.gone:
+            np.testing.assert_array_equal(ours, expected)
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("why", ["not due", "busy"])
+def test_what_cannot_be_passed_on_now_is_received(arena, why):
+    async def body(left, right):
+        came_out, ours, relay = await relayed(
+            arena, left, right, adds=True, stays=False, due=why != "not due", busy=why == "busy"
+        )
+        assert not relay.gone
+        np.testing.assert_array_equal(ours, np.arange(200_001, dtype=np.float32) + 0.5)
+        np.testing.assert_array_equal(came_out, ours)
 
     arena.run(body)
 

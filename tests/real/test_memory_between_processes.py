@@ -34,7 +34,7 @@ from tests.real.squatting import met_by_a_squatter
 
 rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
 
-CAPACITY = 3 * 2**20
+CAPACITY = 4224 * 2**10
 LIMIT_S = 60.0
 
 
@@ -187,7 +187,7 @@ def test_another_user_does_not_get_in_and_is_not_trusted_with_ours() -> None:
     async def body() -> None:
         async with RealHost(RealOptions("right"), on_refused=refused.append) as host:
             listener = await host.listen("127.0.0.1:0")
-            door = f"hcsim-2-{listener.address}"
+            door = f"hcsim-3-{listener.address}"
             knocking = await asyncio.create_subprocess_exec(sys.executable, "-c", KNOCKS, door, str(NOBODY))
             assert await knocking.wait() == 0
         assert ["another user's" in str(error) for error in refused] == [True]
@@ -213,7 +213,7 @@ def test_a_door_of_another_user_is_passed_by() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", SQUATS, f"hcsim-2-{address}", str(NOBODY)]
+        command = [sys.executable, "-c", SQUATS, f"hcsim-3-{address}", str(NOBODY)]
         with subprocess.Popen(command, stdin=pipe, stdout=pipe) as squatter:  # noqa: ASYNC220
             assert squatter.stdout is not None
             squatter.stdout.readline()
@@ -289,7 +289,7 @@ def small_memory() -> int:
 @contextmanager
 def knocking(listener: Listener) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(f"\0hcsim-2-{listener.address}")
+        sock.connect(f"\0hcsim-3-{listener.address}")
         yield sock
 
 
@@ -454,11 +454,122 @@ def test_floats_are_added_wherever_the_ring_ends(
         np.testing.assert_array_equal(sum_now, sent + dtype(0.5))
 
 
+HEAD = bytes(range(56))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([(1, np.uint8), (4, np.float32), (8, np.float64)]),
+    st.integers(2, 40_000),
+    st.sampled_from([0, 8, 56, CAPACITY // 2, CAPACITY - 64, CAPACITY - 56 - 8, CAPACITY - 8]),
+    st.sampled_from([0, 8, 56, CAPACITY // 2, CAPACITY - 64, CAPACITY - 56 - 8, CAPACITY - 8]),
+    st.booleans(),
+)
+def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
+    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, keep: bool
+) -> None:
+    element_bytes, dtype = kind
+    sent = (np.arange(count) % 100).astype(dtype)
+    ours = np.full(count, 3, dtype)
+    with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
+        for one, other, at in ((writer, reader, in_at), (to, last, out_at)):
+            if at:  # a byte stays, lest the ring start anew
+                assert one.write([bytes(at)]) == at
+                assert other.read(memoryview(bytearray(at))[1:]) == at - 1
+        if in_at:
+            writer.write([sent.tobytes()[:1]])  # behind what is left
+            assert reader.read(memoryview(bytearray(1))) == 1
+            writer.write([sent.tobytes()[1:]])
+        else:
+            writer.write([sent.tobytes()])
+        assert reader.pass_on(to, HEAD, ours.view(np.uint8).data, element_bytes, keep) is True
+        if out_at:
+            assert last.read(memoryview(bytearray(1))) == 1
+        into = memoryview(bytearray(len(HEAD) + sent.nbytes))
+        assert last.read(into) == len(into)
+        passed = sent if element_bytes == 1 else sent + dtype(3)
+        assert into[: len(HEAD)] == HEAD
+        assert into[len(HEAD) :] == passed.tobytes()
+        np.testing.assert_array_equal(ours, passed if keep else np.full(count, 3, dtype))
+        with pytest.raises(BlockingIOError):
+            reader.read(memoryview(bytearray(1)))  # all of it is gone
+
+
+def test_what_has_not_come_whole_waits_and_who_writes_it_rings_once_it_has() -> None:
+    ours = memoryview(bytearray(100_000))
+    with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
+        writer.write([bytes(99_999)])
+        assert reader.pass_on(to, HEAD, ours, 1, False) is None
+        assert reader.let_reader_sleep()
+        with pytest.raises(BlockingIOError):
+            last.read(memoryview(bytearray(1)))
+        writer.write([b"!"])
+        assert readers_bell.recv(10) == b"\0"
+        reader.rung(False)
+        assert reader.pass_on(to, HEAD, ours, 1, False) is True
+        assert not has_rung(readers_bell)
+        assert reader.let_reader_sleep()
+
+
+def has_rung(bell: socket.socket) -> bool:
+    try:
+        return bool(bell.recv(10))
+    except BlockingIOError:
+        return False
+
+
+def test_a_writer_that_sleeps_for_room_is_woken_by_who_waits_for_the_whole() -> None:
+    """More than half of the ring is still full, so that reading alone would not have woken it."""
+    first, second = CAPACITY // 4, CAPACITY - 100
+    ours = memoryview(bytearray(second))
+    with two_ends() as (writer, reader, writers_bell, _), two_ends() as (to, _, _, _):
+        assert writer.write([bytes(first), bytes(second)]) == CAPACITY
+        with pytest.raises(BlockingIOError):
+            writer.write([bytes(first + second - CAPACITY)])
+        assert reader.read(memoryview(bytearray(first))) == first
+        assert not has_rung(writers_bell)
+        assert reader.pass_on(to, HEAD, ours, 1, False) is None
+        assert has_rung(writers_bell)
+        assert writer.write([bytes(first + second - CAPACITY)]) == first + second - CAPACITY
+        assert reader.pass_on(to, HEAD, ours, 1, False) is True
+
+
+def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
+    ours = memoryview(bytearray(8000))
+    with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
+        writer.write([bytes(range(250)) * 32])
+
+        def refused(size_bytes: int = 8000, element_bytes: int = 1) -> bool:
+            return reader.pass_on(to, HEAD, ours[:size_bytes], element_bytes, True) is False
+
+        to.write([bytes(CAPACITY - 8001)])  # no room for the header
+        assert refused()
+        last.read(memoryview(bytearray(CAPACITY - 8002)))
+        assert refused(element_bytes=8)  # a number would lie across the ring's end
+        huge = memoryview(bytearray(CAPACITY + 1))
+        assert reader.pass_on(to, HEAD, huge, 1, True) is False
+        reader.rung(True)
+        longer = memoryview(bytearray(8001))
+        assert reader.pass_on(to, HEAD, longer, 1, True) is False  # nobody will write the rest
+        to.rung(True)
+        assert refused()  # nobody reads it
+        to.close()
+        assert refused()
+        assert reader.read(ours) == 8000
+        assert ours == bytes(range(250)) * 32
+        with pytest.raises(ValueError, match="fit"):
+            reader.pass_on(to, HEAD, ours[:7], 4, True)
+        with pytest.raises(ValueError, match="fit"):
+            reader.pass_on(to, HEAD, ours, 2, True)
+        with pytest.raises(TypeError):
+            reader.pass_on(None, HEAD, ours, 4, True)
+
+
 def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
     with two_ends() as (writer, reader, writers_bell, readers_bell):
         with pytest.raises(BlockingIOError):
             reader.read(memoryview(bytearray(100)))
-        assert reader.reader_sleeps()
+        assert reader.let_reader_sleep()
         writer.write([bytes(99)])
         with pytest.raises(BlockingIOError):
             readers_bell.recv(10)
@@ -475,7 +586,7 @@ def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
         reader.read(memoryview(bytearray(CAPACITY // 4)))
         assert writers_bell.recv(10) == b"\0"
         reader.rung(False)
-        assert not reader.reader_sleeps()
+        assert not reader.let_reader_sleep()
 
 
 def test_what_was_written_can_be_read_after_the_end_and_nothing_can_be_written() -> None:
@@ -605,7 +716,7 @@ asyncio.run(main())
 def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_child_lives_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as door:
         address = f"127.0.0.1:{tcp.getsockname()[1]}"
-        door.bind(f"\0hcsim-2-{address}")
+        door.bind(f"\0hcsim-3-{address}")
         door.listen()
         door.settimeout(LIMIT_S)
         command, pipe = [sys.executable, "-c", FORKS_WHILE_IT_DIALS, address], subprocess.PIPE

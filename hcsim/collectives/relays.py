@@ -60,7 +60,7 @@ class RoundRelay(Relay):
 def onwards(plan: Plan) -> Onwards:
     """What of a plan is passed on."""
     found: Onwards = {}
-    anew: set[tuple[int, int]] = set()
+    anew: dict[tuple[int, int], None] = {}
     """Ranges that are received, from here on, before anything else happens to them."""
     for step in range(len(plan) - 1, 0, -1):
         before, actions = plan[step - 1], plan[step]
@@ -70,9 +70,9 @@ def onwards(plan: Plan) -> Onwards:
             if number == 0 and _goes_on(before, actions):
                 assert isinstance(action, Send)
                 found[step - 1] = Onward(action.peer, stays=part not in anew)
-            anew = {(lo, hi) for lo, hi in anew if hi <= action.lo or action.hi <= lo}
+            anew = {(lo, hi): None for lo, hi in anew if hi <= action.lo or action.hi <= lo}
             if isinstance(action, Recv):
-                anew.add(part)
+                anew[part] = None
     return found
 
 

@@ -2,6 +2,9 @@
 
 A round's messages are given their places while the round before it still waits for its own. Those
 that are combined get rooms beside the buffer, in the plan's order, as long as there is space for them.
+
+What a round receives only for the next one to send, a channel may pass on as it comes; see `relays.py`. The task then
+finds it sent when it gets there.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections import deque
 
 from hcsim.collectives.memory import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
-from hcsim.collectives.relays import Line
+from hcsim.collectives.relays import Sends
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Fold, Payload
@@ -32,25 +35,25 @@ class InOrder:
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
         self._onwards = schedule.onwards if wiring.may_relay() else {}
-        self._line = Line()
+        self._sends = Sends()
 
     async def run(self, state: Progress) -> None:
         """Run all rounds."""
-        wiring, posted, line, rank = self._wiring, self._posted, self._line, self._wiring.ticket.rank
+        wiring, posted, sends, rank = self._wiring, self._posted, self._sends, self._wiring.ticket.rank
         self._post(0)
         for step, actions in enumerate(self._rounds):
             state.step = step
             sending = True
             for number, action in enumerate(actions):
                 if isinstance(action, Send):
-                    if line.sent >= step:
+                    if sends.through >= step:
                         continue  # it was passed on as it came
                     state.doing, state.peer = "sending to", action.peer
                     await wiring.send(action.peer, action, step)
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
-                    line.sent = max(line.sent, step)
+                    sends.through = max(sends.through, step)
                     self._post(step + 1)
                 if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
@@ -68,7 +71,7 @@ class InOrder:
                     if self._roomless:
                         self._post_reduces()
             if sending:
-                line.sent = max(line.sent, step)
+                sends.through = max(sends.through, step)
                 self._post(step + 1)
 
     def _post(self, step: int) -> None:
@@ -115,4 +118,4 @@ class InOrder:
         """Where a message goes, and perhaps from there."""
         if into is None or number < len(self._rounds[step]) - 1:
             return into
-        return self._wiring.onward(action.peer, action, step, into, self._onwards[step], self._line)
+        return self._wiring.onward(action.peer, action, step, into, self._onwards[step], self._sends)

@@ -27,33 +27,33 @@ Onwards: TypeAlias = dict[int, Onward]
 """By the round in which it comes."""
 
 
-class Line:
-    """How far an operation's sends are: those of this round, and of all before it, have left."""
+class Sends:
+    """How far an operation's sends are: those up to this round have left."""
 
-    __slots__ = ("sent",)
+    __slots__ = ("through",)
 
     def __init__(self) -> None:
-        self.sent = -1
+        self.through = -1
 
 
 class RoundRelay(Relay):
     """Passes on what comes in one round as what the next one sends."""
 
-    __slots__ = ("_line", "_link")
+    __slots__ = ("_link", "_sends")
 
-    def __init__(self, fold: Fold, link: Link, header: Header, line: Line, *, stays: bool) -> None:
+    def __init__(self, fold: Fold, link: Link, header: Header, sends: Sends, *, stays: bool) -> None:
         super().__init__(fold, link.outlet, header, stays=stays)
         self._link = link
-        self._line = line
+        self._sends = sends
 
     @property
     def is_due(self) -> bool:
         """See `Relay.is_due`."""
-        return self._line.sent == self.header.step - 1
+        return self._sends.through == self.header.step - 1
 
     def passed(self) -> None:
         """See `Relay.passed`."""
-        self._line.sent = self.header.step
+        self._sends.through = self.header.step
         self._link.count_sent(self.header)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hcsim.collectives.memory import WORTH_FOLDING_BYTES, Memory, ScratchPool
-from hcsim.collectives.relays import Line, Onward, RoundRelay
+from hcsim.collectives.relays import Onward, RoundRelay, Sends
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
@@ -115,13 +115,13 @@ class Wiring:
         return not self.memory.is_phantom and any(link.outlet is not None for link in self.links.values())
 
     def onward(
-        self, peer: int, part: Range, step: int, into: memoryview | Fold, to: Onward, line: Line
+        self, peer: int, part: Range, step: int, into: memoryview | Fold, to: Onward, sends: Sends
     ) -> memoryview | Fold:
         """The place of a range that comes in one round and goes on in the next: as a relay where that is possible."""
         link, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
         if len(fold.into) < WORTH_FOLDING_BYTES or link.outlet is None or self.links[peer].outlet is None:
             return into
-        return RoundRelay(fold, link, self._header(part, step + 1, 0, None), line, stays=to.stays)
+        return RoundRelay(fold, link, self._header(part, step + 1, 0, None), sends, stays=to.stays)
 
     def _header(self, part: Range, step: int, offset: int, total: int | None) -> Header:
         size, ticket = self._size, self.ticket

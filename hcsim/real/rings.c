@@ -203,17 +203,19 @@ static int doze(Rings *self)
 
 enum { NOT_SO, NOT_YET, PASSED };
 
-/* Whether all of it has come; else whether the writer will wake us then. */
-static int is_whole(Rings *self, size_t bytes)
+/* How much is there to be read, at least `bytes`; or 0, and the writer will wake us when it is so much. */
+static uint64_t whole(Rings *self, size_t bytes)
 {
     Counters *ring = &self->memory->counters[!self->out];
     uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
-    if (atomic_load(&ring->written) - read >= bytes) return 1;
+    uint64_t there = atomic_load(&ring->written) - read;
+    if (there >= bytes) return there;
     atomic_store(&ring->awaited, bytes);
     if (atomic_load(&ring->full)) wake(self, &ring->full); /* it may sleep for room that there is: we read no further */
-    if (atomic_load(&ring->written) - read < bytes) return 0;
+    there = atomic_load(&ring->written) - read;
+    if (there < bytes) return 0;
     atomic_store(&ring->awaited, 0);
-    return 1;
+    return there;
 }
 
 static void lay(char *data, size_t at, const char *from, size_t bytes)
@@ -223,44 +225,52 @@ static void lay(char *data, size_t at, const char *from, size_t bytes)
     memcpy(data, from + before_end, bytes - before_end);
 }
 
-/* A whole payload that has come goes on behind `head` into another ring: as it is where `element` is 1, else added to
-   what we have. `keep`: and stays with us. All of it or nothing, so that nobody waits in the middle of a frame. */
+/* From one ring to the other: as it is where `element` is 1, else added to what we have. `keep`: and stays with us. */
+static void move_on(char *on, const char *from, char *ours, size_t bytes, size_t element, int keep, int far)
+{
+    if (element == 1) {
+        copy(on, from, bytes, 0);
+        if (keep) copy(ours, from, bytes, far);
+    } else if (keep) {
+        add(ours, from, bytes, element);
+        copy(on, ours, bytes, 0);
+    } else {
+        add_on(on, ours, from, bytes, element);
+    }
+}
+
+/* A payload that has come goes on behind `head` into another ring; see above. All of it or nothing, so that nobody
+   waits in the middle of a frame. */
 static int pass_on(Rings *self, Rings *to, const Py_buffer *head, char *ours, size_t bytes, size_t element, int keep)
 {
-    if (!self->memory || !to->memory || to->over || bytes > CAPACITY) return NOT_SO;
+    size_t needed = (size_t)head->len + bytes;
+    if (!self->memory || !to->memory || to->over || !bytes || needed > CAPACITY) return NOT_SO;
+    uint64_t there = whole(self, bytes);
+    self->reader_sleeps = !there;
+    if (!there) return self->over ? NOT_SO : NOT_YET;
+
     Counters *in = &self->memory->counters[!self->out], *out = &to->memory->counters[to->out];
     const char *coming = self->memory->data[!self->out];
     char *going = to->memory->data[to->out];
-    self->reader_sleeps = !is_whole(self, bytes);
-    if (self->reader_sleeps) return self->over ? NOT_SO : NOT_YET;
-    uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed), end = read + bytes;
+    uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed);
     uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
     uint64_t in_start = atomic_load_explicit(&in->start, memory_order_relaxed);
     uint64_t out_start = atomic_load_explicit(&out->start, memory_order_relaxed);
-    size_t used = (size_t)(written - atomic_load(&out->read));
-    if (atomic_load(&in->written) - read > CAPACITY || used > CAPACITY) return NOT_SO;
-    if (CAPACITY - used < (size_t)head->len + bytes) return NOT_SO;
+    uint64_t used = written - atomic_load(&out->read);
+    if (there > CAPACITY || used > CAPACITY || CAPACITY - used < needed) return NOT_SO;
     if (used == 0) atomic_store_explicit(&out->start, out_start = written, memory_order_relaxed);
     if ((read - in_start) % element || (written + (size_t)head->len - out_start) % element) return NOT_SO; /* torn */
 
     lay(going, (size_t)((written - out_start) % CAPACITY), head->buf, (size_t)head->len);
     written += (size_t)head->len;
-    while (read < end) {
+    for (size_t done = 0, step; done < bytes; done += step) {
         size_t from = (size_t)((read - in_start) % CAPACITY), at = (size_t)((written - out_start) % CAPACITY);
-        size_t step = least(least((size_t)(end - read), BLOCK), least(CAPACITY - from, CAPACITY - at));
-        if (element == 1) {
-            copy(going + at, coming + from, step, 0);
-            if (keep) copy(ours, coming + from, step, bytes >= MUCH);
-        } else if (keep) {
-            add(ours, coming + from, step, element);
-            copy(going + at, ours, step, 0);
-        } else add_on(going + at, ours, coming + from, step, element);
-        ours += step;
+        step = least(least(bytes - done, BLOCK), least(CAPACITY - from, CAPACITY - at));
+        move_on(going + at, coming + from, ours + done, step, element, keep, bytes >= MUCH);
         read += step;
-        written += step;
-        publish(to, out, written);
+        publish(to, out, written += step);
         atomic_store(&in->read, read);
-        if (atomic_load(&in->written) - read <= CAPACITY / 2 && atomic_load(&in->full)) wake(self, &in->full);
+        if (there - done - step <= CAPACITY / 2 && atomic_load(&in->full)) wake(self, &in->full);
     }
     return PASSED;
 }

@@ -1,7 +1,8 @@
 """A channel over one stream of bytes: a TCP connection, plain or TLS.
 
 Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
-header and payload; a payload is received straight into its destination, or added to it. Each direction tries
+header and payload; a payload is received straight into its destination, or added to it, or passed on to another
+stream that shares memory with us. Each direction tries
 at once, and only when the stream would block does the event loop take over. The loop's callback then moves the bytes
 itself. Who receives a single frame is woken when its header is there, to say where the rest goes, and when all is; who
 pumps is not woken at all, since the callback hands over what has come.
@@ -377,7 +378,7 @@ class StreamChannel:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether a frame can be sent here and now."""
+        """Whether a frame can be sent here and now. It may overtake who is just getting its turn: frames are whole."""
         return self._error is None and self._send_error is None and not self._turn.locked()
 
     def _received(self) -> bytes:

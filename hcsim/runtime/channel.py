@@ -38,7 +38,8 @@ class Fold:
     """A place for floats that are to be added to what lies there.
 
     A channel may add them as they come, while they are in the processor's cache: the payload that it returns is
-    then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do."""
+    then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do.
+    `element_bytes` is 4 or 8, or 1 where nothing is added and `into` is `room`."""
 
     __slots__ = ("element_bytes", "into", "room")
 
@@ -52,8 +53,7 @@ class Relay(Fold):
     """A place for what goes on to another channel's outlet as soon as it has come, as the frame `header`'s payload.
 
     A channel that has an outlet itself may pass it on, whole, and says so; it then need not lie in `into` as well,
-    unless it `stays`. Otherwise the sending is left to do. Where `element_bytes` is 1 nothing is added, and `into` is
-    `room`."""
+    unless it `stays`. Otherwise the sending is left to do."""
 
     __slots__ = ("header", "outlet", "stays")
 

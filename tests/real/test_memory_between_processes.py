@@ -546,8 +546,9 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         assert refused()
         last.read(memoryview(bytearray(CAPACITY - 8002)))
         assert refused(element_bytes=8)  # a number would lie across the ring's end
-        huge = memoryview(bytearray(CAPACITY + 1))
-        assert reader.pass_on(to, HEAD, huge, 1, True) is False
+        huge = memoryview(bytearray(CAPACITY - len(HEAD) + 1))
+        assert reader.pass_on(to, HEAD, huge, 1, True) is False  # and is not waited for
+        assert refused(size_bytes=0)
         reader.rung(True)
         longer = memoryview(bytearray(8001))
         assert reader.pass_on(to, HEAD, longer, 1, True) is False  # nobody will write the rest

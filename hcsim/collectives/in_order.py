@@ -34,7 +34,7 @@ class InOrder:
         self._roomless: deque[tuple[int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
-        self._onwards = schedule.onwards if wiring.may_relay() else {}
+        self._onwards = schedule.onwards if wiring.may_relay(schedule.sent) else {}
         self._sends = Sends()
 
     async def run(self, state: Progress) -> None:

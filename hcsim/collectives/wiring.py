@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hcsim.collectives.memory import WORTH_FOLDING_BYTES, Memory, ScratchPool
+from hcsim.collectives.memory import Memory, ScratchPool
 from hcsim.collectives.relays import Onward, RoundRelay, Sends
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
@@ -20,6 +20,8 @@ POINT_TO_POINT = 1 << 31
 BUCKET_BITS = 16
 NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
+WORTH_RELAYING_BYTES = 2**20
+"""From here on to store a sum and to read it again takes longer than to wait until all of a message has come."""
 TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 _DATA = Kind.DATA  # an enum's member takes long to look up
 
@@ -110,16 +112,18 @@ class Wiring:
             tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size
         )
 
-    def may_relay(self) -> bool:
-        """Whether something that comes may be passed on without a stop."""
-        return not self.memory.is_phantom and any(link.outlet is not None for link in self.links.values())
+    def may_relay(self, sent: int) -> bool:
+        """Whether something that comes may be passed on without a stop, where so many elements are sent in all."""
+        if sent * self._size < WORTH_RELAYING_BYTES or self.memory.is_phantom:
+            return False
+        return any(link.outlet is not None for link in self.links.values())
 
     def onward(
         self, peer: int, part: Range, step: int, into: memoryview | Fold, to: Onward, sends: Sends
     ) -> memoryview | Fold:
         """The place of a range that comes in one round and goes on in the next: as a relay where that is possible."""
         link, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
-        if len(fold.into) < WORTH_FOLDING_BYTES or link.outlet is None or self.links[peer].outlet is None:
+        if len(fold.into) < WORTH_RELAYING_BYTES or link.outlet is None or self.links[peer].outlet is None:
             return into
         return RoundRelay(fold, link, self._header(part, step + 1, 0, None), sends, stays=to.stays)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Wire
+from hcsim.collectives import wiring
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import DTYPES
 from hcsim.real.shared import SWITCH, SharedStream, rings
@@ -126,6 +127,7 @@ def test_what_a_ring_passes_on_without_a_stop_has_the_same_bits_and_is_counted(v
     """Several operations at once, so that one finds the next rank's channel busy with another."""
     passed = []
     pass_on = SharedStream.pass_on
+    monkeypatch.setattr(wiring, "WORTH_RELAYING_BYTES", 2**17)
     monkeypatch.setattr(SharedStream, "pass_on", lambda *a: passed.append(pass_on(*a)) or passed[-1])
     monkeypatch.setenv(SWITCH, "1")
 

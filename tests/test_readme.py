@@ -1,4 +1,4 @@
-"""The README shows nothing that does not run."""
+"""The README and the documents behind it show nothing that does not run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from hcsim.config import FAULTS, Training, parse_scenario
 from tests.torch_backend.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {file.stem: file.read_text(encoding="utf-8") for file in FILES}
 LIMIT_S = 60
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+ALL = "\n".join(TEXTS.values())
 COMMANDS = [
-    line for block in blocks("sh") for line in block.splitlines() if line.startswith("hcsim") and "--real" not in line
+    line
+    for block in blocks("sh", ALL)
+    for line in block.splitlines()
+    if line.startswith("hcsim") and "--real" not in line
 ]
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    [code] = blocks("python")
+    [code] = blocks("python", ALL)
     file = tmp_path / "mean.py"
     file.write_text(code, encoding="utf-8")
     return file
@@ -62,8 +67,10 @@ def test_the_program_runs_in_the_real_world(program: Path) -> None:
     assert outputs == [f"rank {rank} of 2 has 0.5\n" for rank in range(2)]
 
 
-def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def shown_under(title: str) -> str:
+    """The one piece of code in a section about torch."""
+    [code] = blocks("py", TEXTS["torch"].partition(f"\n## {title}\n")[2].partition("\n## ")[0])
+    return code
 
 
 def execute(code: str) -> None:
@@ -71,16 +78,14 @@ def execute(code: str) -> None:
 
 
 def test_the_module_runs_on_two_ranks(ranks: Ranks) -> None:
-    [code] = re.findall(r"^```py\n(.*?)^```", section("Modules"), re.DOTALL | re.MULTILINE)
-    ranks.run(execute, code, size=2)
+    ranks.run(execute, shown_under("Modules"), size=2)
 
 
 def test_the_checkpoint_is_saved_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [code] = re.findall(r"^```py\n(.*?)^```", section("Checkpoints"), re.DOTALL | re.MULTILINE)
-    execute(code)
+    execute(shown_under("Checkpoints"))
     assert capsys.readouterr().out == "100 0.25 torch.Size([2, 8])\n"
 
 
@@ -92,36 +97,37 @@ def test_the_commands_run_one_after_the_other(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_table_is_the_one_that_is_printed() -> None:
-    shown = next(block for block in blocks("text") if "exact" in block)
+    shown = next(block for block in blocks("text", ALL) if "exact" in block)
     printed = CliRunner().invoke(app, ["run", "four-macs-1gbe"]).stdout
     expected, actual = ([line.split() for line in text.splitlines() if "─" not in line] for text in (shown, printed))
     assert actual[: len(expected)] == expected
 
 
-def test_the_scenario_runs(tmp_path: Path) -> None:
-    [text] = [block for block in blocks("toml") if "kitchen" in block]
-    assert parse_scenario(text, "README.md").name == "kitchen"
-    file = tmp_path / "kitchen.toml"
+@pytest.mark.parametrize(("document", "name"), [("README", "pair"), ("scenarios", "kitchen")])
+def test_the_scenario_runs(tmp_path: Path, document: str, name: str) -> None:
+    [text] = [block for block in blocks("toml", TEXTS[document]) if "[[medium]]" in block]
+    assert parse_scenario(text, document).name == name
+    file = tmp_path / "home.toml"
     file.write_text(text, encoding="utf-8")
     result = CliRunner().invoke(app, ["run", str(file)])
     assert result.exit_code == 0, result.output
 
 
 def test_the_sweep_is_valid(tmp_path: Path) -> None:
-    [text] = [block for block in blocks("toml") if "grid" in block]
+    [text] = [block for block in blocks("toml", ALL) if "grid" in block]
     file = tmp_path / "mine.toml"
     file.write_text(text, encoding="utf-8")
     assert len(load_sweep(str(file), quick=False)) == 2 * 2 * 2 * 2 * 2
 
 
 def test_the_keys_of_training_are_all_explained() -> None:
-    table = README.partition("With `[training]` instead of")[2].partition("Media are")[0]
+    table = TEXTS["scenarios"].partition("With `[training]` instead of")[2].partition("Media are")[0]
     known = [field.encode_name for field in msgspec.structs.fields(Training)]
     assert [key for key in known if f"`{key}`" not in table] == []
 
 
 def test_every_fault_is_explained_with_all_its_keys() -> None:
-    table = README.partition("Every fault is a `[[fault]]`")[2].partition("## ")[0]
+    table = TEXTS["scenarios"].partition("Every fault is a `[[fault]]`")[2].partition("## ")[0]
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", table, re.MULTILINE)}
     assert list(rows) == list(FAULTS)
     for kind, (keys, _) in rows.items():
@@ -131,9 +137,10 @@ def test_every_fault_is_explained_with_all_its_keys() -> None:
         assert re.findall(r"`(\w+)`", optional) == [field.encode_name for field in fields if not field.required], kind
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "results/README.md"])
-def test_what_a_document_points_to_is_there(document: str) -> None:
-    file = ROOT / document
+@pytest.mark.parametrize(
+    "file", [*FILES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "results/README.md"], ids=lambda f: f.stem
+)
+def test_what_a_document_points_to_is_there(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     paths = re.findall(r"`((?:hcsim|experiments|tests)/[\w./]*)`", text)

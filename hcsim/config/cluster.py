@@ -68,7 +68,7 @@ class Cluster(Table, frozen=True):
     max_retries: Count = 3
     """Attempts in a row to reach a peer."""
     quorum: Literal["majority", "tiebreak", "any"] = "tiebreak"
-    """Who may go on when a cluster is split; see the README."""
+    """Who may go on when a cluster is split; see docs/clusters.md."""
     preset: Literal["home", "low_latency", "wifi"] = "home"
     """Which heartbeats."""
     heartbeat: Heartbeat | None = None
@@ -80,7 +80,7 @@ class Cluster(Table, frozen=True):
     """Steps after which the first member saves, where it has a place that outlives a crash."""
 
     measure: Literal["nothing", "links", "order"] = "links"
-    """What members of a view measure of the links between them, once for each pair; see the README.
+    """What members of a view measure of the links between them, once for each pair; see docs/clusters.md.
 
     - nothing: the first address that answers is dialled.
     - links: of several addresses the fastest is dialled, and `hcsim cluster status` says how fast it is.

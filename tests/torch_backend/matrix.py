@@ -1,4 +1,4 @@
-"""What of torch.distributed works with hcsim, beside gloo: found by the probes, and shown in the README.
+"""What of torch.distributed works with hcsim, beside gloo: found by the probes, and shown in docs/torch.md.
 
 `python -m tests.torch_backend.matrix` writes it there.
 """
@@ -15,7 +15,7 @@ from tests.torch_backend.ranks import Ranks
 Found: TypeAlias = Mapping[tuple[str, str], str]
 """What went wrong, by row and variant; nothing where all was well."""
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "torch.md"
 BEGIN, END = "<!-- torch.distributed: python -m tests.torch_backend.matrix -->\n", "<!-- torch.distributed ends -->"
 BACKENDS = ("hcsim", "gloo")
 SIZE = 4
@@ -37,8 +37,8 @@ def table(found: Mapping[str, Found]) -> str:
 
 
 def shown() -> str:
-    """What the README has now."""
-    return README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    """What the document has now."""
+    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 
 def _cell(works: Mapping[str, bool]) -> str:
@@ -52,12 +52,12 @@ def _cell(works: Mapping[str, bool]) -> str:
 
 
 def write() -> None:
-    """Put the table into the README."""
+    """Put the table into the document."""
     ranks = Ranks()
     made = table({backend: find(ranks, backend) for backend in BACKENDS})
     ranks.close()
-    text = README.read_text(encoding="utf-8")
-    README.write_text(text.replace(BEGIN + shown() + END, BEGIN + made + END), encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    DOCUMENT.write_text(text.replace(BEGIN + shown() + END, BEGIN + made + END), encoding="utf-8")
 
 
 if __name__ == "__main__":

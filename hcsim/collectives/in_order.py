@@ -53,7 +53,6 @@ class InOrder:
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
-                    sends.through = max(sends.through, step)
                     self._post(step + 1)
                 if isinstance(action, Finish):
                     await wiring.finish(action.lo, action.hi)
@@ -71,7 +70,6 @@ class InOrder:
                     if self._roomless:
                         self._post_reduces()
             if sending:
-                sends.through = max(sends.through, step)
                 self._post(step + 1)
 
     def _post(self, step: int) -> None:
@@ -80,6 +78,7 @@ class InOrder:
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
         wait for whatever still reads or writes its range.
         """
+        self._sends.through = max(self._sends.through, step - 1)
         if step == len(self._rounds):
             return
         wiring, patient = self._wiring, self._patient

@@ -20,9 +20,9 @@ POINT_TO_POINT = 1 << 31
 BUCKET_BITS = 16
 NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
+TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 WORTH_RELAYING_BYTES = 2**20
 """From here on to store a sum and to read it again takes longer than to wait until all of a message has come."""
-TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 _DATA = Kind.DATA  # an enum's member takes long to look up
 
 

@@ -19,36 +19,46 @@ static inline void expect(const char *at) { __builtin_prefetch(at + AHEAD), __bu
 
 /* ---- Added. ---- */
 
-#define ADDING(NAME, NUMBER)                                                    \
-    static void NAME(char *restrict into, const char *restrict from, size_t n)  \
+/* To what lies there, or on the way to somewhere else. Two loops rather than one that is given the same place twice:
+   a compiler joins several additions only where it knows that no place is another. */
+#define HERE char *restrict into
+#define ELSEWHERE char *restrict into, const char *restrict ours
+
+#define ADDING(NAME, PLACES, OURS, NUMBER)                                      \
+    static void NAME(PLACES, const char *restrict from, size_t n)               \
     {                                                                           \
         for (size_t i = 0; i < n; i++) {                                        \
             NUMBER sum, term;                                                   \
-            memcpy(&sum, into + i * sizeof sum, sizeof sum);                    \
+            memcpy(&sum, OURS + i * sizeof sum, sizeof sum);                    \
             memcpy(&term, from + i * sizeof term, sizeof term);                 \
             sum += term;                                                        \
             memcpy(into + i * sizeof sum, &sum, sizeof sum);                    \
         }                                                                       \
     }
 
-ADDING(add_floats, float)
-ADDING(add_doubles, double)
+ADDING(add_floats, HERE, into, float)
+ADDING(add_doubles, HERE, into, double)
+ADDING(add_floats_on, ELSEWHERE, ours, float)
+ADDING(add_doubles_on, ELSEWHERE, ours, double)
 
 #if defined(__x86_64__)
-#define ADDING_WIDE(NAME, REGISTER, LOAD, ADD, STORE, NUMBER)                                                \
-    WITH_AVX2 static size_t NAME(char *restrict into, const char *restrict from, size_t bytes)               \
+#define ADDING_WIDE(NAME, PLACES, OURS, NUMBER, REGISTER, LOAD, ADD, STORE)                                  \
+    WITH_AVX2 static size_t NAME(PLACES, const char *restrict from, size_t bytes)                            \
     {                                                                                                        \
         size_t done = 0;                                                                                     \
         for (; done + LINES <= bytes; done += LINES) {                                                       \
-            expect(into + done), expect(from + done);                                                        \
+            expect(OURS + done), expect(from + done);                                                        \
             for (size_t i = done; i < done + LINES; i += sizeof(REGISTER))                                   \
-                STORE((NUMBER *)(into + i), ADD(LOAD((NUMBER *)(into + i)), LOAD((const NUMBER *)(from + i)))); \
+                STORE((NUMBER *)(into + i),                                                                  \
+                      ADD(LOAD((const NUMBER *)(OURS + i)), LOAD((const NUMBER *)(from + i))));              \
         }                                                                                                    \
         return done;                                                                                         \
     }
 
-ADDING_WIDE(add_wide_floats, __m256, _mm256_loadu_ps, _mm256_add_ps, _mm256_storeu_ps, float)
-ADDING_WIDE(add_wide_doubles, __m256d, _mm256_loadu_pd, _mm256_add_pd, _mm256_storeu_pd, double)
+ADDING_WIDE(add_wide_floats, HERE, into, float, __m256, _mm256_loadu_ps, _mm256_add_ps, _mm256_storeu_ps)
+ADDING_WIDE(add_wide_doubles, HERE, into, double, __m256d, _mm256_loadu_pd, _mm256_add_pd, _mm256_storeu_pd)
+ADDING_WIDE(add_wide_floats_on, ELSEWHERE, ours, float, __m256, _mm256_loadu_ps, _mm256_add_ps, _mm256_storeu_ps)
+ADDING_WIDE(add_wide_doubles_on, ELSEWHERE, ours, double, __m256d, _mm256_loadu_pd, _mm256_add_pd, _mm256_storeu_pd)
 #endif
 
 /* Whole elements, floats of 4 or of 8 bytes. */
@@ -62,51 +72,16 @@ static inline void add(char *restrict into, const char *restrict from, size_t by
     (single ? add_floats : add_doubles)(into + done, from + done, (bytes - done) / element);
 }
 
-/* ---- Added on the way to somewhere else. ---- */
-
-#define ADDING_ON(NAME, NUMBER)                                                                                    \
-    static void NAME(char *restrict on, const char *restrict ours, const char *restrict from, size_t n)           \
-    {                                                                                                              \
-        for (size_t i = 0; i < n; i++) {                                                                           \
-            NUMBER sum, term;                                                                                      \
-            memcpy(&sum, ours + i * sizeof sum, sizeof sum);                                                       \
-            memcpy(&term, from + i * sizeof term, sizeof term);                                                    \
-            sum += term;                                                                                           \
-            memcpy(on + i * sizeof sum, &sum, sizeof sum);                                                         \
-        }                                                                                                          \
-    }
-
-ADDING_ON(add_floats_on, float)
-ADDING_ON(add_doubles_on, double)
-
-#if defined(__x86_64__)
-#define ADDING_WIDE_ON(NAME, REGISTER, LOAD, ADD, STORE, NUMBER)                                                    \
-    WITH_AVX2 static size_t NAME(char *restrict on, const char *restrict ours, const char *restrict from,          \
-                                 size_t bytes)                                                                     \
-    {                                                                                                              \
-        size_t done = 0;                                                                                           \
-        for (; done + LINES <= bytes; done += LINES) {                                                             \
-            expect(ours + done), expect(from + done);                                                              \
-            for (size_t i = done; i < done + LINES; i += sizeof(REGISTER))                                         \
-                STORE((NUMBER *)(on + i), ADD(LOAD((const NUMBER *)(ours + i)), LOAD((const NUMBER *)(from + i)))); \
-        }                                                                                                          \
-        return done;                                                                                               \
-    }
-
-ADDING_WIDE_ON(add_wide_floats_on, __m256, _mm256_loadu_ps, _mm256_add_ps, _mm256_storeu_ps, float)
-ADDING_WIDE_ON(add_wide_doubles_on, __m256d, _mm256_loadu_pd, _mm256_add_pd, _mm256_storeu_pd, double)
-#endif
-
-/* What lies in `ours` and what comes, added, goes to `on`; `ours` stays as it is. */
-static inline void add_on(char *restrict on, const char *restrict ours, const char *restrict from, size_t bytes,
+/* The same, but the sums go to `into`, and `ours` stays as it is. */
+static inline void add_on(char *restrict into, const char *restrict ours, const char *restrict from, size_t bytes,
                           size_t element)
 {
     int single = element == sizeof(float);
     size_t done = 0;
 #if defined(__x86_64__)
-    if (has_avx2()) done = (single ? add_wide_floats_on : add_wide_doubles_on)(on, ours, from, bytes);
+    if (has_avx2()) done = (single ? add_wide_floats_on : add_wide_doubles_on)(into, ours, from, bytes);
 #endif
-    (single ? add_floats_on : add_doubles_on)(on + done, ours + done, from + done, (bytes - done) / element);
+    (single ? add_floats_on : add_doubles_on)(into + done, ours + done, from + done, (bytes - done) / element);
 }
 
 /* ---- As they are. ---- */

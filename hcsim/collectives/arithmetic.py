@@ -10,6 +10,7 @@ the second rounding cannot differ), and it is faster than numpy's element-wise c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -76,6 +77,7 @@ def check(operation: str, dtype: np.dtype[Any] | None = None) -> None:
         raise UsageError(f"{operation} of {dtype} has no meaning")
 
 
+@lru_cache(maxsize=256)
 def combiner(operation: str, dtype: np.dtype[Any]) -> Combine:
     """The function that combines two arrays into a third, which may be one of them."""
     check(operation, dtype)
@@ -109,6 +111,7 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
             out[block].real, out[block].imag = real, imag
 
 
+@lru_cache(maxsize=256)
 def finisher(operation: str, world: int) -> Finisher | None:
     """What is done to the finished reduction: a mean divides by the number of ranks."""
     if operation != "mean" or world == 1:

@@ -80,14 +80,13 @@ class Dispatch:
         self._fate.begin(ticket)
         line = self._lines.setdefault(bucket, [])
         before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
-        task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before)
-        line.append(task)
 
         def over(task: Pending[T]) -> None:
             line.remove(task)  # not only when the next one comes: it holds what the caller may want to free
             self._fate.agreement.end(ticket)
 
-        task.add_done_callback(over)
+        task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before, over)
+        line.append(task)
         return task
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
@@ -134,6 +133,10 @@ class Dispatch:
     def _execution(self, lanes: Schedule, ticket: Ticket, memory: Memory) -> Execution:
         fate = self._fate
         wiring = Wiring(ticket, memory, fate.scratch, fate.mesh.host.device)
+        links = fate.mesh.links
+        for peer in lanes.peers:
+            if peer in links:
+                wiring.links[peer] = links[peer]
         return Execution(lanes, wiring, fate.mesh.link, fate.cutting)
 
     def _planned(self, request: Request, memory: Memory) -> tuple[Schedule, int]:

@@ -12,12 +12,12 @@ with the system.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from hcsim.collectives.in_order import InOrder
 from hcsim.collectives.lanes import Lanes
-from hcsim.collectives.schedule import Lane, Schedule
+from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.transport.link import Link
@@ -51,17 +51,21 @@ class Execution:
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
-        with self._guarded() as state:
-            for peer in self._schedule.peers:
+        await self._guarded(self._run)
+
+    async def _run(self, state: Progress) -> None:
+        wiring, schedule = self._wiring, self._schedule
+        for peer in schedule.peers:
+            if peer not in wiring.links:
                 state.doing, state.peer = "opening a link to", peer
-                self._wiring.links[peer] = await self._link_to(peer)
-        if self._schedule.lanes:
+                wiring.links[peer] = await self._link_to(peer)
+        state.rest()
+        if schedule.lanes:
             await self._side_by_side()
         else:
-            with self._guarded() as state:
-                await InOrder(self._wiring, self._schedule).run(state)
-        with self._guarded():
-            self._wiring.check_over()
+            await InOrder(wiring, schedule).run(state)
+            state.rest()
+        wiring.check_over()
 
     async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule)
@@ -69,14 +73,10 @@ class Execution:
             async with asyncio.TaskGroup() as group:
                 for lane in self._schedule.lanes:
                     name = f"{self._wiring.ticket}: {lane.kind.__name__} {lane.peer}"
-                    group.create_task(self._in_lane(lanes, lane), name=name)
+                    group.create_task(self._guarded(partial(lanes.run, lane)), name=name)
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__  # a peer that hung up may still say why
-
-    async def _in_lane(self, lanes: Lanes, lane: Lane) -> None:
-        with self._guarded() as state:
-            await lanes.run(state, lane)
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, and what for: a receiver knows better than a sender who is late."""
@@ -86,14 +86,13 @@ class Execution:
                     return state.peer, str(state)
         return None, "waiting"
 
-    @contextmanager
-    def _guarded(self) -> Iterator[Progress]:
+    async def _guarded(self, work: Callable[[Progress], Awaitable[None]]) -> None:
         """Name the operation, and what it was doing, in an error that ends it."""
         state = Progress()
         self._progress.append(state)
         try:
-            yield state
-            state.doing = ""
+            await work(state)
+            state.rest()
         except asyncio.CancelledError:
             self._on_cancel()
             raise

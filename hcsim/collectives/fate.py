@@ -71,7 +71,6 @@ class Fate:
         self.followers: list[Follower] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
-        self._busy: dict[asyncio.Task[Any], None] = {}
         self._cutting = False
         self._watching: asyncio.Task[None] | None = None
         mesh.on_link = self._adopt
@@ -104,13 +103,19 @@ class Fate:
         result: Callable[[], T],
         timeout_s: float,
         before: asyncio.Task[Any] | None = None,
+        over: Callable[[asyncio.Task[T]], None] | None = None,
     ) -> asyncio.Task[T]:
-        """Run an operation to its end, once `before` is over; if it fails, so does the group."""
+        """Run an operation to its end, once `before` is over; if it fails, so does the group. `over` hears of its end,
+        however it ends, before whoever waits for it."""
+
+        def ended(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough
+            if over is not None:
+                over(task)
+
         running = self._run(work, result, timeout_s, before)
-        task = self.mesh.host.spawn(running, name=str(work.ticket))
-        self._busy[task] = None
-        task.add_done_callback(self._forget)
-        return task
+        return self.mesh.host.spawn(running, name=str(work.ticket), over=ended)
 
     async def _run(
         self,
@@ -236,11 +241,6 @@ class Fate:
                 follower.lost(link.peer_rank, error)
         elif not self._cutting:
             self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._busy.pop(task, None)
-        if not task.cancelled():
-            task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough
 
 
 _GAVE_UP = "rank {} gave up: "

@@ -49,6 +49,8 @@ from hcsim.transport.mesh import Membership, Mesh
 
 T = TypeVar("T")
 
+SHAPES_KEPT = 256
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How a group works where a call does not say."""
@@ -83,6 +85,8 @@ class Group:
         self.rank = members.index(fate.mesh.us.rank)
         self.size = len(members)
         self._children: dict[tuple[int, ...], int] = {}
+        self._shapes: dict[tuple[int, int], Shape] = {}
+        """Of operations on a length and a root, kept: a training loop asks for the same few again and again."""
         self._dispatch = Dispatch(fate, members, number)
 
     @classmethod
@@ -126,6 +130,7 @@ class Group:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
         order = order_over(links) if self.size > 2 else ()
         self.options = msgspec.structs.replace(self.options, links=links, order=order)
+        self._shapes = {}
 
     def dial(self, addresses: Sequence[str]) -> None:
         """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
@@ -198,7 +203,7 @@ class Group:
 
     def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Combine everybody's data; everybody gets the result, in place."""
-        shape = self._shape(length=length_of(data))
+        shape = self._of_length(length_of(data))
         return self._start(
             "all_reduce", shape, reducing([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
         )
@@ -207,13 +212,13 @@ class Group:
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
     ) -> Pending[DataT]:
         """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
-        shape = self._shape(length=length_of(data), root=self._rank(root))
+        shape = self._of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
         return self._start("reduce", shape, reducing([work], op, self.size), lambda: data, algorithm, bucket, op)
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Everybody gets the root's data, in place."""
-        shape = self._shape(length=length_of(data), root=self._rank(root))
+        shape = self._of_length(length_of(data), self._rank(root))
         memory = moving([data if self.rank == root else writable(data)])
         return self._start("broadcast", shape, memory, lambda: data, algorithm, bucket)
 
@@ -351,7 +356,7 @@ class Group:
 
     def barrier(self, *, bucket: int = 0) -> Pending[None]:
         """Return when everybody has called it."""
-        return self._start("barrier", self._shape(), moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
+        return self._start("barrier", self._of_length(0), moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
 
     # Point to point.
 
@@ -408,6 +413,14 @@ class Group:
     def _to_one(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
         message = Message(name, peer, tag, rounds)
         return self._dispatch.message(message, moving([data]), lambda: data, self.options.timeout_s)
+
+    def _of_length(self, length: int, root: int = 0) -> Shape:
+        shape = self._shapes.get((length, root))
+        if shape is None:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
+            shape = self._shapes[length, root] = self._shape(length=length, root=root)
+        return shape
 
     def _shape(self, **sizes: Any) -> Shape:
         o = self.options

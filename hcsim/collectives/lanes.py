@@ -35,7 +35,7 @@ class Lanes:
         """Elements of what was given a room before its turn, by lane and number."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
 
-    async def run(self, state: Progress, lane: Lane) -> None:
+    async def run(self, lane: Lane, state: Progress) -> None:
         """Run one lane to its end."""
         state.peer = lane.peer
         if lane.kind is Send:

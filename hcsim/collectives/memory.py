@@ -133,7 +133,7 @@ class ArrayMemory:
             self._starts.append(self._starts[-1] + array.size)
         self._combine = combine
         self._finisher = finisher
-        self._folds = adds and self.dtype in (np.float32, np.float64)
+        self._folds = adds and self.dtype.char in "fd"
 
     def payload(self, lo: int, hi: int) -> memoryview:
         """See `Memory.payload`."""

@@ -11,7 +11,7 @@ from hcsim.collectives.plan import Finish, Plan
 from hcsim.errors import UsageError
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One collective's shape. All ranks hold equal ones, but for `sent` and `received`.
 
     A planner reads the fields that concern its operation and algorithm, and no others."""

@@ -69,6 +69,10 @@ class Progress:
         self.step = 0
         self.segment = ""
 
+    def rest(self) -> None:
+        """Nobody is waited for."""
+        self.doing, self.peer = "", None
+
     def __str__(self) -> str:
         if self.peer is None or not self.doing:
             return "waiting for its turn"

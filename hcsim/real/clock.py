@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 
 
 class RealClock:
     """The machine's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._limits: Limits | None = None
 
     def now(self) -> float:
         """Seconds since an unspecified moment, never going back."""
@@ -24,4 +28,76 @@ class RealClock:
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
         """As `asyncio.timeout`."""
-        return asyncio.timeout(seconds)
+        if seconds is None:
+            return asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
+        if self._limits is None or self._limits.loop is not loop:
+            self._limits = Limits(loop)
+        return _Limit(self._limits, seconds)
+
+
+class Limits:
+    """The time limits of one event loop, behind one timer: nearly all of them are over long before they are due, and to
+    set and to cancel a timer costs more than all else that they need."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._due_s: dict[_Limit, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        """For the earliest of them, or for an earlier one that is over."""
+
+    def add(self, limit: _Limit, due_s: float) -> None:
+        """Call `expire` then, unless it is removed before."""
+        self._due_s[limit] = due_s
+        if self._timer is None or due_s < self._timer.when():
+            self._set(due_s)
+
+    def remove(self, limit: _Limit) -> None:
+        """It is over."""
+        self._due_s.pop(limit, None)
+
+    def _set(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(due_s, self._look)
+
+    def _look(self) -> None:
+        assert self._timer is not None
+        now_s = max(self.loop.time(), self._timer.when())  # the loop may call a clock's tick too early
+        self._timer = None
+        for limit in [limit for limit, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[limit]
+            limit.expire()
+        if self._due_s:
+            self._set(min(self._due_s.values()))
+
+
+class _Limit:
+    """One time limit, around one task's work."""
+
+    __slots__ = ("_cancelled_before", "_expired", "_limits", "_seconds", "_task")
+
+    def __init__(self, limits: Limits, seconds: float) -> None:
+        self._limits = limits
+        self._seconds = seconds
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelled_before = task.cancelling()
+        self._limits.add(self, self._limits.loop.time() + self._seconds)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._expired:
+            self._limits.remove(self)
+        elif self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+            raise TimeoutError from error  # nobody else has cancelled it as well
+
+    def expire(self) -> None:
+        """It has taken too long."""
+        self._expired = True
+        self._task.cancel()

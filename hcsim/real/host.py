@@ -88,7 +88,7 @@ class RealHost:
         self._device = device or self._own_device
         self._trace = trace
         self._clock = RealClock()
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}
         self._listeners: list[Listener] = []
         self._answered: dict[str, tuple[int, Any]] = {}
         """Where a machine with several addresses was last reached."""
@@ -181,12 +181,19 @@ class RealHost:
             reason = f": {failure}" if failure else ""
             raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{reason}") from None
 
-    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
+    ) -> asyncio.Task[Any]:
         """Run a task until it ends or this host is closed."""
-        task = asyncio.create_task(work, name=f"{self.name}/{name}")
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
+        task = asyncio.create_task(work, name=f"{self._options.name}/{name}")
+        self._tasks[task] = over
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        over = self._tasks.pop(task)
+        if over is not None:
+            over(task)
 
     def rng(self, *name: str | int) -> random.Random:
         """This host's random stream of that name."""

@@ -370,7 +370,11 @@ static void rings_dealloc(PyObject *object)
 static PyObject *result(Py_ssize_t moved)
 {
     if (moved >= 0) return PyLong_FromSsize_t(moved);
-    errno = moved == BROKEN ? EPROTO : moved == CLOSED ? EBADF : EAGAIN; /* which Python calls a BlockingIOError */
+    if (moved == WOULD_BLOCK) { /* which happens often, so without a text that nobody reads */
+        PyErr_SetNone(PyExc_BlockingIOError);
+        return NULL;
+    }
+    errno = moved == BROKEN ? EPROTO : EBADF;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 

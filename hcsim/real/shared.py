@@ -108,7 +108,8 @@ class SharedStream:
             self._loop.remove_reader(self._bell)
         self._rings.rung(over)
         self.incoming.ready()
-        self.outgoing.ready()
+        if self.outgoing.busy:
+            self.outgoing.ready()
 
 
 def _watch(fd: int, ready: object) -> None:

@@ -30,7 +30,8 @@ MAGIC = b"hc"
 VERSION = 1
 _FIELDS = struct.Struct("!2sBBHHIIQIIIQQ")
 _CRC = struct.Struct("!I")
-HEADER_BYTES = _FIELDS.size + _CRC.size
+_ALL = struct.Struct(f"{_FIELDS.format}{_CRC.format[1:]}")
+HEADER_BYTES = _ALL.size
 
 
 class Kind(IntEnum):
@@ -86,15 +87,13 @@ def encode_header(header: Header) -> bytes:
 
 def decode_header(data: bytes | bytearray | memoryview, *, max_length: int, peer: str) -> Header:
     """Check and decode `HEADER_BYTES` bytes from `peer`, who may send at most `max_length` behind them."""
-    view = memoryview(data)
-    fields = view[: _FIELDS.size]
     (magic, version, kind, sender, bucket, epoch, group, operation,
-     signature, length, step, offset, total) = _FIELDS.unpack(fields)  # fmt: skip
+     signature, length, step, offset, total, crc) = _ALL.unpack(data)  # fmt: skip
     if magic != MAGIC:
         raise RemoteProtocolError(f"{peer} does not speak hcsim: its frame starts with {magic!r}", peer)
     if version != VERSION:
         raise RemoteProtocolError(f"{peer} speaks version {version} of the protocol, we speak {VERSION}", peer)
-    if _CRC.unpack(view[_FIELDS.size :])[0] != zlib.crc32(fields):
+    if crc != zlib.crc32(memoryview(data)[: _FIELDS.size]):
         raise RemoteProtocolError(f"a header from {peer} arrived damaged (its checksum does not match)", peer)
     if kind >= len(_KINDS):
         raise RemoteProtocolError(f"{peer} sent a frame of unknown kind {kind}", peer)

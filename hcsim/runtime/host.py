@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Protocol
 
@@ -81,8 +81,12 @@ class Host(Protocol):
         Raises `PeerRefused` when somebody says no until the end, `DeadlineExceeded` when nobody answers.
         """
 
-    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-        """Run a task that lives and dies with this host. The name appears in reports."""
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
+    ) -> asyncio.Task[Any]:
+        """Run a task that lives and dies with this host. The name appears in reports.
+
+        `over` gets the task once it has ended, however it has, and before those who wait for it."""
 
     def rng(self, *name: str | int) -> random.Random:
         """This host's random stream of that name."""

@@ -197,12 +197,17 @@ class VirtualHost:
                 raise PeerRefused(f"nobody listens at {address} (tried for {timeout_s:g} s)", name) from None
             raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s") from None
 
-    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
+    ) -> asyncio.Task[Any]:
         """See `runtime.host.Host.spawn`."""
         if not self.alive:
             work.close()
             raise ChannelClosed(f"{self._name} has crashed and runs nothing any more")
-        return self.loop.create_task(work, name=f"{self._name}: {name}", context=self._context.copy())
+        task = self.loop.create_task(work, name=f"{self._name}: {name}", context=self._context.copy())
+        if over is not None:
+            task.add_done_callback(over)
+        return task
 
     def rng(self, *name: str | int) -> random.Random:
         """See `runtime.host.Host.rng`."""

@@ -98,6 +98,83 @@ def test_a_timeout_ends_its_body_and_only_its_body(arena):
     arena.run(body)
 
 
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_of_nothing_ends_whatever_waits(arena, seconds):
+    async def body(left, right):
+        with pytest.raises(TimeoutError):
+            async with left.clock.timeout(seconds):
+                await left.clock.sleep(1000)
+
+    arena.run(body)
+
+
+def test_timeouts_end_in_the_order_in_which_they_are_due(arena):
+    async def body(left, right):
+        ended = []
+
+        async def limited(seconds):
+            with pytest.raises(TimeoutError):
+                async with left.clock.timeout(seconds):
+                    await left.clock.sleep(1000)
+            ended.append(seconds)
+
+        async with asyncio.TaskGroup() as group:
+            for seconds in (0.06, 0.02, 0.04, 1000):
+                task = group.create_task(limited(seconds))
+            async with left.clock.timeout(0.001):  # the earliest, and over before it is due
+                await left.clock.sleep(0)
+            await left.clock.sleep(0.1)
+            task.cancel()
+        assert ended == [0.02, 0.04, 0.06]
+
+    arena.run(body)
+
+
+def test_of_two_nested_timeouts_the_one_that_is_due_is_the_one_that_raises(arena):
+    async def body(left, right):
+        async with left.clock.timeout(1000):
+            with pytest.raises(TimeoutError):
+                async with left.clock.timeout(0.01):
+                    await left.clock.sleep(1000)
+            await left.clock.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with left.clock.timeout(0.01), left.clock.timeout(1000):
+                await left.clock.sleep(1000)
+
+    arena.run(body)
+
+
+def test_who_is_cancelled_within_a_timeout_is_cancelled_and_not_late(arena):
+    async def body(left, right):
+        async def limited(seconds):
+            async with left.clock.timeout(seconds):
+                await left.clock.sleep(1000)
+
+        task = left.spawn(limited(1000), name="limited")
+        await left.clock.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    arena.run(body)
+
+
+def test_an_error_within_a_timeout_stays_what_it_is_even_if_it_comes_too_late(arena):
+    async def body(left, right):
+        async def fail_late():
+            try:
+                await left.clock.sleep(1000)
+            finally:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            async with left.clock.timeout(0.01):
+                await fail_late()
+        await left.clock.sleep(0.02)  # which nothing cancels any more
+
+    arena.run(body)
+
+
 def test_a_clock_moves_at_least_as_far_as_one_sleeps(arena):
     async def body(left, right):
         before_s = left.clock.now()
@@ -159,6 +236,46 @@ def test_a_task_carries_its_name_and_its_result(arena):
         assert "deep thought" in task.get_name()
         assert left.name in task.get_name()
         assert await task == 42
+
+    arena.run(body)
+
+
+def test_the_end_of_a_task_is_told_before_those_go_on_who_wait_for_it(arena):
+    async def body(left, right):
+        order = []
+
+        async def work():
+            order.append("work")
+
+        async def wait(task):
+            await task
+            order.append("waiter")
+
+        task = left.spawn(work(), name="work", over=order.append)
+        await wait(task)
+        assert order == ["work", task, "waiter"]
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_end_of_a_task_is_told_also_if_it_was_cancelled_or_failed(arena, begun):
+    async def body(left, right):
+        ended = []
+
+        async def forever():
+            await left.clock.sleep(1000)
+
+        async def fail():
+            raise ZeroDivisionError
+
+        cancelled = left.spawn(forever(), name="forever", over=ended.append)
+        failed = left.spawn(fail(), name="fail", over=ended.append)
+        if begun:
+            await left.clock.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, failed, return_exceptions=True)
+        assert {*ended} == {cancelled, failed}
 
     arena.run(body)
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
 from hcsim.collectives.cost import Links, price
-from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.plan import Finish, Plan, Reduce
 from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 
@@ -24,7 +24,7 @@ _ALIKE = 1.05
 """Prices that differ by less than this differ by no more than two measurements of a link do."""
 _LONG_BYTES, _WORTH_IT = 8 << 20, 1.5
 """The parts of a long message that many peers send at once wait for each other in memory, as large as the message
-itself: that has to gain more."""
+itself: that has to gain more. So has an algorithm that adds all of a message at once, unless the message is short."""
 
 _UNMEASURED = {
     "all_reduce": ("tree", "ring"),
@@ -57,8 +57,16 @@ def choose(
     segment = max(segment_bytes, -(-size_bytes // _SEGMENTS), element_bytes)
     planned = {name: plans(operation, name, shape) for name in names}
     prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}
+    if size_bytes >= SHORT_BYTES:
+        for name in names:
+            if name != "hierarchical" and _adds_all_at_once(planned[name], size_bytes // element_bytes):
+                prices_s[name] *= _WORTH_IT
     limit_s = (_ALIKE if size_bytes < _LONG_BYTES else _WORTH_IT) * min(prices_s.values())
     return min((name for name in names if prices_s[name] <= limit_s), key=lambda name: _peers(planned[name]))
+
+
+def _adds_all_at_once(planned: Sequence[Plan], length: int) -> bool:
+    return any(type(a) is Reduce and a.hi - a.lo == length for plan in planned for actions in plan for a in actions)
 
 
 def _peers(planned: Sequence[Plan]) -> int:

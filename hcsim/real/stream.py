@@ -253,19 +253,16 @@ class StreamChannel:
     async def _until(self, pull: Callable[[], bool]) -> None:
         """Returns when `pull` has what it wants. It is tried at once, and then whenever there may be more to read."""
 
-        def next_turn() -> bool:
-            self._turn_bytes = 0
-            return self._tried(pull)
+        def tried() -> bool:
+            if pull():
+                return True
+            self._turn_bytes = 0  # others get their turn before the next try
+            if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
+                self._loop.call_soon(self._incoming.ready)
+            return False
 
-        if not self._tried(pull):
-            await self._incoming.finish(next_turn)
-
-    def _tried(self, pull: Callable[[], bool]) -> bool:
-        if pull():
-            return True
-        if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
-            self._loop.call_soon(self._incoming.ready)
-        return False
+        if not tried():
+            await self._incoming.finish(tried)
 
     def _has_header(self) -> bool:
         """Whether a header is there; reads one, and perhaps some of what follows."""
@@ -337,11 +334,8 @@ class StreamChannel:
         """The frame that has come. We keep nothing of it: it is part of somebody's array."""
         assert self._header is not None
         frame = self._header, self._payload
-        self._forget()
+        self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
         return frame
-
-    def _forget(self) -> None:
-        self._header, self._payload, self._into, self._fold, self._relay = None, EMPTY, EMPTY, None, None
 
     def _read(self, into: memoryview) -> int:
         """Some bytes, if there are any."""
@@ -441,7 +435,7 @@ class StreamChannel:
 
     def _stop(self, error: ChannelError) -> None:
         self._error = error
-        self._forget()
+        self._header, self._payload, self._into, self._fold, self._relay = None, EMPTY, EMPTY, None, None
         self._incoming.abandon(error)
         self._outgoing.abandon(error)
         self._stream.finish()

@@ -65,6 +65,21 @@ def test_a_long_message_goes_to_many_at_once_only_where_that_gains_much() -> Non
         assert choose("all_reduce", long, 4, links) in chosen
 
 
+def test_all_of_a_message_is_added_at_once_only_if_it_is_short_or_if_that_gains_much() -> None:
+    """It lies beside the tensor then, and once more on every link."""
+    for length, latency_s, gain, chosen in (
+        (MIB // 8, 1e-4, 1.2, "recursive_doubling"),
+        (MIB // 4, 1e-4, 1.2, "ring"),
+        (MIB // 4, 5e-3, 1.8, "recursive_doubling"),
+    ):
+        shape, links = Shape(world=2, length=length), Links.uniform(2, latency_s, 4e9)
+        once_s, twice_s = (
+            price(plans("all_reduce", name, shape), links, 4, MIB) for name in ("recursive_doubling", "ring")
+        )
+        assert twice_s > gain * once_s
+        assert choose("all_reduce", shape, 4, links) == chosen
+
+
 def test_a_costly_frame_speaks_against_one_rank_that_sends_them_all() -> None:
     quick = Links.uniform(8, 1e-3, 1e9)
     costly = Links(quick.latency_s, quick.bandwidth_Bps, overhead_s=1e-3)

@@ -12,7 +12,7 @@ arrays any more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from hcsim.collectives.agreement import Agreement
@@ -73,6 +73,8 @@ class Fate:
         self._ending: asyncio.Task[None] | None = None
         self._cutting = False
         self._watching: asyncio.Task[None] | None = None
+        self._expected: range = range(0)
+        """Those who are about to call us, until all have."""
         mesh.on_link = self._adopt
         mesh.on_newer = self._left_behind
 
@@ -82,12 +84,15 @@ class Fate:
         Rank 0 has a link to everybody from now on: so it notices who is lost before anybody needed it, and through it
         a failure reaches also those who still wait to be called. Returns when we have ours."""
         mesh = self.mesh
-        for rank in range(1, mesh.us.world) if mesh.us.rank == 0 else (0,):
+        if mesh.us.rank == 0:
+            self._expected = range(1, mesh.us.world)
+        for rank in self._expected if mesh.us.rank == 0 else (0,):
             try:
                 await mesh.link(rank)
             except HcsimError as error:
                 self.fail(CollectiveError(f"there is no link to rank {rank}: {error}", peer=rank))
                 return
+        self._expected = range(0)
         if self.error is None:
             self._watching = mesh.host.spawn(watch(mesh, self.agreement, every_s), name="watch over operations")
 
@@ -186,7 +191,7 @@ class Fate:
             self.error = error
             self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
-            self._end((Kind.ABORT, str(error)), error)
+            self._end((Kind.ABORT, str(error)), error, [rank for rank in self._expected if rank not in self.mesh.links])
 
     async def leave(self) -> None:
         """Leave in an orderly way, when nothing is under way any more."""
@@ -200,14 +205,14 @@ class Fate:
         if self._ending is not None:
             await asyncio.shield(self._ending)
 
-    def _end(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+    def _end(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
         if self._watching is not None:
             self._watching.cancel()
         for follower in self.followers:
             follower.ended(error)
         for link in self.mesh.links.values():
             link.fail(error)
-        self._ending = self.mesh.host.spawn(self.mesh.close(parting, error), name="end the group")
+        self._ending = self.mesh.host.spawn(self.mesh.close(parting, error, late), name="end the group")
 
     def _adopt(self, link: Link) -> None:
         link.on_abort = lambda header, text: self._aborted(link, header, text)

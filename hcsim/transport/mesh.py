@@ -36,6 +36,8 @@ HELLO_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 0.25
 BYE_TIMEOUT_S = 30.0
 """A goodbye waits behind what we sent before it, which the peer may still need: on a slow line that takes a while."""
+LATE_S = 2.0
+"""How long we stay for those who have not called yet, to tell them why there will be nobody to call."""
 FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
 MAX_FRAME_BYTES = 16 * 2**20
@@ -118,6 +120,8 @@ class Mesh:
         self._strangers = Callers()
         self._closed = ""
         """Why, once it is."""
+        self._untold: dict[int, asyncio.Future[None]] = {}
+        """Those who are to hear it when they call."""
         self._awaited = 0
 
     async def open(self) -> None:
@@ -150,9 +154,12 @@ class Mesh:
         for link in self.links.values():
             link.attend(self._awaited > 0)
 
-    async def close(self, parting: tuple[Kind, str], error: HcsimError) -> None:
-        """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening."""
+    async def close(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
+        """Tell the others (BYE, or ABORT and why), end all links with `error`, and stop listening.
+
+        Those who are `late` will call soon, and then hear it too: else they would look for us in vain."""
         self._closed = str(error)
+        self._untold = {rank: asyncio.get_running_loop().create_future() for rank in late}
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
@@ -160,6 +167,10 @@ class Mesh:
                 opening.set_exception(error)
                 opening.exception()  # who waits for it will see it; nobody has to
         await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
+        if self._untold:
+            with suppress(TimeoutError):
+                async with self.host.clock.timeout(LATE_S):
+                    await asyncio.gather(*self._untold.values())
         if self._greeting:  # whoever has just called hears why, too
             with suppress(TimeoutError):
                 async with self.host.clock.timeout(ABORT_TIMEOUT_S):
@@ -293,6 +304,9 @@ class Mesh:
                 else:
                     await _say(channel, answer, self.us, reason.encode())
                     await channel.close()
+                    told = self._untold.get(theirs.rank)
+                    if told is not None and not told.done():
+                        told.set_result(None)
         except (ChannelError, TimeoutError):
             await channel.close()
         finally:

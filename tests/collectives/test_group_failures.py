@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hcsim import Group, Options, Phantom, Wire
+from hcsim import Group, Options, Phantom, Wire, real_group
 from hcsim.config import Crash, Partition, Pause, Reset
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.virtual.world import HostCrashed
@@ -342,3 +342,26 @@ def test_who_still_waits_for_a_link_hears_that_another_peer_has_given_up(cluster
         return str(error)
 
     assert "had enough" in cluster.run(3, program, options=TIMEOUT)[1]
+
+
+def test_who_calls_only_after_the_group_has_failed_hears_why(addresses):
+    """Rank 3 gives up while rank 0 still waits for rank 1, which would look for rank 0 until its patience ends."""
+    peers = addresses(4)
+
+    async def on_rank(rank: int) -> str:
+        if rank == 1:
+            await asyncio.wait_for(given_up.wait(), 20)
+            await asyncio.sleep(0.5)
+        options, wire = Options(timeout_s=20.0, watch_s=0.2), Wire(connect_timeout_s=20.0)
+        async with real_group(rank, peers, options=options, wire=wire) as group:
+            if rank == 3:
+                group.fail("rank 3 has had enough", 3)
+                given_up.set()
+            return str((await failure(group.barrier()))[0])
+
+    async def main() -> list[str]:
+        return await asyncio.gather(*map(on_rank, range(4)))
+
+    given_up = asyncio.Event()
+    texts = asyncio.run(main())
+    assert all("rank 3 has had enough" in text for text in texts), texts

@@ -11,11 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.compressors import kernels
-from hcsim.compressors.kernels.plain import WORD_BITS, Words
+from hcsim.compressors.base import Array
+from hcsim.compressors.kernels import plain
+from hcsim.compressors.kernels.plain import FEW_BITS, WORD_BITS, Bits, Words
 from hcsim.rng import stream
 
 SPARE = 1 << 15
 """Room for more places than are drawn: they do not fill it evenly."""
+_MANY, _TOO_MANY = 1 << 23, 1 << 26
+_FEW = 1 / 32
+"""Such a part of many is listed."""
 
 
 def bits(seed: int, *name: str | int) -> np.random.SFC64:
@@ -35,6 +40,43 @@ def uniform16(source: np.random.SFC64, count: int) -> npt.NDArray[np.uint16]:
     return source.random_raw(-(-count // 4)).astype("<u8", copy=False).view("<u2")[:count]
 
 
+class Marked:
+    """A choice as bits that are set. To take it is to look at everything, so all is checked on the way."""
+
+    checks_all = True
+
+    def __init__(self, words: Words, count: int) -> None:
+        self.words = words
+        self._count = count
+
+    def take(self, flat: Array, factor: float, values: Array) -> float:
+        """The chosen elements, times the factor; the largest magnitude of these, NaN if not all elements are finite."""
+        return kernels.take_marked(flat, self.words, factor, values)
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Which they are, ascending."""
+        places = np.empty(self._count, np.int64)
+        kernels.marked(self.words, places)
+        return places
+
+
+class Listed:
+    """A choice of few out of many, as a list: only what is taken is looked at."""
+
+    checks_all = False
+
+    def __init__(self, places: Bits) -> None:
+        self._places = places
+
+    def take(self, flat: Array, factor: float, values: Array) -> float:
+        """The chosen elements, times the factor; the largest magnitude of these."""
+        return kernels.take_listed(flat, self._places, factor, values)
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Which they are: those of a block of elements together, in the order of the blocks."""
+        return self._places.astype(np.int64)
+
+
 class Chooser:
     """Makes choices, one after the other in the same memory: fresh pages cost as much as choosing."""
 
@@ -42,27 +84,38 @@ class Chooser:
         self._seen = np.empty(0, np.uint64)
         self._room = np.empty(0, np.uint32)
 
-    def choice(self, source: np.random.SFC64, population: int, count: int) -> Words:
-        """So many distinct numbers below `population`, each choice equally likely, as bits that are set until the next.
+    def choice(self, source: np.random.SFC64, population: int, count: int) -> Marked | Listed:
+        """So many distinct numbers below `population`, each choice equally likely; valid until the next.
 
         Draws until there are enough different ones, never more than are missing; of two halves the smaller is drawn.
         They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
         """
         words, drawn = -(-population // WORD_BITS), min(count, population - count)
-        if self._seen.size < words:
-            self._seen = np.empty(words, np.uint64)
+        if _MANY < population <= _TOO_MANY and count <= _FEW * population:
+            return self._listed(source, population, count)
         if self._room.size < drawn:
             self._room = np.empty(drawn + drawn // 8 + SPARE, np.uint32)
+        if self._seen.size < words:
+            self._seen = np.empty(words, np.uint64)
         seen = self._seen[:words]
-        kernels.choose(source.state["state"]["state"].copy(), drawn, population, seen, self._room)
+        kernels.choose(_state(source), drawn, population, seen, self._room)
         if 2 * count > population:
             np.invert(seen, out=seen)
             seen[-1] &= np.uint64((1 << (population - 1) % WORD_BITS + 1) - 1)
-        return seen
+        return Marked(seen, count)
+
+    def _listed(self, source: np.random.SFC64, population: int, count: int) -> Listed:
+        # A list for each block, with room for a quarter more than are expected, and for a few.
+        blocks = (population - 1 >> FEW_BITS) + 1
+        needed = blocks * (5 * -(-count // blocks) // 4 + 64)
+        if self._room.size < needed:
+            self._room = np.empty(needed, np.uint32)
+        room = self._room[:needed]
+        if not kernels.choose_few(_state(source), count, population, room):
+            plain.choose_few(_state(source), count, population, room)
+        return Listed(room[:count])
 
 
-def numbers(chosen: Words, count: int) -> npt.NDArray[np.int64]:
-    """Which so many bits are set, ascending."""
-    places = np.empty(count, np.int64)
-    kernels.marked(chosen, places)
-    return places
+def _state(source: np.random.SFC64) -> Words:
+    state: Words = source.state["state"]["state"].copy()
+    return state

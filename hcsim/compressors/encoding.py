@@ -24,7 +24,7 @@ from hcsim.compressors.base import Array, Bytes
 from hcsim.errors import CompressionError, UsageError
 
 MAGIC = b"hz"
-VERSION = 1
+VERSION = 2
 FLOAT32 = 1
 FLOAT_BYTES = 4
 CHUNK = 1 << 17

@@ -5,21 +5,23 @@ The choice follows from the seed, the tensor's name and the step, and is not sen
 Alone, what is sent is scaled by n / k, so that it is right on average. With error feedback it is not: what is
 left out now is sent later, and scaling as well would deliver every gradient n / k times over. Feedback asks
 for the unscaled one itself (`for_feedback`).
+
+Of a large tensor (more than 8 million elements) no more is read than is sent: a NaN among the rest goes unseen by
+`encode`, as it does not matter to anybody. Where the rest does matter, as what feedback keeps or as what a sum leaves
+behind, it is looked for everywhere.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
-from math import isinf, isnan, prod
+from math import isfinite, prod
 
 import numpy as np
 
-from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
 from hcsim.compressors.codec import BaseCompressor, Mix
-from hcsim.compressors.draws import Chooser, bits, numbers
-from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, not_finite
-from hcsim.compressors.kernels.plain import Words
+from hcsim.compressors.draws import Chooser, Listed, Marked, bits
+from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input
 from hcsim.compressors.sparse import count_of, scatter
 from hcsim.errors import CompressionError
 
@@ -50,7 +52,7 @@ class RandomK(BaseCompressor):
         """The values, at once."""
         return (FLOAT_BYTES * count_of(self._ratio, prod(shape)),)
 
-    def _places(self, elements: int, of: Ident) -> Words:
+    def _choice(self, elements: int, of: Ident) -> Marked | Listed:
         """Which elements are sent in this step; until it is asked again."""
         source = bits(self._seed, "randomk", of.name, of.step)
         return self._chooser.choice(source, elements, count_of(self._ratio, elements))
@@ -58,29 +60,33 @@ class RandomK(BaseCompressor):
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """The sum of the chosen elements."""
         flat = tensor.reshape(-1)
-        places = self._places(flat.size, of)
+        chosen = self._choice(flat.size, of)
         factor = np.empty(count_of(self._ratio, flat.size), np.float32)
-        self._take(flat, places, factor, of)
-        indices = numbers(places, factor.size)
+        self._take(flat, chosen, factor, of)
+        if not chosen.checks_all:
+            check_input(flat, of.name)
+        indices = chosen.numbers()
         if total is not None:
             flat[indices] -= factor
         summed = yield factor
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
-    def _take(self, flat: Array, places: Words, values: Array, of: Ident) -> None:
+    def _take(self, flat: Array, chosen: Marked | Listed, values: Array, of: Ident) -> None:
         factor = flat.size / values.size if self._scaled and values.size else 1
-        largest = kernels.take_marked(flat, places, factor, values)
-        if isnan(largest):
-            raise not_finite(flat, of.name)
-        if isinf(largest):
+        largest = chosen.take(flat, factor, values)
+        if not isfinite(largest):
+            check_input(flat, of.name)
             raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)
-        self._take(flat, self._places(flat.size, of), payload[HEADER_BYTES:].view(np.float32), of)
+        chosen = self._choice(flat.size, of)
+        self._take(flat, chosen, payload[HEADER_BYTES:].view(np.float32), of)
+        if not (chosen.checks_all or self._scaled):  # feedback keeps the rest
+            check_input(flat, of.name)
         return payload
 
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
         values = body.view(np.float32)
         check_decoded(values, of.name)
-        scatter(flat, numbers(self._places(flat.size, of), values.size), values, mix)
+        scatter(flat, self._choice(flat.size, of).numbers(), values, mix)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from sample_tensors import COMPILED_LOOPS, LOOPS
 
-from hcsim.compressors import draws
+from hcsim.compressors import draws, kernels
 from hcsim.compressors.base import Array, Ident
 from hcsim.compressors.kernels import plain
 from hcsim.compressors.kernels.plain import Words
 from hcsim.compressors.registry import make
+from hcsim.errors import CompressionError
 
 LARGEST = np.finfo(np.float32).max
 
@@ -51,15 +52,68 @@ def test_the_choice_does_not_depend_on_how_it_is_marked(loops, population, count
     (10_000_000, 100_000, "40f9fcc187eb7c99"), (10_000_000, 9_900_000, "286ed5e1f0418a6a"),
 ])  # fmt: skip
 def test_ranks_of_all_versions_choose_alike(elements, count, digest):
-    places = draws.numbers(draws.Chooser().choice(draws.bits(3, "randomk", "w", 5), elements, count), count)
+    places = np.sort(draws.Chooser().choice(draws.bits(3, "randomk", "w", 5), elements, count).numbers())
     assert hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()[:16] == digest
 
 
 def test_a_choice_does_not_show_what_was_chosen_before():
     chooser = draws.Chooser()
     for elements, count in ((9_000_000, 90_000), (100, 99), (9_000_001, 10), (300, 3)):
-        again = chooser.choice(draws.bits(1, elements), elements, count)
-        assert np.array_equal(again, draws.Chooser().choice(draws.bits(1, elements), elements, count))
+        again = chooser.choice(draws.bits(1, elements), elements, count).numbers()
+        assert np.array_equal(again, draws.Chooser().choice(draws.bits(1, elements), elements, count).numbers())
+
+
+def listed(choose_few, count: int, population: int, room: int) -> tuple[bool, list[int], list[int]]:
+    """Whether there was room enough, the list, in memory that was used before, and where the stream then is."""
+    places, stream = np.full(max(room, count), 7, np.uint32), np.array([count, 2, population, 4], np.uint64)
+    done = choose_few(stream, count, population, places)
+    return done, places[:count].tolist(), stream.tolist()
+
+
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
+@pytest.mark.parametrize(("population", "count"), [
+    (1, 0), (1, 1), (70, 20), (65_536, 60_000), (65_537, 30_000), (200_000, 100_000), (9_000_000, 250_000),
+    (1 << 26, 5000), (1 << 26, 0),
+])  # fmt: skip
+def test_a_list_has_the_numbers_that_would_be_marked_in_the_order_of_their_blocks(loops, population, count):
+    """Also where nearly all are chosen, so that most are drawn several times."""
+    done, places, stream = listed(loops.choose_few, count, population, 3 * count + 200_000)
+    assert done
+    assert (True, places, stream) == listed(plain.choose_few, count, population, 0)
+    seen, expected_stream = chosen(plain.choose, count, population, 0)
+    assert np.array_equal(bits_of(places, population), seen)
+    assert stream == expected_stream.tolist()
+    assert (np.diff(np.array(places, np.int64) >> 16) >= 0).all()
+
+
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
+def test_a_list_that_finds_no_room_says_so(loops):
+    assert not listed(loops.choose_few, 100_000, 9_000_000, 100_000)[0]  # the blocks do not get equally many
+    assert not listed(loops.choose_few, 70_000, 70_000, 70_000)[0]
+
+
+@pytest.mark.skipif(not kernels.COMPILED, reason="the plain loop finds room anywhere")
+def test_without_room_the_plain_loop_makes_the_same_list(monkeypatch):
+    source, calls = draws.bits(5, "w"), []
+    expected = draws.Chooser().choice(source, 9_000_000, 90_000).numbers()
+    monkeypatch.setattr(draws.kernels, "choose_few", lambda *_: calls.append(1))
+    assert np.array_equal(draws.Chooser().choice(source, 9_000_000, 90_000).numbers(), expected)
+    assert calls
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+def test_what_is_listed_is_taken_and_multiplied_and_nothing_else_is_looked_at(loops):
+    x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
+    x[[3, 999]] = np.nan, np.inf
+    for places in ([], [0], [998, 4, 4], list(range(4, 999))):
+        out = np.full(len(places) + 1, 5, np.float32)
+        largest = loops.take_listed(x, np.array(places, np.uint32), 1.5, out[:-1])
+        np.testing.assert_array_equal(out[:-1], x[places] * np.float32(1.5))
+        assert largest == np.abs(out[:-1]).max(initial=0)
+        assert out[-1] == 5
+    for place, expected in ((3, np.nan), (999, np.inf)):
+        found = loops.take_listed(x, np.array([5, place, 7], np.uint32), 1, np.empty(3, np.float32))
+        assert np.array_equal(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("loops", LOOPS)
@@ -114,3 +168,40 @@ def test_a_large_tensor_is_encoded_with_the_elements_that_are_decoded(spec):
     factor = np.float32(1 if spec.endswith("+ef") else x.size / count)
     assert np.count_nonzero(out) == count
     np.testing.assert_array_equal(out[out != 0], x[out != 0] * factor)
+
+
+LARGE = (3001, 2801)
+
+
+def large(at: int, value: float) -> Array:
+    x = np.ones(LARGE, np.float32)
+    x.reshape(-1)[at] = value
+    return x
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_of_a_large_tensor_what_is_sent_is_refused_and_what_is_not_goes_unseen(value):
+    compressor, of, out = make("randomk:0.01", seed=1, rank=0), Ident("w", 3), np.empty(LARGE, np.float32)
+    compressor.decode(compressor.encode(np.ones(LARGE, np.float32), of), out, of)
+    sent, unsent = int(np.flatnonzero(out)[500]), int(np.flatnonzero(out == 0)[500])
+    with pytest.raises(CompressionError, match=f"^w: element {sent} of the tensor is {value}"):
+        compressor.encode(large(sent, value), of)
+    before = out.copy()
+    compressor.decode(compressor.encode(large(unsent, value), of), out, of)
+    assert np.array_equal(out, before)
+
+
+@pytest.mark.parametrize("spec", ["randomk:0.01+ef", "randomk:0.1"])
+def test_of_a_large_tensor_of_which_the_rest_is_kept_or_read_all_is_looked_at(spec):
+    compressor, of = make(spec, seed=1, rank=0), Ident("w", 3)
+    for at in (0, 4_000_000, 3001 * 2801 - 1):
+        with pytest.raises(CompressionError, match=f"^w: element {at} of the tensor is nan"):
+            compressor.encode(large(at, np.nan), of)
+
+
+@pytest.mark.parametrize("spec", ["randomk:0.01", "randomk:0.01+ef"])
+def test_the_sum_of_large_tensors_refuses_a_nan_anywhere(spec):
+    compressor, of = make(spec, seed=1, rank=0), Ident("w", 3)
+    for at in (0, 4_000_000, 3001 * 2801 - 1):
+        with pytest.raises(CompressionError, match=f"^w: element {at} of the tensor is nan"):
+            next(compressor.rounds(large(at, np.nan), of))

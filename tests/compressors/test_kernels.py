@@ -224,6 +224,14 @@ def test_large_elements_are_found_as_far_as_there_is_room(compiled, elements, ro
     lambda loops, x, out: loops.choose(np.zeros(3, np.uint64), 3, 65, np.zeros(2, np.uint64), ROOM),
     lambda loops, x, out: loops.marked(np.ones(1, np.uint64), np.zeros(2, np.int64)),
     lambda loops, x, out: loops.take_marked(x, np.zeros(2, np.uint64), 1, out),
+    lambda loops, x, out: loops.choose_few(np.zeros(3, np.uint64), 3, 65, ROOM),
+    lambda loops, x, out: loops.choose_few(np.zeros(4, np.uint64), 66, 65, np.zeros(66, np.uint32)),
+    lambda loops, x, out: loops.choose_few(np.zeros(4, np.uint64), -1, 65, ROOM),
+    lambda loops, x, out: loops.choose_few(np.zeros(4, np.uint64), 3, 65, np.zeros(2, np.uint32)),
+    lambda loops, x, out: loops.choose_few(np.zeros(4, np.uint64), 3, (1 << 26) + 1, ROOM),
+    lambda loops, x, out: loops.take_listed(x, np.zeros(2, np.uint32), 1, out),
+    lambda loops, x, out: loops.take_listed(x, np.array([20], np.uint32), 1, out[:1]),
+    lambda loops, x, out: loops.take_listed(x, np.array([2**32 - 1], np.uint32), 1, out[:1]),
 ])  # fmt: skip
 def test_arrays_that_do_not_fit_are_refused(compiled, call):
     with pytest.raises(ValueError, match="sizes do not fit"):

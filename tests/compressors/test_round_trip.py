@@ -225,7 +225,7 @@ def test_the_input_stays_as_it_is_and_other_payloads_too(spec):
 def test_a_random_sample_has_distinct_places_in_order(seed, elements):
     chooser = draws.Chooser()
     for count in (0, elements // 10, elements // 2, elements - elements // 5, elements):
-        chosen = draws.numbers(chooser.choice(draws.bits(seed, "test", count), elements, count), count)
+        chosen = chooser.choice(draws.bits(seed, "test", count), elements, count).numbers()
         assert len(chosen) == len(np.unique(chosen)) == count
         assert (np.diff(chosen) > 0).all()
         assert ((chosen >= 0) & (chosen < elements)).all()

@@ -2,7 +2,10 @@
 
    The choice is made by draws until enough different numbers were drawn, so the order in which they are marked does not
    matter. Marked as they come, each would wait for another place in memory that no near cache holds: so they are first
-   put with others of the same piece, and a piece is cleared and marked while it is in the nearest cache. */
+   put with others of the same piece, and a piece is cleared and marked while it is in the nearest cache.
+
+   A few out of very many are listed instead, piece by piece and within one as they were drawn, and what they say is
+   fetched ahead: to sort them, or to look at bits that are mostly not set, would take longer than all the rest. */
 
 #define BATCH 1024
 #define PIECES 512
@@ -171,4 +174,100 @@ static uint32_t take(const byte *restrict x, count n, const byte *restrict seen,
     }
     if (whole < n) take_word(x + 4 * whole, n - whole - 1, load64(seen, whole / 64), &to);
     return are_finite(trace) && largest_of(x + 4 * whole, n - whole) < INFINITE ? to.most : MAGNITUDE;
+}
+
+/* ---- Few out of many. ---- */
+
+#define FEW_BITS 16                      /* of a piece: as many elements as are cleared at a time when they are put back */
+#define FEW_PIECES 1024
+#define FEW_WORDS (1 << (FEW_BITS - 6))
+#define TAKEN_AHEAD 48
+#define BEYOND 0xFFFFFFFFu
+
+/* As `draw`, for places below 2^26. A raw number's 53 bits are halved: a compiler can convert several of 32 at once. */
+static void draw_few(uint64_t state[4], uint32_t *restrict places, count n, count population)
+{
+    uint64_t raw[BATCH];
+    for (count i = 0; i < n; i++) raw[i] = sfc64(state);
+    for (count i = 0; i < n; i++) {
+        double high = (double)(int32_t)(raw[i] >> 37), low = (double)(int32_t)(raw[i] >> 11 & ((1 << 26) - 1));
+        places[i] = (uint32_t)(int32_t)((high * 0x1p26 + low) * 0x1p-53 * (double)population);
+    }
+}
+
+/* Keeps the first of each number; how many these are. */
+static count keep_first(byte *restrict places, count n)
+{
+    byte seen[8 * FEW_WORDS] = {0};
+    count kept = 0;
+    for (count i = 0; i < n; i++) {
+        uint32_t place = load32(places, i);
+        store32(places, kept, place);
+        kept += mark(seen, place);
+    }
+    return kept;
+}
+
+static int holds(const byte *restrict places, count n, uint32_t place)
+{
+    uint32_t found = 0;
+    for (count i = 0; i < n; i++) found |= load32(places, i) == place;
+    return found != 0;
+}
+
+/* So many different numbers at the beginning of `room`. 0 where a piece gets more of them than it has room for. */
+static int choose_few(byte *restrict stream, count n, count population, byte *restrict room, count room_places)
+{
+    uint64_t state[4];
+    uint32_t drawn[BATCH];
+    memcpy(state, stream, sizeof state);
+    count pieces = ((population - 1) >> FEW_BITS) + 1, full = room_places / pieces, held[FEW_PIECES] = {0}, missing = n;
+    memset(room, 0, (size_t)(4 * room_places)); /* brings it into the cache; line by line in no order takes far longer */
+    for (count lo = 0; lo < n; lo += BATCH) {
+        count some = least_of(BATCH, n - lo);
+        draw_few(state, drawn, some, population);
+        for (count i = 0; i < some; i++) {
+            count piece = (count)(drawn[i] >> FEW_BITS), at = held[piece]++;
+            if (at >= full) return 0;
+            store32(room, piece * full + at, drawn[i] & ((1u << FEW_BITS) - 1));
+        }
+    }
+    for (count piece = 0; piece < pieces; piece++)
+        missing -= held[piece] = keep_first(room + 4 * piece * full, held[piece]);
+    while (missing > 0) {
+        count some = least_of(BATCH, missing), fresh = 0;
+        draw_few(state, drawn, some, population);
+        for (count i = 0; i < some; i++) {
+            count piece = (count)(drawn[i] >> FEW_BITS);
+            uint32_t place = drawn[i] & ((1u << FEW_BITS) - 1);
+            if (holds(room + 4 * piece * full, held[piece], place)) continue;
+            if (held[piece] == full) return 0;
+            store32(room, piece * full + held[piece]++, place);
+            fresh++;
+        }
+        missing -= fresh;
+    }
+    count found = 0;
+    for (count piece = 0; piece < pieces; piece++, found += held[piece - 1])
+        for (count i = 0; i < held[piece]; i++)
+            store32(room, found + i, (uint32_t)(piece << FEW_BITS) + load32(room, piece * full + i));
+    memcpy(stream, state, sizeof state);
+    return 1;
+}
+
+/* Multiplies what is at those places. The bits of the largest magnitude that this gives; more than a NaN's where a place
+   is beyond the end. */
+static uint32_t take_listed(const byte *restrict x, count n, const byte *restrict places, count chosen, float factor,
+                            byte *restrict out)
+{
+    uint32_t most = 0;
+    for (count i = 0; i < chosen; i++) {
+        uint32_t place = load32(places, i);
+        if (place >= n) return BEYOND;
+        __builtin_prefetch(x + 4 * (count)load32(places, least_of(i + TAKEN_AHEAD, chosen - 1)));
+        float v = loadf(x, place) * factor;
+        storef(out, i, v);
+        most = larger(most, as_bits(v) & MAGNITUDE);
+    }
+    return most;
 }

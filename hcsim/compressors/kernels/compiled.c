@@ -159,6 +159,30 @@ FUNCTION(take_marked)
     return finished(array, 3, fit) ? PyFloat_FromDouble(as_float(most)) : NULL;
 }
 
+FUNCTION(choose_few)
+{
+    ARRAYS(2);
+    count n, population;
+    int done = 0;
+    if (!PyArg_ParseTuple(args, "w*nnw*", &array[0], &n, &population, &array[1])) return NULL;
+    int fit = array[0].len == 4 * 8 && n >= 0 && n <= population && population <= (count)FEW_PIECES << FEW_BITS
+        && array[1].len % 4 == 0 && array[1].len / 4 >= n;
+    if (fit && n > 0) WITHOUT_LOCK(done = choose_few(array[0].buf, n, population, array[1].buf, array[1].len / 4));
+    return finished(array, 2, fit) ? PyBool_FromLong(done || n == 0) : NULL;
+}
+
+FUNCTION(take_listed)
+{
+    ARRAYS(3);
+    float factor;
+    uint32_t most = 0;
+    if (!PyArg_ParseTuple(args, "y*y*fw*", &array[0], &array[1], &factor, &array[2])) return NULL;
+    count n = array[0].len / 4, chosen = array[1].len / 4;
+    int fit = array[0].len == 4 * n && array[1].len == 4 * chosen && array[2].len == 4 * chosen;
+    if (fit) WITHOUT_LOCK(most = take_listed(array[0].buf, n, array[1].buf, chosen, factor, array[2].buf));
+    return finished(array, 3, fit && most != BEYOND) ? PyFloat_FromDouble(as_float(most)) : NULL;
+}
+
 static int is_matrix(const Py_buffer *array, count rows, count columns)
 {
     if (rows == 0 || columns == 0) return array->len == 0;
@@ -205,6 +229,7 @@ static PyMethodDef methods[] = {
     METHOD(copy), METHOD(to_bf16), METHOD(from_bf16), METHOD(to_fp16), METHOD(from_fp16), METHOD(split), METHOD(join),
     METHOD(largest), METHOD(quantise), METHOD(dequantise), METHOD(quantise_at_random), METHOD(pack_signs),
     METHOD(unpack_signs), METHOD(reaching), METHOD(scatter), METHOD(choose), METHOD(marked), METHOD(take_marked),
+    METHOD(choose_few), METHOD(take_listed),
     METHOD(dots), METHOD(sums), METHOD(outer), {NULL, NULL, 0, NULL},
 };
 

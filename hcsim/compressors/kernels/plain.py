@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 __all__ = [
     "choose",
+    "choose_few",
     "copy",
     "dequantise",
     "dots",
@@ -32,6 +33,7 @@ __all__ = [
     "scatter",
     "split",
     "sums",
+    "take_listed",
     "take_marked",
     "to_bf16",
     "to_fp16",
@@ -51,6 +53,7 @@ ROWS_BYTES = 1 << 20
 """How much of a product is computed at a time where it is added to something."""
 FLOAT_BYTES = 4
 WORD_BITS = 64
+FEW_BITS = 16
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SIGN = 0x8000
 _GRAIN = np.float32(2.0**-16)
@@ -204,6 +207,33 @@ def take_marked(x: Array, seen: Words, factor: float, out: Array, /) -> float:
     with np.errstate(all="ignore"):
         np.multiply(x.take(places), np.float32(factor), out=out)
     return float(np.abs(out).max(initial=0)) if _is_finite(x) else np.nan
+
+
+def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> bool:
+    """List so many different numbers below `population`, at most 2²⁶, at the beginning of `room`; drawn as by `choose`.
+
+    Those below the same multiple of 2¹⁶ stand together, in the order of these, each where it was first drawn. A
+    compiled loop may run out of room and return False; what `stream` and `room` hold then has no meaning."""
+    source = np.random.SFC64(0)
+    source.state = {**source.state, "state": {"state": stream}}
+    drawn = np.empty(0, np.uint64)
+    while drawn.size < count:
+        more = (source.random_raw(count - drawn.size) >> np.uint64(11)) * 2.0**-53 * population
+        drawn = np.concatenate([drawn, more.astype(np.uint64)])
+        _, first = np.unique(drawn, return_index=True)
+        drawn = drawn[np.sort(first)]
+    room[:count] = drawn[np.argsort(drawn >> np.uint64(FEW_BITS), kind="stable")]
+    stream[:] = source.state["state"]["state"]
+    return True
+
+
+def take_listed(x: Array, places: Bits, factor: float, out: Array, /) -> float:
+    """The elements at those places, times the factor, and the largest magnitude of these; no others are looked at."""
+    if places.size != out.size or int(places.max(initial=0)) >= max(1, x.size):
+        raise ValueError("the arrays' sizes do not fit each other")
+    with np.errstate(all="ignore"):
+        np.multiply(x.take(places), np.float32(factor), out=out)
+    return float(np.abs(out).max(initial=0))
 
 
 def dots(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from hcsim.collectives.agreement import Agreement
@@ -90,6 +91,7 @@ class Fate:
             try:
                 await mesh.link(rank)
             except HcsimError as error:
+                self._expected = range(0)  # it was waited for long enough
                 self.fail(CollectiveError(f"there is no link to rank {rank}: {error}", peer=rank))
                 return
         self._expected = range(0)
@@ -116,6 +118,9 @@ class Fate:
         def ended(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
                 task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough
+            elif self.error is None:  # before it ran at all, so nobody has told the others
+                with suppress(ChannelError):  # with a host that has crashed
+                    self.fail(_cancelled(work.ticket))
             if over is not None:
                 over(task)
 
@@ -150,7 +155,7 @@ class Fate:
             await self._broken(late)
             raise late from None
         except asyncio.CancelledError:
-            await self._broken(CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank))
+            await self._broken(_cancelled(ticket))
             raise
         except Exception as error:  # not ours, so the others cannot know: no memory, say
             text = f"{ticket} failed on rank {ticket.rank}: {error!r}"
@@ -246,6 +251,10 @@ class Fate:
                 follower.lost(link.peer_rank, error)
         elif not self._cutting:
             self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
+
+
+def _cancelled(ticket: Ticket) -> CollectiveError:
+    return CollectiveError(f"{ticket} was cancelled on rank {ticket.rank}", peer=ticket.rank)
 
 
 _GAVE_UP = "rank {} gave up: "

@@ -57,11 +57,12 @@ def choose(
     segment = max(segment_bytes, -(-size_bytes // _SEGMENTS), element_bytes)
     planned = {name: plans(operation, name, shape) for name in names}
     prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}
+    limit_s = (_ALIKE if size_bytes < _LONG_BYTES else _WORTH_IT) * min(prices_s.values())
     if size_bytes >= SHORT_BYTES:
-        for name in names:
+        for name in names:  # but not what somebody has arranged groups for
             if name != "hierarchical" and _adds_all_at_once(planned[name], size_bytes // element_bytes):
                 prices_s[name] *= _WORTH_IT
-    limit_s = (_ALIKE if size_bytes < _LONG_BYTES else _WORTH_IT) * min(prices_s.values())
+    limit_s = max(limit_s, _ALIKE * min(prices_s.values()))
     return min((name for name in names if prices_s[name] <= limit_s), key=lambda name: _peers(planned[name]))
 
 

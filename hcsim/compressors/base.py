@@ -75,7 +75,8 @@ class Compressor(Protocol):
     def encode(self, tensor: Array, of: Ident) -> Bytes:
         """The payload, valid until a tensor of that name is encoded again: its memory is used again.
 
-        The tensor is contiguous and stays as it is; a NaN or an infinity in it is refused by name.
+        The tensor is contiguous and stays as it is; a NaN or an infinity in it is refused by name (`randomk` says where
+        it does not look for one).
         """
 
     def decode(self, payload: Bytes, out: Array, of: Ident) -> None:

@@ -62,7 +62,7 @@ class BaseCompressor(ABC):
 
     @abstractmethod
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
-        """The payload with its header; refuses a NaN or an infinity."""
+        """The payload with its header; refuses to send a NaN or an infinity."""
 
     @abstractmethod
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:

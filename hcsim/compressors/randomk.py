@@ -6,9 +6,9 @@ Alone, what is sent is scaled by n / k, so that it is right on average. With err
 left out now is sent later, and scaling as well would deliver every gradient n / k times over. Feedback asks
 for the unscaled one itself (`for_feedback`).
 
-Of a large tensor (more than 8 million elements) no more is read than is sent: a NaN among the rest goes unseen by
-`encode`, as it does not matter to anybody. Where the rest does matter, as what feedback keeps or as what a sum leaves
-behind, it is looked for everywhere.
+Of a large tensor (8 to 67 million elements) of which little is sent (one in 32 or less) no more is read than is sent: a
+NaN among the rest goes unseen by `encode`, as it does not matter to anybody. Where the rest does matter, as what
+feedback keeps or as what a sum leaves behind, it is looked for everywhere.
 """
 
 from __future__ import annotations

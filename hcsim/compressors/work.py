@@ -6,6 +6,7 @@ floats (Neoverse-N1, copying at 15 GB/s) by
 
     python -m experiments.compressors
 
+(random-k when it still read all of the tensor, as it does with error feedback and in a sum, which is how it trains).
 Top-k and random-k at 1 %, PowerSGD at rank 4, zstd at level 1; other settings are taken to cost the same.
 """
 

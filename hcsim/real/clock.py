@@ -28,8 +28,8 @@ class RealClock:
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
         """As `asyncio.timeout`."""
-        if seconds is None:
-            return asyncio.timeout(None)
+        if seconds is None or not seconds > 0:
+            return asyncio.timeout(seconds)
         loop = asyncio.get_running_loop()
         if self._limits is None or self._limits.loop is not loop:
             self._limits = Limits(loop)
@@ -38,7 +38,7 @@ class RealClock:
 
 class Limits:
     """The time limits of one event loop, behind one timer: nearly all of them are over long before they are due, and to
-    set and to cancel a timer costs more than all else that they need."""
+    set and to cancel a timer costs more than all else that they need. There are tens of them, so they need no order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -65,11 +65,13 @@ class Limits:
         assert self._timer is not None
         now_s = max(self.loop.time(), self._timer.when())  # the loop may call a clock's tick too early
         self._timer = None
-        for limit in [limit for limit, due_s in self._due_s.items() if due_s <= now_s]:
-            del self._due_s[limit]
-            limit.expire()
-        if self._due_s:
-            self._set(min(self._due_s.values()))
+        try:
+            for limit in [limit for limit, due_s in self._due_s.items() if due_s <= now_s]:
+                del self._due_s[limit]
+                limit.expire()
+        finally:  # whatever one of them waits for may refuse to be cancelled
+            if self._due_s:
+                self._set(min(self._due_s.values()))
 
 
 class _Limit:

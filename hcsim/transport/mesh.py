@@ -305,7 +305,7 @@ class Mesh:
                     await _say(channel, answer, self.us, reason.encode())
                     await channel.close()
                     told = self._untold.get(theirs.rank)
-                    if told is not None and not told.done():
+                    if told is not None and not told.done() and answer is Kind.ABORT and theirs.name == self.us.name:
                         told.set_result(None)
         except (ChannelError, TimeoutError):
             await channel.close()

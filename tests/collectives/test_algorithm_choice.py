@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hcsim.collectives.algorithms import PLANNERS, plan, plans
@@ -78,6 +80,21 @@ def test_all_of_a_message_is_added_at_once_only_if_it_is_short_or_if_that_gains_
         )
         assert twice_s > gain * once_s
         assert choose("all_reduce", shape, 4, links) == chosen
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("length", [MIB // 8, MIB // 4, 2 * MIB, 32 * MIB])
+def test_what_is_chosen_never_takes_much_longer_than_the_quickest(operation: str, world: int, length: int) -> None:
+    shape = Shape(world=world, length=length)
+    for latency_s, bandwidth_Bps in itertools.product((1e-5, 1e-3, 3e-3, 5e-2), (1e7, 1e9, 1e10)):
+        links = Links.uniform(world, latency_s, bandwidth_Bps)
+        prices = {
+            name: price(plans(operation, name, shape), links, 4, max(MIB, length * 4 // 64))
+            for name in PLANNERS[operation]
+            if name != "hierarchical"
+        }
+        assert prices[choose(operation, shape, 4, links)] <= 1.05 * 1.5 * min(prices.values())
 
 
 def test_a_costly_frame_speaks_against_one_rank_that_sends_them_all() -> None:

@@ -35,6 +35,21 @@ async def followed_by_a_barrier(group: Group, operation: Awaitable[Any]) -> None
     await group.barrier()
 
 
+def test_who_cancels_an_operation_before_it_has_begun_tells_the_others(cluster):
+    async def program(group: Group) -> str:
+        await group.barrier()
+        operation = group.all_reduce(np.ones(10))
+        if group.rank == 0:
+            operation.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await operation
+            return str((await failure(group.barrier()))[0])
+        return str((await failure(operation))[0])
+
+    texts = cluster.run(3, program, options=Options(timeout_s=60.0))
+    assert all("all_reduce #1 was cancelled on rank 0" in text for text in texts), texts
+
+
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_timeout_names_the_silent_peer_and_the_phase(virtual, connected):
     async def program(group: Group) -> tuple[CollectiveError, float] | None:

@@ -1,4 +1,4 @@
-/* A random choice of some elements out of many, as bits that are set: drawing it, listing it, and taking what it says.
+/* A random choice of some elements out of many, as bits that are set or as a list: drawing it, and taking what it says.
 
    The choice is made by draws until enough different numbers were drawn, so the order in which they are marked does not
    matter. Marked as they come, each would wait for another place in memory that no near cache holds: so they are first

@@ -214,6 +214,8 @@ def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> boo
 
     Those below the same multiple of 2¹⁶ stand together, in the order of these, each where it was first drawn. A
     compiled loop may run out of room and return False; what `stream` and `room` hold then has no meaning."""
+    if not 0 <= count <= min(population, room.size) or population > 1 << 26:
+        raise ValueError("the arrays' sizes do not fit each other")
     source = np.random.SFC64(0)
     source.state = {**source.state, "state": {"state": stream}}
     drawn = np.empty(0, np.uint64)
@@ -229,7 +231,7 @@ def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> boo
 
 def take_listed(x: Array, places: Bits, factor: float, out: Array, /) -> float:
     """The elements at those places, times the factor, and the largest magnitude of these; no others are looked at."""
-    if places.size != out.size or int(places.max(initial=0)) >= max(1, x.size):
+    if places.size != out.size or (places.size and int(places.max()) >= x.size):
         raise ValueError("the arrays' sizes do not fit each other")
     with np.errstate(all="ignore"):
         np.multiply(x.take(places), np.float32(factor), out=out)

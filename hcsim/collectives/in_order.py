@@ -26,7 +26,6 @@ class InOrder:
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
         self._rounds = schedule.rounds
-        self._coming = schedule.coming
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
         self._posted: dict[tuple[int, int], tuple[asyncio.Future[Payload], int]] = {}
@@ -84,10 +83,10 @@ class InOrder:
         if step == len(self._rounds):
             return
         wiring, patient = self._wiring, self._patient
-        for number, action in self._coming[step]:
+        for number, action in enumerate(self._rounds[step]):
             if isinstance(action, Reduce):
                 self._roomless.append((step, number, action))
-            elif not (patient and (step, number) in patient):
+            elif isinstance(action, Recv) and not (patient and (step, number) in patient):
                 place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)

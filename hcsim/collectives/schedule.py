@@ -71,14 +71,6 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
     """Elements of the buffer that lanes combine with something."""
 
     @cached_property
-    def coming(self) -> tuple[tuple[tuple[int, Recv | Reduce], ...], ...]:
-        """What each of the rounds receives, with its number in it."""
-        return tuple(
-            tuple((number, action) for number, action in enumerate(actions) if isinstance(action, Recv | Reduce))
-            for actions in self.rounds
-        )
-
-    @cached_property
     def onwards(self) -> Onwards:
         """What of the rounds is passed on."""
         return onwards(self.rounds)

@@ -133,11 +133,7 @@ class Dispatch:
     def _execution(self, lanes: Schedule, ticket: Ticket, memory: Memory) -> Execution:
         fate = self._fate
         wiring = Wiring(ticket, memory, fate.scratch, fate.mesh.host.device)
-        links = fate.mesh.links
-        for peer in lanes.peers:
-            if peer in links:
-                wiring.links[peer] = links[peer]
-        return Execution(lanes, wiring, fate.mesh.link, fate.cutting)
+        return Execution(lanes, wiring, fate.mesh, fate.cutting)
 
     def _planned(self, request: Request, memory: Memory) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""

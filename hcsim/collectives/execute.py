@@ -20,7 +20,7 @@ from hcsim.collectives.lanes import Lanes
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
-from hcsim.transport.link import Link
+from hcsim.transport.mesh import Mesh
 
 
 class Execution:
@@ -30,12 +30,12 @@ class Execution:
         self,
         schedule: Schedule,
         wiring: Wiring,
-        link_to: Callable[[int], Awaitable[Link]],
+        mesh: Mesh,
         on_cancel: Callable[[], None],
     ) -> None:
         self._schedule = schedule
         self._wiring = wiring
-        self._link_to = link_to
+        self._mesh = mesh
         self._on_cancel = on_cancel
         self._progress: list[Progress] = []
 
@@ -54,11 +54,10 @@ class Execution:
         await self._guarded(self._run)
 
     async def _run(self, state: Progress) -> None:
-        wiring, schedule = self._wiring, self._schedule
+        wiring, schedule, mesh = self._wiring, self._schedule, self._mesh
         for peer in schedule.peers:
-            if peer not in wiring.links:
-                state.doing, state.peer = "opening a link to", peer
-                wiring.links[peer] = await self._link_to(peer)
+            state.doing, state.peer = "opening a link to", peer
+            wiring.links[peer] = mesh.links.get(peer) or await mesh.link(peer)
         state.rest()
         if schedule.lanes:
             await self._side_by_side()

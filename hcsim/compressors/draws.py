@@ -13,14 +13,13 @@ import numpy.typing as npt
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array
 from hcsim.compressors.kernels import plain
-from hcsim.compressors.kernels.plain import FEW_BITS, WORD_BITS, Bits, Words
+from hcsim.compressors.kernels.plain import FEW_BITS, FEW_MOST, WORD_BITS, Bits, Words
 from hcsim.rng import stream
 
 SPARE = 1 << 15
 """Room for more places than are drawn: they do not fill it evenly."""
-_MANY, _TOO_MANY = 1 << 23, 1 << 26
-_FEW = 1 / 32
-"""Such a part of many is listed."""
+_MANY, _FEW = 1 << 23, 1 / 32
+"""Of so many such a part is listed: their bits would not stay in a near cache, and most would not be set."""
 
 
 def bits(seed: int, *name: str | int) -> np.random.SFC64:
@@ -91,7 +90,7 @@ class Chooser:
         They are drawn from where the source is, which itself stays there: numpy takes longer to draw than we to mark.
         """
         words, drawn = -(-population // WORD_BITS), min(count, population - count)
-        if _MANY < population <= _TOO_MANY and count <= _FEW * population:
+        if _MANY < population <= FEW_MOST and count <= _FEW * population:
             return self._listed(source, population, count)
         if self._room.size < drawn:
             self._room = np.empty(drawn + drawn // 8 + SPARE, np.uint32)

@@ -62,28 +62,26 @@ class RandomK(BaseCompressor):
         flat = tensor.reshape(-1)
         chosen = self._choice(flat.size, of)
         factor = np.empty(count_of(self._ratio, flat.size), np.float32)
-        self._take(flat, chosen, factor, of)
-        if not chosen.checks_all:
-            check_input(flat, of.name)
+        self._take(flat, chosen, factor, of, rest_matters=True)
         indices = chosen.numbers()
         if total is not None:
             flat[indices] -= factor
         summed = yield factor
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
-    def _take(self, flat: Array, chosen: Marked | Listed, values: Array, of: Ident) -> None:
+    def _take(self, flat: Array, chosen: Marked | Listed, values: Array, of: Ident, *, rest_matters: bool) -> None:
         factor = flat.size / values.size if self._scaled and values.size else 1
         largest = chosen.take(flat, factor, values)
-        if not isfinite(largest):
+        if not isfinite(largest) or (rest_matters and not chosen.checks_all):
             check_input(flat, of.name)
+        if not isfinite(largest):
             raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)
-        chosen = self._choice(flat.size, of)
-        self._take(flat, chosen, payload[HEADER_BYTES:].view(np.float32), of)
-        if not (chosen.checks_all or self._scaled):  # feedback keeps the rest
-            check_input(flat, of.name)
+        values = payload[HEADER_BYTES:].view(np.float32)
+        feeds_back = not self._scaled
+        self._take(flat, self._choice(flat.size, of), values, of, rest_matters=feeds_back)
         return payload
 
     def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:

@@ -12,7 +12,7 @@ class RealClock:
     """The machine's monotonic clock."""
 
     def __init__(self) -> None:
-        self._limits: Limits | None = None
+        self._limits: _Limits | None = None
 
     def now(self) -> float:
         """Seconds since an unspecified moment, never going back."""
@@ -32,11 +32,11 @@ class RealClock:
             return asyncio.timeout(seconds)
         loop = asyncio.get_running_loop()
         if self._limits is None or self._limits.loop is not loop:
-            self._limits = Limits(loop)
+            self._limits = _Limits(loop)
         return _Limit(self._limits, seconds)
 
 
-class Limits:
+class _Limits:
     """The time limits of one event loop, behind one timer: nearly all of them are over long before they are due, and to
     set and to cancel a timer costs more than all else that they need. There are tens of them, so they need no order."""
 
@@ -79,7 +79,7 @@ class _Limit:
 
     __slots__ = ("_cancelled_before", "_expired", "_limits", "_seconds", "_task")
 
-    def __init__(self, limits: Limits, seconds: float) -> None:
+    def __init__(self, limits: _Limits, seconds: float) -> None:
         self._limits = limits
         self._seconds = seconds
         self._expired = False

@@ -22,11 +22,18 @@ static inline uint64_t sfc64(uint64_t state[4])
     return drawn;
 }
 
+/* Its upper 53 bits as a fraction of the population. They are halved: a compiler can convert several of 32 at once. */
+static inline double place_of(uint64_t drawn, count population)
+{
+    double high = (double)(int32_t)(drawn >> 37), low = (double)(int32_t)(drawn >> 11 & ((1 << 26) - 1));
+    return (high * 0x1p26 + low) * 0x1p-53 * (double)population;
+}
+
 /* Draws, then places: mixed, each waits for the other. */
 static void draw(uint64_t state[4], uint64_t *restrict places, count n, count population)
 {
     for (count i = 0; i < n; i++) places[i] = sfc64(state);
-    for (count i = 0; i < n; i++) places[i] = (uint64_t)((double)(places[i] >> 11) * 0x1p-53 * (double)population);
+    for (count i = 0; i < n; i++) places[i] = (uint64_t)place_of(places[i], population);
 }
 
 /* Whether it was not marked before. */
@@ -184,15 +191,12 @@ static uint32_t take(const byte *restrict x, count n, const byte *restrict seen,
 #define TAKEN_AHEAD 48
 #define BEYOND 0xFFFFFFFFu
 
-/* As `draw`, for places below 2^26. A raw number's 53 bits are halved: a compiler can convert several of 32 at once. */
+/* As `draw`, for places below 2^26. */
 static void draw_few(uint64_t state[4], uint32_t *restrict places, count n, count population)
 {
     uint64_t raw[BATCH];
     for (count i = 0; i < n; i++) raw[i] = sfc64(state);
-    for (count i = 0; i < n; i++) {
-        double high = (double)(int32_t)(raw[i] >> 37), low = (double)(int32_t)(raw[i] >> 11 & ((1 << 26) - 1));
-        places[i] = (uint32_t)(int32_t)((high * 0x1p26 + low) * 0x1p-53 * (double)population);
-    }
+    for (count i = 0; i < n; i++) places[i] = (uint32_t)(int32_t)place_of(raw[i], population);
 }
 
 /* Keeps the first of each number; how many these are. */

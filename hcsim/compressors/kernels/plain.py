@@ -53,7 +53,8 @@ ROWS_BYTES = 1 << 20
 """How much of a product is computed at a time where it is added to something."""
 FLOAT_BYTES = 4
 WORD_BITS = 64
-FEW_BITS = 16
+FEW_BITS, FEW_MOST = 16, 1 << 26
+"""Of the blocks in which a list has its numbers, and of what they are below."""
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SIGN = 0x8000
 _GRAIN = np.float32(2.0**-16)
@@ -214,7 +215,7 @@ def choose_few(stream: Words, count: int, population: int, room: Bits, /) -> boo
 
     Those below the same multiple of 2¹⁶ stand together, in the order of these, each where it was first drawn. A
     compiled loop may run out of room and return False; what `stream` and `room` hold then has no meaning."""
-    if not 0 <= count <= min(population, room.size) or population > 1 << 26:
+    if not 0 <= count <= min(population, room.size) or population > FEW_MOST:
         raise ValueError("the arrays' sizes do not fit each other")
     source = np.random.SFC64(0)
     source.state = {**source.state, "state": {"state": stream}}

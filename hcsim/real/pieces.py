@@ -13,7 +13,7 @@ from typing import Protocol
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
 from hcsim.real.buffers import bytes_of, fresh, room_for
 from hcsim.real.stream import FIRST_MAX_FRAME_BYTES
-from hcsim.runtime.channel import EMPTY, Payload, Place, Pumped
+from hcsim.runtime.channel import EMPTY, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LINGER_S = 0.25
@@ -40,8 +40,10 @@ class Pipe(Protocol):
         """Let go of everything."""
 
 
-class PiecewiseChannel(Pumped):
+class PiecewiseChannel:
     """A channel over a pipe, which it owns from now on."""
+
+    outlet = None
 
     def __init__(self, pipe: Pipe, peer: str) -> None:
         self._pipe = pipe
@@ -135,6 +137,12 @@ class PiecewiseChannel(Pumped):
             return header, view
         finally:
             self._receiving = False
+
+    async def pump(self, place: Place, landed: Landed) -> None:
+        """Receive all frames; see `Channel.pump`."""
+        while True:
+            # Not by name: a payload is part of somebody's array, which must not live on because we wait.
+            landed(*await self.recv(place))
 
     def _header(self, piece: bytes) -> Header:
         try:

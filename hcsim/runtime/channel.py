@@ -143,19 +143,6 @@ class Channel(Protocol):
         receives what is under way, then `ChannelBroken`. Closing twice is harmless."""
 
 
-class Pumped:
-    """Pumps by receiving one frame at a time, and passes none on."""
-
-    __slots__ = ()
-    outlet = None
-
-    async def pump(self: Channel, place: Place, landed: Landed) -> None:
-        """See `Channel.pump`."""
-        while True:
-            # Not by name: a payload is part of somebody's array, which must not live on because we wait.
-            landed(*await self.recv(place))
-
-
 class Listener(Protocol):
     """Accepts channels at an address."""
 

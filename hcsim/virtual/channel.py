@@ -1,16 +1,22 @@
-"""Channels in the virtual world: two streams, and an inbox at each end."""
+"""Channels in the virtual world: two streams, and an inbox at each end.
+
+A frame that somebody pumps is handed over as it arrives, in the context of who pumps, and wakes no task, which would
+cost as much as all else that a frame costs here. It stays in the inbox while its host is frozen or its place is waited
+for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import EMPTY, Fold, Payload, Phantom, Place, Pumped
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.virtual.stream import NS, RTO_S, Message, Stream
+from hcsim.virtual.stream import NS, RTO_S, Message, Stream, frame_event
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
@@ -24,13 +30,15 @@ Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None
 """Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
 
 
-class VirtualChannel(Pumped):
+class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes", "_out", "_peer",
-        "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
+        "_context", "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_landed", "_loop",
+        "_max_frame_bytes", "_out", "_peer", "_place", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns",
+        "_wanted", "_writers",
     )  # fmt: skip
+    outlet = None
 
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str]) -> None:
         self._host = host
@@ -45,6 +53,12 @@ class VirtualChannel(Pumped):
         self._deliver: Callable[[Header, Payload], None]
         self._inbox: deque[tuple[Header, Payload]] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self._context: Context | None = None
+        """Of who pumps, and waits for a frame that could not be handed over."""
+        self._place: Place
+        self._landed: Landed
+        self._wanted: asyncio.Future[None] | None = None
+        """What the place of such a frame waits for."""
         self._writers: deque[asyncio.Future[None]] = deque()
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
@@ -101,49 +115,36 @@ class VirtualChannel(Pumped):
             raise self._again(self._end)
         # The sender may overwrite its buffer while the frame is still under way.
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
-        label = (header.kind, header.operation, header.bucket, header.step, header.offset, header.length)
-        self._trace.record((self._loop.now_ns, "send", out.name, *label))
-        out.push(Message(HEADER_BYTES + header.length, label, self._deliver, (header, kept)))
+        self._trace.record(frame_event(self._loop.now_ns, "send", out.name, header))
+        out.push(Message(HEADER_BYTES + header.length, self._deliver, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
         inbox = self._inbox
-        while not inbox:
-            if self._end is not None:
-                raise self._again(self._end)
-            if self._reader is not None:
-                raise UsageError(f"two tasks receive from {self!r} at once")
-            self._reader = asyncio.Future(loop=self._loop)
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+        if not inbox:
+            await self._until_arrived()
         header, payload = inbox[0]  # where it stays until it has a place
         if header.length > self._max_frame_bytes:
-            limit = self._max_frame_bytes
-            text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
-            error = RemoteProtocolError(text, self._peer)
-            self._finish(error)
-            raise error
-        where = place(header)
-        while isinstance(where, asyncio.Future):
+            raise self._too_long(header)
+        while isinstance(where := place(header), asyncio.Future):
             await asyncio.shield(where)
             if self._end is not None and not inbox:
                 raise self._again(self._end)
-            where = place(header)
         inbox.popleft()
-        self._in.consumed(HEADER_BYTES + header.length)
-        if isinstance(payload, Phantom):
-            return header, payload
-        if isinstance(where, Fold):
-            where = where.room
-        if where is None:
-            where = memoryview(bytearray(header.length))
-        elif where.nbytes != header.length:
-            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
-            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
-        where[:] = payload
-        return header, where
+        return header, self._taken(header, payload, where)
+
+    async def pump(self, place: Place, landed: Landed) -> None:
+        """See `runtime.channel.Channel.pump`."""
+        context = copy_context()
+        while True:
+            while self._inbox:
+                # Not by name: a payload is part of somebody's array, which must not live on because we wait.
+                landed(*await self.recv(place))
+            self._place, self._landed = place, landed
+            await self._until_arrived(context)
+            if self._wanted is not None:
+                wanted, self._wanted = self._wanted, None
+                await asyncio.shield(wanted)
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""
@@ -219,18 +220,82 @@ class VirtualChannel(Pumped):
         self.broken(why)
         self._far.broken(why)
 
+    async def _until_arrived(self, context: Context | None = None) -> None:
+        """Wait until there is a frame in the inbox; with a context, for one that cannot be handed over in it."""
+        while not self._inbox:
+            if self._end is not None:
+                raise self._again(self._end)
+            if self._reader is not None:
+                raise UsageError(f"two tasks receive from {self!r} at once")
+            self._reader = asyncio.Future(loop=self._loop)
+            self._context = context
+            try:
+                await self._reader
+            finally:
+                self._reader = self._context = None
+
     def _arrived(self, header: Header, payload: Payload) -> None:
-        if self._end is None:
+        if self._end is not None:
+            return
+        context, reader = self._context, self._reader
+        if context is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
             self._inbox.append((header, payload))
-            if self._reader is not None and not self._reader.done():
-                self._reader.set_result(None)
+            self._wake()
+            return
+        try:
+            context.run(self._hand_over, header, payload)
+        except Exception as error:
+            if not reader.done():  # else it wakes up to the end of the channel
+                reader.set_exception(error)
+
+    def _hand_over(self, header: Header, payload: Payload) -> None:
+        """Give a frame to who pumps. If it has to wait for its place, so do those behind it."""
+        if header.length > self._max_frame_bytes:
+            raise self._too_long(header)
+        try:
+            where = self._place(header)
+        except Exception:
+            self._inbox.append((header, payload))
+            raise
+        if isinstance(where, asyncio.Future):
+            self._wanted = where
+            self._inbox.append((header, payload))
+            self._wake()
+        else:
+            self._landed(header, self._taken(header, payload, where))
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _too_long(self, header: Header) -> RemoteProtocolError:
+        limit = self._max_frame_bytes
+        text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
+        error = RemoteProtocolError(text, self._peer)
+        self._finish(error)
+        return error
+
+    def _taken(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> Payload:
+        """The payload in its place."""
+        self._in.consumed(HEADER_BYTES + header.length)
+        if isinstance(payload, Phantom):
+            return payload
+        if isinstance(where, Fold):
+            where = where.room
+        if where is None:
+            where = memoryview(bytearray(header.length))
+        elif where.nbytes != header.length:
+            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
+            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
+        where[:] = payload
+        return where
 
     def _finish(self, error: ChannelClosed | RemoteProtocolError) -> None:
         """Close our end; the peer reads what was sent before, then the end of the stream."""
         self._inbox.clear()
         self._ended(error)
         if not self._out.dead:
-            self._out.push(Message(HEADER_BYTES, ("fin",), self._far._peer_closed))
+            self._out.push(Message(HEADER_BYTES, self._far._peer_closed))
 
     def _peer_closed(self) -> None:
         if self._end is None:
@@ -241,11 +306,12 @@ class VirtualChannel(Pumped):
     def _ended(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         self._end = error
         self._host.forget(self)
-        waiting = [*self._writers, *([self._reader] if self._reader is not None else [])]
+        writers = tuple(self._writers)
         self._writers.clear()
-        for future in waiting:
+        for future in writers:
             if not future.done():
                 future.set_result(None)
+        self._wake()
 
     def _again(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> Exception:
         """A fresh copy: raising one exception object twice would chain unrelated tracebacks."""

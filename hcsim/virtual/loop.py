@@ -209,6 +209,10 @@ class VirtualLoop(PlainLoop):
             raise UsageError("the world itself cannot be frozen")
         self._held.setdefault(owner, deque())
 
+    def is_frozen(self, owner: object) -> bool:
+        """Whether this owner's callbacks are held back."""
+        return owner in self._held
+
     def thaw(self, owner: object) -> None:
         """Let the owner go on: what was held back is ready now, in its order. A discarded owner stays dead."""
         if owner not in self._discarded:
@@ -316,29 +320,37 @@ class VirtualLoop(PlainLoop):
         timers, env, ready, at_instant_end = self._timers, self.env, self._ready, self._at_instant_end
         while not ready and not done():
             timer_ns = timers[0][0] if timers else _NEVER_NS
-            event_ns = env.peek() if env.waiting else _NEVER_NS
-            if at_instant_end and timer_ns > self.now_ns < event_ns:
-                at_instant_end.popleft()()
-            elif timer_ns < event_ns:
-                _, number, timer, function, args = heappop(timers)
-                if timer is not None and timer.loop is None:
-                    self._timers_cancelled -= 1
+            if env.waiting and self._takes_event(timer_ns):
+                continue
+            if timer_ns > self.now_ns:
+                if at_instant_end:
+                    at_instant_end.popleft()()
                     continue
-                if timer_ns > self.now_ns:
-                    self.now_ns = timer_ns
-                if timer is None:
-                    function(*args)
-                    continue
-                timer.loop = None
-                if self.on_timer is not None:
-                    self.on_timer(number)
-                if not (self._held and self._is_held(timer)):
-                    ready.append(timer)
-            elif event_ns != _NEVER_NS:
-                self.now_ns = _whole_ns(event_ns)
-                env.step()
-            else:
-                raise Deadlock(describe(self._waiting(), self._held.__contains__))
+                if timer_ns == _NEVER_NS:
+                    raise Deadlock(describe(self._waiting(), self._held.__contains__))
+            _, number, timer, function, args = heappop(timers)
+            if timer is not None and timer.loop is None:
+                self._timers_cancelled -= 1
+                continue
+            if timer_ns > self.now_ns:
+                self.now_ns = timer_ns
+            if timer is None:
+                function(*args)
+                continue
+            timer.loop = None
+            if self.on_timer is not None:
+                self.on_timer(number)
+            if not (self._held and self._is_held(timer)):
+                ready.append(timer)
+
+    def _takes_event(self, timer_ns: int) -> bool:
+        """Let SimPy's next event happen, if it is due before our next timer and before this instant ends."""
+        event_ns = self.env.peek()
+        if event_ns > timer_ns or event_ns == _NEVER_NS or (event_ns > self.now_ns and self._at_instant_end):
+            return False
+        self.now_ns = _whole_ns(event_ns)
+        self.env.step()
+        return True
 
     def _waiting(self) -> dict[asyncio.Task[Any], object]:
         alive = ((task, owner) for task, owner in self._tasks.items() if owner not in self._discarded)

@@ -23,6 +23,9 @@ import msgspec
 
 from hcsim.config import Tcp
 from hcsim.rng import stream as random_stream
+from hcsim.runtime.channel import EMPTY, Payload
+from hcsim.runtime.frame import Header
+from hcsim.telemetry.trace import Event
 from hcsim.virtual.links import Path, merged
 from hcsim.virtual.sharing import Flow
 
@@ -38,12 +41,18 @@ NS = 1_000_000_000
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Something that travels: its size on the wire, and what happens when it has arrived."""
+    """Something that travels: its size on the wire, and who takes it when it has arrived."""
 
     size_bytes: int
-    label: tuple[str | int, ...]
     arrive: Callable[..., None]
-    args: tuple[object, ...] = ()
+    header: Header | None = None
+    """None at the end of the connection, behind all frames."""
+    payload: Payload = EMPTY
+
+
+def frame_event(now_ns: int, kind: str, where: str, frame: Header) -> Event:
+    """What the trace says of a frame."""
+    return (now_ns, kind, where, frame.kind, frame.operation, frame.bucket, frame.step, frame.offset, frame.length)
 
 
 class Stream:
@@ -112,9 +121,10 @@ class Stream:
 
     def push(self, message: Message) -> None:
         """Queue a message behind those that are already there."""
-        self.queue.append(message)
+        queue = self.queue
+        queue.append(message)
         self.queued_bytes += message.size_bytes
-        if len(self.queue) == 1:
+        if len(queue) == 1:
             self._begin()
 
     def consumed(self, size_bytes: int) -> None:
@@ -311,8 +321,13 @@ class Stream:
             self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
             return
         self.outstanding += message.size_bytes
-        self._net.trace.record((self._loop.now_ns, "deliver", self.name, *message.label))
-        message.arrive(*message.args)
+        header = message.header
+        if header is None:
+            self._net.trace.record((self._loop.now_ns, "deliver", self.name, "fin"))
+            message.arrive()
+        else:
+            self._net.trace.record(frame_event(self._loop.now_ns, "deliver", self.name, header))
+            message.arrive(header, message.payload)
 
     def _delay_ns(self, size_bytes: int) -> int:
         """What jitter, loss and full queues add to the latency of one message."""

@@ -536,13 +536,16 @@ def test_what_a_pump_cannot_place_or_hand_over_ends_the_pump_alone(arena):
         def landed(header, payload):
             if header.step == 2:
                 raise LookupError("not wanted")
+            steps.append(header.step)
 
+        steps = []
         refused = False
         with pytest.raises(KeyError, match="no place"):
             await server.pump(place, landed)
         refused = True
         with pytest.raises(LookupError, match="not wanted"):
             await server.pump(place, landed)
+        assert steps == [0, 1]
         header, payload = await server.recv(allocate)
         assert header.step == 3
         assert payload == pattern(100, 3)

@@ -13,6 +13,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
 from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.loop import OWNER
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
 from tests.virtual.faults.arena import LATENCY_S, SECOND, connected, until, world_with
@@ -114,6 +115,27 @@ def test_what_was_sent_to_a_paused_host_waits_for_it():
         return await receiving
 
     assert world.run(main()) == pytest.approx(1.5)
+
+
+def test_a_pump_hands_frames_over_in_its_hosts_name_and_none_while_it_is_paused():
+    world = world_with(Pause(at_s=0.5, node="b", duration_s=1.0))
+    landed: list[tuple[int, float, object]] = []
+
+    def note(header: Header, _payload: object) -> None:
+        landed.append((header.step, world.loop.time(), OWNER.get()))
+
+    async def main() -> None:
+        near, far = await connected(world)
+        world.host("b").spawn(far.pump(lambda _: None, note), name="pump")
+        for step, at_s in enumerate((0.3, 0.7, 0.8, 1.6, 1.7)):
+            await until(at_s)
+            await near.send(Header(0, step=step))
+        await until(2.0)
+
+    world.run(main())
+    assert [step for step, _, _ in landed] == [0, 1, 2, 3, 4]
+    assert [at_s for _, at_s, _ in landed] == pytest.approx([0.301, 1.5, 1.5, 1.601, 1.701], abs=1e-5)
+    assert {owner for _, _, owner in landed} == {world.host("b")}
 
 
 # Partition.

@@ -12,12 +12,11 @@ with the system.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Callable
 
 from hcsim.collectives.in_order import InOrder
 from hcsim.collectives.lanes import Lanes
-from hcsim.collectives.schedule import Schedule
+from hcsim.collectives.schedule import Lane, Schedule
 from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.transport.mesh import Mesh
@@ -51,20 +50,18 @@ class Execution:
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
-        await self._guarded(self._run)
-
-    async def _run(self, state: Progress) -> None:
         wiring, schedule, mesh = self._wiring, self._schedule, self._mesh
-        for peer in schedule.peers:
-            state.doing, state.peer = "opening a link to", peer
-            wiring.links[peer] = mesh.links.get(peer) or await mesh.link(peer)
-        state.rest()
-        if schedule.lanes:
-            await self._side_by_side()
-        else:
-            await InOrder(wiring, schedule).run(state)
+        with self._guard() as state:
+            for peer in schedule.peers:
+                state.doing, state.peer = "opening a link to", peer
+                wiring.links[peer] = mesh.links.get(peer) or await mesh.link(peer)
             state.rest()
-        wiring.check_over()
+            if schedule.lanes:
+                await self._side_by_side()
+            else:
+                await InOrder(wiring, schedule).run(state)
+                state.rest()
+            wiring.check_over()
 
     async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule)
@@ -72,10 +69,14 @@ class Execution:
             async with asyncio.TaskGroup() as group:
                 for lane in self._schedule.lanes:
                     name = f"{self._wiring.ticket}: {lane.kind.__name__} {lane.peer}"
-                    group.create_task(self._guarded(partial(lanes.run, lane)), name=name)
+                    group.create_task(self._run_lane(lanes, lane), name=name)
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__  # a peer that hung up may still say why
+
+    async def _run_lane(self, lanes: Lanes, lane: Lane) -> None:
+        with self._guard() as state:
+            await lanes.run(lane, state)
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, and what for: a receiver knows better than a sender who is late."""
@@ -85,21 +86,37 @@ class Execution:
                     return state.peer, str(state)
         return None, "waiting"
 
-    async def _guarded(self, work: Callable[[Progress], Awaitable[None]]) -> None:
-        """Name the operation, and what it was doing, in an error that ends it."""
-        state = Progress()
-        self._progress.append(state)
-        try:
-            await work(state)
+    def _guard(self) -> _Guard:
+        guard = _Guard(self._wiring.ticket, self._on_cancel)
+        self._progress.append(guard.state)
+        return guard
+
+
+class _Guard:
+    """Names the operation, and what it was doing, in an error that ends it.
+
+    A coroutine that awaits another would do as well, but costs every wake-up of the operation a step of its own."""
+
+    __slots__ = ("_on_cancel", "_ticket", "state")
+
+    def __init__(self, ticket: Ticket, on_cancel: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._on_cancel = on_cancel
+        self.state = Progress()
+
+    def __enter__(self) -> Progress:
+        return self.state
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        state = self.state
+        if error is None:
             state.rest()
-        except asyncio.CancelledError:
+        elif isinstance(error, asyncio.CancelledError):
             self._on_cancel()
-            raise
-        except CollectiveError as error:  # the group has ended; whom we wait for may be why the others gave up
-            if not state.doing:
-                raise
-            text = f"{error}; {self._wiring.ticket} was {state} here"
-            raise type(error)(text, peer=error.peer, phase=error.phase) from error.__cause__
-        except HcsimError as error:
-            text = f"{self._wiring.ticket} failed while {state}: {error}"
+        elif isinstance(error, CollectiveError):  # the group has ended; whom we wait for may be why the others gave up
+            if state.doing:
+                text = f"{error}; {self._ticket} was {state} here"
+                raise type(error)(text, peer=error.peer, phase=error.phase) from error.__cause__
+        elif isinstance(error, HcsimError):
+            text = f"{self._ticket} failed while {state}: {error}"
             raise CollectiveError(text, peer=state.peer, phase=str(state)) from error

@@ -23,6 +23,10 @@ from hcsim.runtime.channel import Fold, Payload
 class InOrder:
     """One operation's rounds, and what of them is posted."""
 
+    __slots__ = (
+        "_largest", "_onwards", "_patient", "_posted", "_roomless", "_rounds", "_sends", "_space", "_wiring",
+    )  # fmt: skip
+
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
         self._rounds = schedule.rounds
@@ -39,7 +43,8 @@ class InOrder:
 
     async def run(self, state: Progress) -> None:
         """Run all rounds."""
-        wiring, posted, sends, rank = self._wiring, self._posted, self._sends, self._wiring.ticket.rank
+        wiring, posted, roomless, sends = self._wiring, self._posted, self._roomless, self._sends
+        rank = wiring.ticket.rank
         self._post(0)
         for step, actions in enumerate(self._rounds):
             state.step = step
@@ -67,8 +72,8 @@ class InOrder:
                 if isinstance(action, Reduce):
                     await wiring.combine(which, action, payload, received_left=action.peer < rank)
                     self._space += taken
-                    if self._roomless:
-                        self._post_reduces()
+                    while roomless and self._post_reduce(*roomless[0]):
+                        roomless.popleft()
             if sending:
                 self._post(step + 1)
 
@@ -78,39 +83,40 @@ class InOrder:
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
         wait for whatever still reads or writes its range.
         """
-        if self._sends.through < step - 1:
-            self._sends.through = step - 1
+        sends = self._sends
+        if sends.through < step - 1:
+            sends.through = step - 1
         if step == len(self._rounds):
             return
-        wiring, patient = self._wiring, self._patient
+        wiring, patient, roomless = self._wiring, self._patient, self._roomless
         for number, action in enumerate(self._rounds[step]):
+            if isinstance(action, Send):
+                continue
             if isinstance(action, Reduce):
-                self._roomless.append((step, number, action))
+                if roomless or not self._post_reduce(step, number, action):
+                    roomless.append((step, number, action))
             elif isinstance(action, Recv) and not (patient and (step, number) in patient):
                 place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)
                 self._posted[step, number] = wiring.post(action.peer, action, step, place), 0
-        if self._roomless:
-            self._post_reduces()
 
-    def _post_reduces(self) -> None:
-        """Give rooms to those that come next. One whose turn it is finds all the space free."""
-        wiring, roomless = self._wiring, self._roomless
-        while roomless:
-            step, number, action = roomless[0]
-            length = action.hi - action.lo
-            if length > self._largest:
-                self._largest = length
-            if self._largest > self._space:
-                return
-            roomless.popleft()
-            which = (step, number)
-            self._space -= self._largest
-            room = wiring.scratch(which, action, now=which not in self._patient)
-            if step in self._onwards and isinstance(room, Fold):
-                room = self._onward(step, number, action, room)
-            self._posted[which] = wiring.post(action.peer, action, step, room), self._largest
+    def _post_reduce(self, step: int, number: int, action: Reduce) -> bool:
+        """Give a room to the one that comes next, if there is space. One whose turn it is finds all the space free."""
+        largest = action.hi - action.lo
+        if largest > self._largest:
+            self._largest = largest
+        else:
+            largest = self._largest
+        if largest > self._space:
+            return False
+        wiring, which = self._wiring, (step, number)
+        self._space -= largest
+        room = wiring.scratch(which, action, now=which not in self._patient)
+        if step in self._onwards and isinstance(room, Fold):
+            room = self._onward(step, number, action, room)
+        self._posted[which] = wiring.post(action.peer, action, step, room), largest
+        return True
 
     def _onward(
         self, step: int, number: int, action: Recv | Reduce, into: memoryview | Fold | None

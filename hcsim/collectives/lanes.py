@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
+from typing import Any
 
 from hcsim.collectives.plan import Finish, Send
 from hcsim.collectives.schedule import Lane, Schedule, Segment
@@ -35,15 +37,14 @@ class Lanes:
         """Elements of what was given a room before its turn, by lane and number."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
 
-    async def run(self, lane: Lane, state: Progress) -> None:
+    def run(self, lane: Lane, state: Progress) -> Coroutine[Any, Any, None]:
         """Run one lane to its end."""
         state.peer = lane.peer
         if lane.kind is Send:
-            await self._send(state, lane)
-        elif lane.kind is Finish:
-            await self._finish(lane)
-        else:
-            await self._receive(state, lane)
+            return self._send(state, lane)
+        if lane.kind is Finish:
+            return self._finish(lane)
+        return self._receive(state, lane)
 
     async def _send(self, state: Progress, lane: Lane) -> None:
         for number, segment in enumerate(lane.segments):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -75,22 +76,22 @@ class Memory(Protocol):
         """Apply what comes last to the range."""
 
 
+_phantom = lru_cache(maxsize=1024)(Phantom)
+"""Simulated ranks share them: what they send has few sizes."""
+
+
 class PhantomMemory:
     """Sizes alone."""
 
+    __slots__ = ("element_bytes",)
     is_phantom = True
 
     def __init__(self, element_bytes: int = 1) -> None:
         self.element_bytes = element_bytes
-        self._payloads: dict[int, Phantom] = {}
 
     def payload(self, lo: int, hi: int) -> Payload:
         """See `Memory.payload`."""
-        size_bytes = (hi - lo) * self.element_bytes
-        phantom = self._payloads.get(size_bytes)
-        if phantom is None:
-            phantom = self._payloads[size_bytes] = Phantom(size_bytes)
-        return phantom
+        return _phantom((hi - lo) * self.element_bytes)
 
     def place(self, lo: int, hi: int) -> memoryview | None:
         """See `Memory.place`."""

@@ -39,8 +39,9 @@ _GREETING_BYTES = 64
 """Always as long: what comes behind it may be read together with it, but for the descriptor."""
 _TAKEN, _MEANT = b"!", b"."
 """What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
-_ANSWER_S, _TLS_ANSWER_S = 1.0, 5.0
-"""A process that does not come to it in this time may still be reached by TCP, which answers for it, but not by TLS."""
+_ANSWER_S = 5.0
+"""A process that does not come to it in this time, busy with its imports say, may still be reached by TCP: the system
+answers for it."""
 _PROCESS_BYTES = 8
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -149,7 +150,7 @@ async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patie
     memory = new_memory()
     try:
         socket.send_fds(sock, [address.encode("ascii").ljust(_GREETING_BYTES)], [memory])
-        async with asyncio.timeout(min(patience_s, _ANSWER_S if tls is None else _TLS_ANSWER_S)):
+        async with asyncio.timeout(min(patience_s, _ANSWER_S)):
             met = await _meet(sock, tls, memory, address, guest=True)
         if met is None:
             raise ConnectionRefusedError

@@ -246,6 +246,22 @@ def test_where_nobody_takes_the_memory_it_is_tcp(answer: bytes | None, timeout_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
+def test_a_process_that_is_busy_for_a_moment_takes_the_memory_all_the_same() -> None:
+    async def body() -> None:
+        async with RealHost(RealOptions("left")) as near, RealHost(RealOptions("right", shared_memory=False)) as far:
+            listener = await far.listen("127.0.0.1:0")
+            async with met_by_a_squatter(near, listener.address, timeout_s=20.0) as (dialling, guest):
+                await asyncio.sleep(2.0)
+                guest.send(b"!")
+                ours = await dialling
+                assert isinstance(stream_of(ours), SharedStream)
+                await ours.close()
+
+    run(body())
+    assert no_memory_left()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows Linux's names")
 def test_who_brings_memory_and_goes_again_was_never_there() -> None:
     """It calls by TCP then: whoever accepts must not get a dead channel first."""
 

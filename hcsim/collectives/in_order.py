@@ -102,12 +102,8 @@ class InOrder:
                 self._posted[step, number] = wiring.post(action.peer, action, step, place), 0
 
     def _post_reduce(self, step: int, number: int, action: Reduce) -> bool:
-        """Give a room to the one that comes next, if there is space. One whose turn it is finds all the space free."""
-        largest = action.hi - action.lo
-        if largest > self._largest:
-            self._largest = largest
-        else:
-            largest = self._largest
+        """Whether there was room for the one that comes next. One whose turn it is finds all the space free."""
+        largest = self._largest = max(self._largest, action.hi - action.lo)
         if largest > self._space:
             return False
         wiring, which = self._wiring, (step, number)

@@ -40,8 +40,8 @@ _GREETING_BYTES = 64
 _TAKEN, _MEANT = b"!", b"."
 """What is said about the memory, by who got it, and then by who brought it: only then is there a channel."""
 _ANSWER_S = 5.0
-"""A process that does not come to it in this time, busy with its imports say, may still be reached by TCP: the system
-answers for it."""
+"""A process that does not come to it in this time, busy with its imports say, may still be reached by TCP, where the
+system answers for it."""
 _PROCESS_BYTES = 8
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -127,7 +127,10 @@ async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             return await _bring(sock, (host, sockaddr[1]), sockaddr[0], patience_s, tls)
-        except OSError as error:  # TimeoutError is one
+        except TimeoutError:
+            sock.close()
+            return None  # what is left of the time is for TCP
+        except OSError as error:
             sock.close()
             if is_distrust(error):
                 raise

@@ -58,7 +58,7 @@ class Trace:
         batch = self._batch
         if not batch:
             return
-        # A list is encoded as its items, one after the other, behind their number.
+        # A list is encoded as its items, one after the other, behind their number: one byte up to 15 items, else three.
         self._sha.update(memoryview(self._encode(batch))[1 if len(batch) < 16 else 3 :])
         if self._sink is not None:
             self._sink(batch)

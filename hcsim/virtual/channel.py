@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextvars import Context, copy_context
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
@@ -34,9 +35,8 @@ class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_context", "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_landed", "_loop",
-        "_max_frame_bytes", "_out", "_peer", "_place", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns",
-        "_wanted", "_writers",
+        "_deliver", "_end", "_ends", "_far", "_hand_over", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes",
+        "_out", "_peer", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
     outlet = None
 
@@ -52,13 +52,10 @@ class VirtualChannel:
         self._far: VirtualChannel
         self._deliver: Callable[[Header, Payload], None]
         self._inbox: deque[tuple[Header, Payload]] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        self._context: Context | None = None
-        """Of who pumps, and waits for a frame that could not be handed over."""
-        self._place: Place
-        self._landed: Landed
-        self._wanted: asyncio.Future[None] | None = None
-        """What the place of such a frame waits for."""
+        self._reader: asyncio.Future[BaseException | None] | None = None
+        """Whoever receives; its result is the error that ends it, if there is one."""
+        self._hand_over: Callable[[], None] | None = None
+        """Takes the frame that is in the inbox, for whoever pumps."""
         self._writers: deque[asyncio.Future[None]] = deque()
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
@@ -135,16 +132,30 @@ class VirtualChannel:
 
     async def pump(self, place: Place, landed: Landed) -> None:
         """See `runtime.channel.Channel.pump`."""
-        context = copy_context()
+        inbox = self._inbox
+        wanted: asyncio.Future[None] | None = None
+
+        def hand_over() -> None:
+            nonlocal wanted
+            header, payload = inbox[0]  # where it stays until it has a place
+            if header.length > self._max_frame_bytes:
+                raise self._too_long(header)
+            where = place(header)
+            if isinstance(where, asyncio.Future):
+                wanted = where
+            elif inbox:  # else `place` has ended the channel
+                inbox.popleft()
+                landed(header, self._taken(header, payload, where))
+
+        in_our_context = partial(copy_context().run, hand_over)
         while True:
-            while self._inbox:
+            while inbox:
                 # Not by name: a payload is part of somebody's array, which must not live on because we wait.
                 landed(*await self.recv(place))
-            self._place, self._landed = place, landed
-            await self._until_arrived(context)
-            if self._wanted is not None:
-                wanted, self._wanted = self._wanted, None
-                await asyncio.shield(wanted)
+            await self._until_arrived(in_our_context)
+            if wanted is not None:
+                waited, wanted = wanted, None
+                await asyncio.shield(waited)
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""
@@ -220,49 +231,39 @@ class VirtualChannel:
         self.broken(why)
         self._far.broken(why)
 
-    async def _until_arrived(self, context: Context | None = None) -> None:
-        """Wait until there is a frame in the inbox; with a context, for one that cannot be handed over in it."""
+    async def _until_arrived(self, hand_over: Callable[[], None] | None = None) -> None:
+        """Wait until there is a frame in the inbox. One that is handed over is none to wake up for."""
         while not self._inbox:
             if self._end is not None:
                 raise self._again(self._end)
             if self._reader is not None:
                 raise UsageError(f"two tasks receive from {self!r} at once")
             self._reader = asyncio.Future(loop=self._loop)
-            self._context = context
+            self._hand_over = hand_over
             try:
-                await self._reader
+                failure = await self._reader
             finally:
-                self._reader = self._context = None
+                self._reader = self._hand_over = None
+            if failure is not None:
+                raise failure
 
     def _arrived(self, header: Header, payload: Payload) -> None:
         if self._end is not None:
             return
-        context, reader = self._context, self._reader
-        if context is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
-            self._inbox.append((header, payload))
+        self._inbox.append((header, payload))
+        hand_over, reader = self._hand_over, self._reader
+        if hand_over is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
             self._wake()
             return
+        failure = None
+        self._reader = None  # what happens meanwhile does not wake it
         try:
-            context.run(self._hand_over, header, payload)
-        except Exception as error:
-            if not reader.done():  # else it wakes up to the end of the channel
-                reader.set_exception(error)
-
-    def _hand_over(self, header: Header, payload: Payload) -> None:
-        """Give a frame to who pumps. If it has to wait for its place, so do those behind it."""
-        if header.length > self._max_frame_bytes:
-            raise self._too_long(header)
-        try:
-            where = self._place(header)
-        except Exception:
-            self._inbox.append((header, payload))
-            raise
-        if isinstance(where, asyncio.Future):
-            self._wanted = where
-            self._inbox.append((header, payload))
-            self._wake()
-        else:
-            self._landed(header, self._taken(header, payload, where))
+            hand_over()
+        except BaseException as error:
+            failure = error
+        self._reader = reader
+        if not reader.done() and (failure is not None or self._inbox or self._end is not None):
+            reader.set_result(failure)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

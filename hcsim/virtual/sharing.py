@@ -101,11 +101,8 @@ class Sharing:
         A stopped flow has rate 0 afterwards and is not among them.
         """
         changed: list[Flow] = []
-        entered = self._take_changes()
-        if not entered:
-            return changed
         region: list[Flow] = []
-        for flow in entered:
+        for flow in self._take_changes():
             for resource, _ in flow.tight:
                 if len(resource.flows) > 1:
                     region.append(flow)

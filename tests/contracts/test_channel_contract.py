@@ -593,6 +593,50 @@ def test_a_cancelled_pump_leaves_later_frames_to_the_next(arena):
     arena.run(body)
 
 
+def test_a_frame_that_waited_for_its_place_goes_to_the_next_when_its_pump_is_cancelled(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        never = asyncio.get_running_loop().create_future()
+        landed = []
+        pumping = right.spawn(server.pump(lambda _: never, lambda *frame: landed.append(frame)), name="pump")
+        await send_numbered(client, 2, 100)
+        await right.clock.sleep(0.1)
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+        assert [(await server.recv(allocate))[0].step for _ in range(2)] == [0, 1]
+        assert not landed
+
+    arena.run(body)
+
+
+def test_a_second_pump_is_refused_and_gets_none_of_the_firsts_frames(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        first, second = [], []
+        pumping = right.spawn(server.pump(allocate, lambda header, payload: first.append(header.step)), name="pump")
+        await right.clock.sleep(0.01)
+        with pytest.raises(UsageError, match="at once"):
+            await server.pump(allocate, lambda header, payload: second.append(header.step))
+        await send_numbered(client, 2, 100)
+        await right.clock.sleep(0.1)
+        assert (first, second) == ([0, 1], [])
+        pumping.cancel()
+
+    arena.run(body)
+
+
+def test_a_pump_whose_place_has_the_wrong_size_is_told_so(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        pumping = right.spawn(server.pump(lambda _: memoryview(bytearray(3)), lambda *_: None), name="pump")
+        await right.clock.sleep(0.01)
+        await client.send(Header(4), memoryview(b"data"))
+        with pytest.raises(UsageError, match=r"a place of 3|a writable buffer of 3"):
+            await pumping
+
+    arena.run(body)
+
+
 def test_a_frame_over_the_limit_is_the_peers_fault_and_ends_the_channel(arena):
     async def body(left, right):
         client, server = await arena.channels(left, right)

@@ -15,16 +15,18 @@ class Closable(Protocol):
         """Only here: a parent's copy stays open."""
 
 
-_OURS: WeakSet[Closable] = WeakSet()
+_LISTENING: WeakSet[Closable] = WeakSet()
+_OTHERS: WeakSet[Closable] = WeakSet()
 
 
-def own(what: Closable) -> None:
+def own(what: Closable, *, listens: bool = False) -> None:
     """It is this process's alone; a process that is started by `exec` does not get it anyway."""
-    _OURS.add(what)
+    (_LISTENING if listens else _OTHERS).add(what)
 
 
 def _let_go() -> None:
-    for what in list(_OURS):
+    # In this order: who sees a channel end must not reach a parent that was killed by a call to its old address.
+    for what in (*_LISTENING, *_OTHERS):
         what.close()
 
 

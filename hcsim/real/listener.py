@@ -52,10 +52,10 @@ class StreamListener:
         self._welcomed: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving = [self._start(self._serve(sock, self._welcome))]
-        own(sock)
+        own(sock, listens=True)
         if door is not None:
             self._serving.append(self._start(self._serve(door.sock, self._welcome_guest)))
-            own(door.sock)
+            own(door.sock, listens=True)
 
     @property
     def address(self) -> str:

@@ -58,6 +58,7 @@ def test_a_process_that_is_killed_is_noticed_though_a_child_that_it_forked_lives
                 async with asyncio.timeout(20.0):
                     with pytest.raises(ChannelBroken):
                         await far.recv(lambda _: None)
+                await asyncio.to_thread(killed.wait)
                 assert killed.stdout is not None
                 with pytest.raises(PeerRefused):
                     await other.connect(killed.stdout.readline().strip(), timeout_s=0.1)

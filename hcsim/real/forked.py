@@ -25,7 +25,7 @@ def own(what: Closable, *, listens: bool = False) -> None:
 
 
 def _let_go() -> None:
-    # In this order: who sees a channel end must not reach a parent that was killed by a call to its old address.
+    # Listeners first: who sees a channel end, and calls again, must not be taken in for a parent that was killed.
     for what in (*_LISTENING, *_OTHERS):
         what.close()
 

@@ -1,8 +1,8 @@
 """Channels in the virtual world: two streams, and an inbox at each end.
 
-A frame that somebody pumps is handed over as it arrives, in the context of who pumps, and wakes no task, which would
-cost as much as all else that a frame costs here. It stays in the inbox while its host is frozen or its place is waited
-for.
+A frame that somebody pumps is handed over as it arrives, in the context of who pumps, and wakes no task: that saves a
+tenth of what a message costs, and more among hundreds of ranks, whose tasks no cache holds. It stays in the inbox while
+its host is frozen or its place is waited for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VirtualChannel:
         self._reader: asyncio.Future[BaseException | None] | None = None
         """Whoever receives; its result is the error that ends it, if there is one."""
         self._hand_over: Callable[[], None] | None = None
-        """Takes the frame that is in the inbox, for whoever pumps."""
+        """Takes what is in the inbox, for whoever pumps."""
         self._writers: deque[asyncio.Future[None]] = deque()
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
@@ -135,27 +135,28 @@ class VirtualChannel:
         inbox = self._inbox
         wanted: asyncio.Future[None] | None = None
 
-        def hand_over() -> None:
+        def take_all() -> None:
             nonlocal wanted
-            header, payload = inbox[0]  # where it stays until it has a place
-            if header.length > self._max_frame_bytes:
-                raise self._too_long(header)
-            where = place(header)
-            if isinstance(where, asyncio.Future):
-                wanted = where
-            elif inbox:  # else `place` has ended the channel
-                inbox.popleft()
-                landed(header, self._taken(header, payload, where))
-
-        in_our_context = partial(copy_context().run, hand_over)
-        while True:
+            wanted = None
             while inbox:
-                # Not by name: a payload is part of somebody's array, which must not live on because we wait.
-                landed(*await self.recv(place))
-            await self._until_arrived(in_our_context)
+                header, payload = inbox[0]  # where it stays until it has a place
+                if header.length > self._max_frame_bytes:
+                    raise self._too_long(header)
+                where = place(header)
+                if isinstance(where, asyncio.Future):
+                    wanted = where
+                    return
+                if inbox:  # else `place` has ended the channel
+                    inbox.popleft()
+                    landed(header, self._taken(header, payload, where))
+
+        hand_over: Callable[[], None] = partial(copy_context().run, take_all)
+        while True:
+            hand_over()
+            if wanted is None:
+                await self._until_arrived(hand_over)
             if wanted is not None:
-                waited, wanted = wanted, None
-                await asyncio.shield(waited)
+                await asyncio.shield(wanted)
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""

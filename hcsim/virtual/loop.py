@@ -344,7 +344,7 @@ class VirtualLoop(PlainLoop):
                 ready.append(timer)
 
     def _takes_event(self, timer_ns: int) -> bool:
-        """Let SimPy's next event happen, if it is due before our next timer and before this instant ends."""
+        """Let SimPy's next event happen if it is due before our next timer and this instant's end; whether it was."""
         event_ns = self.env.peek()
         if event_ns > timer_ns or event_ns == _NEVER_NS or (event_ns > self.now_ns and self._at_instant_end):
             return False

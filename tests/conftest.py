@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import settings
 
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
 from hcsim.config import AnyFault
@@ -22,6 +23,10 @@ from tests.torch_backend.ranks import Ranks
 
 Program = Callable[[Group], Awaitable[Any]]
 GUARD_S = 30.0
+
+# Hypothesis would fail an example for its 200 ms: that says something about the machine, and nothing about hcsim.
+settings.register_profile("no wall clock", deadline=None)
+settings.load_profile("no wall clock")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores interrupts, and so would everything that the tests start.

@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files: written whole or not at all, and found in other packages."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -24,3 +25,12 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(folder)  # the name, too
     finally:
         os.close(folder)
+
+
+def file_of(package: str, *parts: str) -> Path | None:
+    """A file of an installed package, which is not imported for it; None if it has none of that name."""
+    spec = find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (file := Path(folder, *parts)).is_file():
+            return file
+    return None

@@ -7,7 +7,7 @@ import hashlib
 import io
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -468,7 +469,48 @@ print([name for name in ("torch", "sklearn") if name in sys.modules])
     assert done.stdout.strip() == "[]"
 
 
+def test_no_more_is_imported_for_training_than_torch_itself() -> None:
+    """torch's compiler, or all of scikit-learn, would take as long again before the first step."""
+    program = """
+import sys
+import numpy as np
+from hcsim.training.tasks import task
+for name in ("digits", "text"):
+    found = task(name)
+    replica = found.replica(0)
+    replica.forward(np.arange(2))
+    for block in reversed(range(len(found.blocks))):
+        replica.backward(block)
+    found.score(replica.parameters)
+print([name for name in ("torch._dynamo", "torch._inductor", "sklearn") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_digits_are_scikit_learns_wherever_it_keeps_them(monkeypatch: pytest.MonkeyPatch, is_file: bool) -> None:
+    if not is_file:
+        monkeypatch.setattr(digits, "file_of", lambda *_: None)
+    expected = load_digits()
+    found = digits.table()
+    assert np.array_equal(found[:, :-1].reshape(-1, 8, 8), expected.images)
+    assert np.array_equal(found[:, -1], expected.target)
+
+
 # Costs of the real ones.
+
+
+@pytest.mark.parametrize(("name", "modules"), [("digits", digits.modules), ("text", text_modules)])
+def test_every_block_costs_what_torch_counts_without_data(
+    name: str, modules: Callable[[], Sequence[nn.Module]]
+) -> None:
+    with torch.device("meta"):
+        made, flowing = modules(), task(name).training.inputs[:1].to("meta")  # type: ignore[attr-defined]
+    for block, module in zip(task(name).blocks, made, strict=True):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            flowing = module(flowing)
+        assert block.flops == counter.get_total_flops(), block.name
 
 
 def test_flops_of_digits_are_those_of_its_convolutions_and_products() -> None:

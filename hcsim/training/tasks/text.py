@@ -42,12 +42,17 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.characters = nn.Embedding(vocabulary, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.characters = _embedding(vocabulary)
+        self.places = _embedding(CONTEXT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(samples, places) to (samples, places, width)."""
         return self.characters(x) + self.places.weight  # type: ignore[no-any-return]
+
+
+def _embedding(words: int) -> nn.Embedding:
+    """Without the values that torch would draw: without memory too, that takes its compiler."""
+    return nn.Embedding(words, WIDTH, _weight=torch.empty(words, WIDTH))
 
 
 class Layer(nn.Module):

@@ -86,7 +86,7 @@ class TorchReplica:
         self._leaving: list[torch.Tensor] = []
         """What comes out of each; the loss, of the last."""
         for module, tensors in zip(modules, self._layout.blocks, strict=True):
-            _place(module, tensors, memory)
+            place(module, tensors, memory)
 
     @property
     def layout(self) -> Layout:
@@ -157,7 +157,8 @@ def compute_alike() -> None:
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
     if not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # As use_deterministic_algorithms(True, warn_only=True), which also imports torch's compiler: a second or two.
+        torch.set_deterministic_debug_mode("warn")
 
 
 def layout_of(modules: Sequence[nn.Module]) -> Layout:
@@ -177,7 +178,7 @@ def initial(seed: int, tensor: Tensor, gain: float) -> Array:
     return np.full(tensor.shape, 1 if tensor.name.endswith("weight") else 0, np.float32)
 
 
-def _place(module: nn.Module, tensors: Sequence[Tensor], memory: Memory) -> None:
+def place(module: nn.Module, tensors: Sequence[Tensor], memory: Memory) -> None:
     """Make the module's parameters views of the flat arrays."""
     for (name, _), tensor in zip(list(module.named_parameters()), tensors, strict=True):
         owner, _, leaf = name.rpartition(".")

@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout
 from hcsim.training.task import Block, Defaults, Flat, Score
-from hcsim.training.tasks.torch_replica import Memory, TorchReplica, layout_of, memory_on
+from hcsim.training.tasks.torch_replica import Memory, TorchReplica, layout_of, memory_on, place
 
 SCORED_AT_ONCE = 512
 """Samples, so that a score's memory is bounded."""
@@ -111,27 +112,41 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, ...]:
-    """What each block costs for one sample. On the meta device, so that every machine counts alike."""
-    flowing, blocks = sample.to("meta"), []
-    for number, (module, tensors) in enumerate(zip(modules, layout_of(modules).blocks, strict=True)):
-        with FlopCounterMode(display=False) as flops, _Written() as written, torch.no_grad():
+    """What each block costs for one sample, where attention is taken apart into its products, as on any machine.
+
+    Without torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch itself.
+    """
+    layout = layout_of(modules)
+    memory = memory_on("cpu", layout.length)
+    flowing, blocks = sample, []
+    for number, (module, tensors) in enumerate(zip(modules, layout.blocks, strict=True)):
+        place(module, tensors, memory)
+        with sdpa_kernel(SDPBackend.MATH), _Counter() as count, torch.no_grad():
             flowing = module(flowing)
         shapes = tuple((tensor.name, tensor.shape) for tensor in tensors)
         # What is written is read again once.
-        blocks.append(Block(f"{number}", shapes, float(flops.get_total_flops()), 2.0 * written.nbytes, written.kernels))
+        blocks.append(Block(f"{number}", shapes, float(count.flops), 2.0 * count.nbytes, count.kernels))
     return tuple(blocks)
 
 
-class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the results that are not views, and their bytes."""
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs by torch's own table, and the results that are not views, and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
         self.nbytes = 0
         self.kernels = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what keeps the compiler out of a mode is a part of it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         results = result if isinstance(result, tuple | list) else (result,)
         for declared, value in zip(func._schema.returns, results, strict=False):
             if isinstance(value, torch.Tensor) and declared.alias_info is None:

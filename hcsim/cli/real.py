@@ -25,15 +25,15 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
     rank, ranks = our_rank(place), len(place.peers)
     with screen.Progress("repeat", job.repeat) as progress:
-        laps = asyncio.run(_run(job, place, wire, progress))
+        laps, where = asyncio.run(_run(job, place, wire, progress))
     if rank == 0:
-        screen.report(screen.title(job, ranks, "for real"), job, ranks, laps)
+        screen.report(screen.title(job, ranks, where), job, ranks, laps)
     else:
         screen.say(f"rank {rank}: done, {len(laps)} repeats")
     return not any(lap.wrong for lap in laps)
 
 
-async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> list[Lap]:
+async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> tuple[list[Lap], str]:
     options = Options(timeout_s=job.timeout_s)
     async with real_group(
         our_rank(place),
@@ -46,7 +46,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
     ) as group:
         await meet(group, place, wire, progress)
         await agree(group, job)
-        return await run_job(group, job, progress.lap)
+        return await run_job(group, job, progress.lap), for_real(group)
 
 
 def our_rank(place: Place) -> int:
@@ -56,6 +56,11 @@ def our_rank(place: Place) -> int:
         given = "it was not given" if place.rank is None else f"it is {place.rank}"
         raise ConfigError(f"--rank says which of the {ranks} peers we are, from 0 to {ranks - 1}; {given}")
     return place.rank
+
+
+def for_real(group: Group) -> str:
+    """That it was, and by what way: who expected another sees why it took as long as it did."""
+    return f"for real over {' and '.join(group.carriers)}" if group.carriers else "for real"
 
 
 async def meet(group: Group, place: Place, wire: Wire, progress: screen.Progress) -> None:

@@ -169,7 +169,12 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
 def title(job: Job, ranks: int, where: str) -> str:
     """What is done, in a line."""
     amount = "" if job.operation == "barrier" else f" of {size(job.size_bytes)} {_kind(job)}"
-    return f"{job.operation}{amount}, {ranks} ranks, {where}"
+    return f"{job.operation}{amount}, {counted_ranks(ranks)}, {where}"
+
+
+def counted_ranks(number: int) -> str:
+    """So many."""
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _kind(job: Job) -> str:

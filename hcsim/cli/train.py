@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from hcsim.cli import screen
 from hcsim.cli.options import Place
-from hcsim.cli.real import meet, our_rank
+from hcsim.cli.real import for_real, meet, our_rank
 from hcsim.cli.virtual import Files, tell_failures, writable, write_metrics, writer
 from hcsim.collectives.group import Options
 from hcsim.config import Scenario, Training
@@ -57,7 +57,7 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Fil
         write_metrics(figures, outcome)
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{len(names)} ranks, {scenario.name}", reports)
+    screen.training_report(settings, f"{screen.counted_ranks(len(names))}, {scenario.name}", reports)
     healthy = tell_failures(names, outcome.results)
     screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
     screen.say(f"trace sha256 {outcome.trace_sha256}")
@@ -74,15 +74,14 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     with screen.Progress("step", settings.steps) as progress:
-        report = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
-    where = f"rank {rank} of {ranks}, for real"
-    screen.training_report(settings, where, [report])
+        report, where = asyncio.run(_train(settings, seed, place, wire, device, progress, save))
+    screen.training_report(settings, f"rank {rank} of {ranks}, {where}", [report])
     return True
 
 
 async def _train(
     settings: Training, seed: int, place: Place, wire: Wire, device: str, progress: screen.Progress, save: Path | None
-) -> Report:
+) -> tuple[Report, str]:
     options = Options(timeout_s=settings.timeout_s)
     chosen = best_torch_device() if device == "auto" else device
     async with real_group(
@@ -96,7 +95,7 @@ async def _train(
         metrics_at=place.metrics_at,
     ) as group:
         await meet(group, place, wire, progress)
-        return await train(group, settings, seed, Onlooker(progress, save))
+        return await train(group, settings, seed, Onlooker(progress, save)), for_real(group)
 
 
 def evaluate_model(path: Path) -> None:

@@ -142,6 +142,12 @@ class Group:
         return {rank: link.channels[0].ends for rank, link in self._fate.mesh.links.items()}
 
     @property
+    def carriers(self) -> tuple[str, ...]:
+        """What this rank's open links go by, for people; each once."""
+        links = self._fate.mesh.links.values()
+        return tuple(dict.fromkeys(channel.carrier for link in links for channel in link.channels))
+
+    @property
     def error(self) -> HcsimError | None:
         """Why it has ended, if it has."""
         return self._fate.error

@@ -45,6 +45,7 @@ _OPTIONS = (
 class _GrpcPipe:
     """Pieces as messages of a stream."""
 
+    carrier = "gRPC"
     piece_bytes = PIECE_BYTES
 
     def __init__(self, stream: Any) -> None:

@@ -25,6 +25,8 @@ _WIND_DOWN_S = 60.0
 class Pipe(Protocol):
     """Carries pieces in order. One task reads, one writes."""
 
+    carrier: str
+    """See `Channel.carrier`."""
     piece_bytes: int
 
     async def write(self, piece: bytes) -> None:
@@ -64,6 +66,11 @@ class PiecewiseChannel:
     def peer(self) -> str:
         """The other end's address."""
         return self._peer
+
+    @property
+    def carrier(self) -> str:
+        """The pipe's."""
+        return self._pipe.carrier
 
     @property
     def identity(self) -> str:

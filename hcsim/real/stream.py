@@ -61,6 +61,8 @@ class Stream(Protocol):
     """Ready when there may be something to read, as far as the event loop can see."""
     outgoing: Direction
     """Ready when there may be room to write."""
+    carrier: str
+    """See `Channel.carrier`."""
     ends: tuple[str, str]
     read_ahead_bytes: int
     """How much it pays to read at once where a header is expected."""
@@ -141,6 +143,11 @@ class StreamChannel:
     def peer(self) -> str:
         """The other end's address."""
         return self._peer
+
+    @property
+    def carrier(self) -> str:
+        """The stream's."""
+        return self._stream.carrier
 
     @property
     def identity(self) -> str:

@@ -69,6 +69,7 @@ class _SocketStream:
 class TcpStream(_SocketStream):
     """Plain TCP."""
 
+    carrier = "TCP"
     reports_late = False
 
     def __init__(self, sock: socket.socket) -> None:
@@ -103,6 +104,7 @@ class TcpStream(_SocketStream):
 class TlsStream(_SocketStream):
     """TLS, after its handshake."""
 
+    carrier = "TLS"
     reports_late = True
     """OpenSSL may hold part of a record that it has not reported as written."""
     adds = False

@@ -37,6 +37,7 @@ _LATER = (502, 503, 504)
 class _WebSocketPipe:
     """Pieces as binary messages."""
 
+    carrier = "WebSocket"
     piece_bytes = PIECE_BYTES
 
     def __init__(self, ws: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:

@@ -96,6 +96,10 @@ class Channel(Protocol):
         """The other end, for people."""
 
     @property
+    def carrier(self) -> str:
+        """What it goes by, for people: "TCP", say."""
+
+    @property
     def identity(self) -> str:
         """Which node is at the other end, as far as that has been proved; empty where nothing has."""
 

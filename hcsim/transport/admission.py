@@ -67,12 +67,15 @@ Observer: TypeAlias = Callable[[Verdict], None]
 class AdmittedChannel:
     """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
 
-    __slots__ = ("_inner", "binding", "close", "ends", "identity", "limit", "outlet", "peer", "pump", "recv", "send")
+    __slots__ = (
+        "_inner", "binding", "carrier", "close", "ends", "identity", "limit", "outlet", "peer", "pump", "recv", "send",
+    )  # fmt: skip
 
     def __init__(self, inner: Channel, identity: str) -> None:
         self._inner = inner
         self.identity = identity
         self.peer = inner.peer
+        self.carrier = inner.carrier
         self.ends = inner.ends
         self.binding = inner.binding
         self.outlet = inner.outlet

@@ -38,6 +38,7 @@ class VirtualChannel:
         "_deliver", "_end", "_ends", "_far", "_hand_over", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes",
         "_out", "_peer", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
+    carrier = "the simulated network"
     outlet = None
 
     def __init__(self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str]) -> None:

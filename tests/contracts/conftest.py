@@ -29,6 +29,8 @@ node = [
 
 
 class Arena(Protocol):
+    carrier: str
+
     def run(self, body: Body) -> Any: ...
 
     def address(self, host: Host) -> str:
@@ -65,6 +67,7 @@ class _Arena:
 
 
 class RealArena(_Arena):
+    carrier = "TCP"
     shared_memory = False
 
     def run(self, body: Body) -> Any:
@@ -82,20 +85,27 @@ class RealArena(_Arena):
 
 
 class SharedArena(RealArena):
+    carrier = "shared memory"
     shared_memory = True
 
 
 class WebSocketArena(RealArena):
+    carrier = "WebSocket"
+
     def address(self, host: Host) -> str:
         return "ws://127.0.0.1:0"
 
 
 class GrpcArena(RealArena):
+    carrier = "gRPC"
+
     def address(self, host: Host) -> str:
         return "grpc://127.0.0.1:0"
 
 
 class VirtualArena(_Arena):
+    carrier = "the simulated network"
+
     def run(self, body: Body) -> Any:
         from hcsim.config import parse_scenario
         from hcsim.virtual.world import World

@@ -90,6 +90,7 @@ def test_both_ends_know_each_other_and_the_connection() -> None:
             client = await left.connect(listener.address)
             server = await listener.accept()
             assert (client.identity, server.identity) == (RIGHT.node_id, LEFT.node_id)
+            assert client.carrier == server.carrier == "TLS"
             assert client.binding == server.binding
             assert len(client.binding) == 32
             bindings.append(client.binding)

@@ -100,7 +100,7 @@ def test_what_cannot_be_drawn_is_refused():
         random_faults(1, nodes[:1], media, DURATION_S)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers())
 def test_a_world_survives_any_schedule_and_every_host_lives_in_the_end(seed):
     def outcome() -> tuple[list[object], str]:

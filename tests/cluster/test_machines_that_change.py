@@ -222,7 +222,7 @@ def actions(kinds: tuple[str, ...]) -> st.SearchStrategy[list[tuple[str, int, in
     return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 30), st.integers(0, 30)), max_size=80)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.integers(2, 4),
     st.sampled_from(["majority", "tiebreak", "any"]),

@@ -153,7 +153,7 @@ KINDS = ["deliver"] * 6 + ["gossip"] * 4 + ["drop", "time", "time", "restart", "
 ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), max_size=120)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), st.booleans(), ACTIONS)
 def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
     bench = Bench(count, Rules(count, quorum))
@@ -367,7 +367,7 @@ TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(
 """Who is set back, to which day, whether work fails there, and who is then on which side."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), TROUBLES)
 def test_all_come_together_whoever_was_set_back_in_whatever_company(count, quorum, troubles):
     bench = formed(count, quorum)

@@ -55,7 +55,7 @@ def all_plans(operation: str, algorithm: str, shapes: list[Shape]) -> list[Plan]
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_plan_is_proved_correct(operation: str, algorithm: str, data: st.DataObject) -> None:
     shapes = data.draw(shape_lists(operation))
@@ -65,7 +65,7 @@ def test_every_plan_is_proved_correct(operation: str, algorithm: str, data: st.D
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_only_a_barrier_sends_empty_messages(operation: str, algorithm: str, data: st.DataObject) -> None:
     made = all_plans(operation, algorithm, data.draw(shape_lists(operation)))

@@ -28,7 +28,7 @@ def _compiled_loops() -> list[ModuleType]:
 COMPILED_LOOPS = _compiled_loops()
 """Those that the install compiled and that this processor can run; the last are in use."""
 LOOPS = [*COMPILED_LOOPS, plain]
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 EXACT = ["none", "zstd", "zstd:3"]
 SPARSE = ["topk:0.01", "topk:0.3", "topk:1", "randomk:0.01", "randomk:0.3", "randomk:1"]

@@ -413,7 +413,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=40), st.integers(0, 2**32 - 1))
 def test_bytes_come_out_as_they_went_in(moves: list[tuple[bool, int]], seed: int) -> None:
     draw = random.Random(seed)
@@ -437,7 +437,7 @@ def test_bytes_come_out_as_they_went_in(moves: list[tuple[bool, int]], seed: int
                 flowing = flowing[count:]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([np.float32, np.float64]),
     st.integers(CAPACITY - 250, CAPACITY - 1),
@@ -473,7 +473,7 @@ def test_floats_are_added_wherever_the_ring_ends(
 HEAD = bytes(range(56))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([(1, np.uint8), (4, np.float32), (8, np.float64)]),
     st.integers(2, 40_000),

@@ -53,7 +53,7 @@ def against_raw_socket(body: Body) -> None:
     asyncio.run(main())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: bytes, chunk_bytes: int) -> None:
     async def body(channel: StreamChannel, raw: socket.socket) -> None:
@@ -68,7 +68,7 @@ def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: byte
     against_raw_socket(body)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_is_the_peers_fault(position: int, flip: int) -> None:
     async def body(channel: StreamChannel, raw: socket.socket) -> None:
@@ -82,7 +82,7 @@ def test_a_damaged_header_is_the_peers_fault(position: int, flip: int) -> None:
     against_raw_socket(body)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2 * HEADER_BYTES + 8 - 1))
 def test_a_stream_that_ends_says_whether_a_frame_was_cut(cut: int) -> None:
     frame = encode_header(Header(4)) + b"data"
@@ -100,7 +100,7 @@ def test_a_stream_that_ends_says_whether_a_frame_was_cut(cut: int) -> None:
     against_raw_socket(body)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 6000), min_size=1, max_size=8), st.integers(50, 5000))
 def test_frames_are_found_however_the_stream_is_chopped(sizes: list[int], chunk_bytes: int) -> None:
     stream = b"".join(encode_header(Header(size, step=n)) + bytes([n]) * size for n, size in enumerate(sizes))
@@ -124,7 +124,7 @@ def folding(values: npt.NDArray[np.float32]) -> Fold:
     return Fold(values.view(np.uint8).data, memoryview(bytearray(values.nbytes)), values.itemsize)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 100_000), st.integers(1000, 300_000))
 def test_a_sum_is_right_however_the_stream_is_chopped(floats: int, chunk_bytes: int) -> None:
     ours, theirs = np.arange(floats, dtype=np.float32), np.arange(floats, 0, -1, dtype=np.float32)

@@ -14,7 +14,7 @@ from hcsim.scripts.conversation import Slot
 Turn = tuple[bool, int]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 20)), max_size=40))
 def test_arrays_never_overlap_and_both_sides_see_the_same(turns: list[Turn]) -> None:
     descriptor = shared_file()

@@ -104,7 +104,7 @@ def test_what_is_quantised_twice_is_near_the_sum(spec: str) -> None:
 
 
 @given(st.integers(1, 6), st.sampled_from(["int8+ef", "topk:0.2+ef", "zstd", "powersgd:2"]), st.integers(1, 2000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_buckets_of_any_size_give_every_rank_the_same(ranks: int, spec: str, bucket_bytes: int) -> None:
     sums, _ = totals(spec, ranks, bucket_bytes=bucket_bytes)
     assert len({theirs[0].tobytes() for theirs in sums}) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hcsim.errors import UsageError
@@ -17,7 +17,6 @@ SAMPLES = st.integers(1, 60)
 STEPS = st.integers(0, 30)
 
 
-@settings(deadline=None)
 @given(SAMPLES, SIZES, st.integers(0, 5), STEPS)
 def test_all_ranks_together_see_what_one_process_sees_in_the_same_order(
     samples: int, sizes: list[int], seed: int, step: int
@@ -29,7 +28,6 @@ def test_all_ranks_together_see_what_one_process_sees_in_the_same_order(
     assert tuple(map(len, parts)) == together.counts(step)
 
 
-@settings(deadline=None)
 @given(SAMPLES, SIZES, st.integers(0, 3))
 def test_an_epoch_has_every_sample_once(samples: int, sizes: list[int], epoch: int) -> None:
     batches = Batches(samples, sizes, seed=3)
@@ -42,7 +40,6 @@ def test_an_epoch_has_every_sample_once(samples: int, sizes: list[int], epoch: i
     assert sorted(np.concatenate(seen).tolist()) == list(range(samples))
 
 
-@settings(deadline=None)
 @given(SAMPLES, SIZES)
 def test_full_batches_have_the_sizes_asked_for(samples: int, sizes: list[int]) -> None:
     batches = Batches(samples, sizes, seed=0)
@@ -50,7 +47,6 @@ def test_full_batches_have_the_sizes_asked_for(samples: int, sizes: list[int]) -
         assert batches.counts(step) == tuple(sizes)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), SIZES)
 def test_a_short_batch_is_dealt_out_as_evenly_as_the_sizes_allow(count: int, sizes: list[int]) -> None:
     shares = dealt(count, sizes)
@@ -67,7 +63,6 @@ def test_epochs_differ_and_seeds_differ() -> None:
     assert first.tolist() != Batches(100, [100], seed=2).batch(0, 0).tolist()
 
 
-@settings(deadline=None)
 @given(SAMPLES, SIZES)
 def test_shards_share_nothing_and_leave_nothing_out(samples: int, sizes: list[int]) -> None:
     batches = Batches(samples, sizes, seed=9)
@@ -76,7 +71,6 @@ def test_shards_share_nothing_and_leave_nothing_out(samples: int, sizes: list[in
     assert tuple(map(len, shards)) == dealt(samples, sizes)
 
 
-@settings(deadline=None)
 @given(SAMPLES, SIZES, st.integers(0, 2))
 def test_a_worker_of_its_own_goes_through_its_shard_by_epochs(samples: int, sizes: list[int], epoch: int) -> None:
     batches = Batches(samples, sizes, seed=9)

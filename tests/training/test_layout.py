@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hcsim.training.layout import FLOAT_BYTES, Layout
@@ -18,7 +18,6 @@ def laid_out(blocks: list[list[tuple[int, ...]]]) -> Layout:
     return Layout.of([[(f"{b}.{i}", shape) for i, shape in enumerate(block)] for b, block in enumerate(blocks)])
 
 
-@settings(deadline=None)
 @given(SHAPES)
 def test_tensors_cover_the_array_without_gaps_and_the_last_block_comes_first(
     blocks: list[list[tuple[int, ...]]],
@@ -35,7 +34,6 @@ def test_tensors_cover_the_array_without_gaps_and_the_last_block_comes_first(
     )
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 500))
 def test_buckets_are_contiguous_and_close_as_soon_as_they_are_full(
     blocks: list[list[tuple[int, ...]]], most_bytes: int

@@ -316,7 +316,7 @@ def test_at_the_optimum_the_gradient_is_nothing_and_so_is_the_gap() -> None:
 
 
 @given(st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_everywhere_else_the_gap_is_what_the_loss_exceeds_the_optimum_by(seed: int) -> None:
     found = task("convex")
     assert isinstance(found, convex.Convex)

@@ -82,7 +82,7 @@ def received(messages: list[Outgoing], order: list[int], limits: Limits) -> list
 
 
 @given(st.lists(values, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=60), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_values_arrive_as_they_were_sent_however_their_pieces_are_mixed(sent, order, segment_bytes):
     packed = [pack(value, book(), Limits()) for value in sent]
     calls = [
@@ -185,7 +185,7 @@ class References(RuleBasedStateMachine):
 
 
 TestReferences = References.TestCase
-TestReferences.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestReferences.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_release_of_what_is_not_held_is_the_peers_fault():

@@ -816,7 +816,7 @@ def _execute(programs: list[list[Step]]) -> Log:
     return log
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(steps, max_size=8), min_size=1, max_size=5))
 def test_a_random_program_is_deterministic_and_ordered(programs: list[list[Step]]) -> None:
     assert _execute(programs) == _execute(programs)

@@ -156,7 +156,7 @@ class Coordinated(RuleBasedStateMachine):
 
 
 TestCoordinated = Coordinated.TestCase
-TestCoordinated.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCoordinated.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_every_stage_but_the_last_can_end():

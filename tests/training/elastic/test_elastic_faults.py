@@ -49,7 +49,7 @@ def test_a_crash_at_any_moment_of_a_step_changes_only_who_takes_part(compressor:
     assert len(plans) > 2
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     times=st.lists(st.floats(0.0, 0.14), min_size=1, max_size=3),
     victims=st.permutations(ABCD),

@@ -175,7 +175,7 @@ def troubles(draw: st.DrawFn) -> Any:
             return Partition(at_s=at_s, sides=((worker,), ("s",)), duration_s=draw(SPELLS), oneway=flag)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(troubles(), min_size=1, max_size=5),
     st.sampled_from(["sync", "bounded", "async"]),

@@ -56,7 +56,7 @@ def test_a_phantom_has_the_size_of_the_real_payload(spec: str):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_bytes_that_are_no_gradient_are_refused_or_are_one(spec: str, data: st.DataObject):
     """Whatever is sent in a payload's place, the server gets finite numbers or a named error, and nothing else."""
@@ -96,7 +96,6 @@ def test_an_announcement_that_does_not_fit_the_model_is_refused_before_its_bytes
     assert reason in gradients.objection(replace(push, **change))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=5),
     st.data(),

@@ -443,7 +443,7 @@ class AnyOrderAsync(AnyOrder):
     policy = Policy(mode="async", deadline_s=10.0, patience_s=60.0)
 
 
-_settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+_settings = settings(max_examples=60, stateful_step_count=40)
 TestSync = AnyOrder.TestCase
 TestBounded = AnyOrderBounded.TestCase
 TestAsync = AnyOrderAsync.TestCase

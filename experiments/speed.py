@@ -55,6 +55,7 @@ TENSOR_BYTES = 8 << 20
 LINK_BPS = 1e9
 PORT = 52416
 CASE_S = 60.0
+WHO = ("hcsim", "simpy")
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -273,6 +274,17 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
+def growth(rows: list[Row]) -> str | None:
+    """How much more a message costs among the most ranks than among the fewest, beside SimPy's own."""
+    reduced = [row for row in rows if row["case"] == "all-reduces"]
+    if len(reduced) < 2:
+        return None
+    few, many = reduced[0], reduced[-1]
+    ours, bare = (float(many[f"{who}_us_per_message"] or 0) / float(few[f"{who}_us_per_message"] or 1) for who in WHO)
+    among = f"among {many['ranks']} ranks as among {few['ranks']}"
+    return f"a message costs {ours:.2f} times as much {among}; SimPy's {bare:.2f}"
+
+
 def _cell(value: str | int | float | None) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -292,6 +304,8 @@ def main(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = [measure(case, turns) for case in progress.track(chosen, description="measuring")]
     Console().print(table(rows))
+    if (grown := growth(rows)) is not None:
+        Console().print(grown)
     asked.write_json(json_file, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from experiments.speed import our_all_reduces
+from experiments.speed import Row, growth, our_all_reduces
 
 
 def calls_per_message(ranks: int, count: int) -> float:
@@ -27,3 +27,12 @@ def test_a_message_takes_as_much_work_among_many_ranks_as_among_few():
     """Time also depends on caches, which many ranks overflow; nothing here may depend on how many there are."""
     few, many = calls_per_message(8, 20), calls_per_message(64, 1)
     assert many < 1.25 * few
+
+
+def test_growth_is_that_of_the_cost_of_a_message_from_the_fewest_ranks_to_the_most():
+    def row(case: str, ranks: int, ours: float, bare: float) -> Row:
+        return {"case": case, "ranks": ranks, "hcsim_us_per_message": ours, "simpy_us_per_message": bare}
+
+    rows = [row("timers", 8, 1.0, 9.0), row("all-reduces", 8, 20.0, 10.0), row("all-reduces", 512, 25.0, 14.0)]
+    assert growth(rows) == "a message costs 1.25 times as much among 512 ranks as among 8; SimPy's 1.40"
+    assert growth(rows[:2]) is None

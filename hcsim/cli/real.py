@@ -29,7 +29,7 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
     if rank == 0:
         screen.report(screen.title(job, ranks, where), job, ranks, laps)
     else:
-        screen.say(f"rank {rank}: done, {len(laps)} repeats")
+        screen.say(f"rank {rank}: done, {screen.counted(len(laps), 'repeat')}")
     return not any(lap.wrong for lap in laps)
 
 
@@ -46,7 +46,7 @@ async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) ->
     ) as group:
         await meet(group, place, wire, progress)
         await agree(group, job)
-        return await run_job(group, job, progress.lap), for_real(group)
+        return await run_job(group, job, progress.lap), for_real(group, f"rank {group.rank} ")
 
 
 def our_rank(place: Place) -> int:
@@ -58,9 +58,9 @@ def our_rank(place: Place) -> int:
     return place.rank
 
 
-def for_real(group: Group) -> str:
+def for_real(group: Group, who: str = "") -> str:
     """That it was, and by what way: who expected another sees why it took as long as it did."""
-    return f"for real over {' and '.join(group.carriers)}" if group.carriers else "for real"
+    return f"for real, {who}over {' and '.join(group.carriers)}" if group.carriers else "for real"
 
 
 async def meet(group: Group, place: Place, wire: Wire, progress: screen.Progress) -> None:

@@ -93,7 +93,7 @@ class Progress:
             return
         spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")
         looked_at = "" if point.score is None else f", held-out {point.score.loss:.4f}"
-        members = "1 member" if point.ranks == 1 else f"{point.ranks} members"
+        members = counted(point.ranks, "member")
         self._show(
             f"{self._what} {point.step} of {self._count}: {members}, loss {point.loss:.4f}{looked_at}, "
             f"{duration(point.spent_s.get('whole', 0.0))} a step ({spent}), {size(point.sent_bytes)} sent"
@@ -169,12 +169,12 @@ def training_report(settings: Training, where: str, reports: Sequence[Report]) -
 def title(job: Job, ranks: int, where: str) -> str:
     """What is done, in a line."""
     amount = "" if job.operation == "barrier" else f" of {size(job.size_bytes)} {_kind(job)}"
-    return f"{job.operation}{amount}, {counted_ranks(ranks)}, {where}"
+    return f"{job.operation}{amount}, {counted(ranks, 'rank')}, {where}"
 
 
-def counted_ranks(number: int) -> str:
-    """So many."""
-    return "1 rank" if number == 1 else f"{number} ranks"
+def counted(number: int, what: str) -> str:
+    """So many of them."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _kind(job: Job) -> str:

@@ -66,7 +66,7 @@ def run_script(
 
             figures.write(prometheus_text(run.metrics).encode())
     say.end()
-    screen.say(f"{script.name} on {scenario.name}, {screen.counted_ranks(len(run.ranks))}")
+    screen.say(f"{script.name} on {scenario.name}, {screen.counted(len(run.ranks), 'rank')}")
     _show_ranks(run)
     _show_links(run)
     _tell_ends(run)

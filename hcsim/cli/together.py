@@ -64,7 +64,7 @@ def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files:
         write_metrics(figures, outcome)
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{len(names)} nodes, {scenario.name}", reports)
+    screen.training_report(settings, f"{screen.counted(len(names), 'node')}, {scenario.name}", reports)
     healthy = tell_failures(names, outcome.results)
     screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
     screen.say(f"trace sha256 {outcome.trace_sha256}")
@@ -86,7 +86,7 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
     with screen.Progress("step", settings.steps) as progress:
         missing = cluster.needed - 1
         if missing:
-            progress.waiting([f"{missing} other node{'s' if missing > 1 else ''}"])
+            progress.waiting([screen.counted(missing, "other node")])
         else:
             progress.news("work begins with this member alone (--nodes); others may join it")
         report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))

@@ -57,7 +57,7 @@ def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Fil
         write_metrics(figures, outcome)
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{screen.counted_ranks(len(names))}, {scenario.name}", reports)
+    screen.training_report(settings, f"{screen.counted(len(names), 'rank')}, {scenario.name}", reports)
     healthy = tell_failures(names, outcome.results)
     screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
     screen.say(f"trace sha256 {outcome.trace_sha256}")

@@ -143,9 +143,9 @@ class Group:
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """What this rank's open links go by, for people; each once."""
-        links = self._fate.mesh.links.values()
-        return tuple(dict.fromkeys(channel.carrier for link in links for channel in link.channels))
+        """What this rank's links go by, for people; each once, in the order of their ranks."""
+        links = sorted(self._fate.mesh.links.items())
+        return tuple(dict.fromkeys(channel.carrier for _, link in links for channel in link.channels))
 
     @property
     def error(self) -> HcsimError | None:

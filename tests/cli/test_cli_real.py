@@ -49,7 +49,7 @@ def test_both_worlds_come_to_the_same_result(scheme: str, carrier: str) -> None:
         table, errors = zero.communicate(timeout=LIMIT_S)
         line, other_errors = one.communicate(timeout=LIMIT_S)
     assert (zero.returncode, one.returncode) == (0, 0), errors + other_errors
-    assert table.startswith(f"all_gather of 2.93 KiB float32, 2 ranks, for real over {carrier}\n")
+    assert table.startswith(f"all_gather of 2.93 KiB float32, 2 ranks, for real, rank 0 over {carrier}\n")
     assert table.count("exact") == 2
     assert line == "rank 1: done, 2 repeats\n"
     virtual = CliRunner().invoke(app, ["run", "two-macs-wifi", *JOB])

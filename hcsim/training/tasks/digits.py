@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from hcsim.errors import ConfigError
 from hcsim.files import file_of
 from hcsim.rng import generator
 from hcsim.training.task import Defaults
 from hcsim.training.tasks.torch_task import Data, Model, TorchTask, as_tensor
 
+IMAGES = 1797
 HELD_OUT = 397
 """Samples, which leaves 1,400 to train on."""
 SPLIT_SEED = 0
@@ -41,8 +43,11 @@ def table() -> npt.NDArray[Any]:
     From scikit-learn's own file, as long as it is where it is today: to import scikit-learn for it takes a second.
     """
     if (file := file_of("sklearn", "datasets", "data", "digits.csv.gz")) is not None:
-        with gzip.open(file, "rt", encoding="ascii") as lines:
-            return np.loadtxt(lines, delimiter=",")
+        try:
+            with gzip.open(file, "rt", encoding="ascii") as lines:
+                return np.array([line.split(",") for line in lines], np.float64).reshape(IMAGES, 65)
+        except (OSError, EOFError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged ({error}): install scikit-learn again") from error
     from sklearn.datasets import load_digits
 
     found = load_digits()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -19,7 +19,7 @@ from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.layout import Layout
 from hcsim.training.task import Block, Defaults, Flat, Score
-from hcsim.training.tasks.torch_replica import Memory, TorchReplica, layout_of, memory_on, place
+from hcsim.training.tasks.torch_replica import Memory, TorchReplica, compute_alike, layout_of, memory_on, place
 
 SCORED_AT_ONCE = 512
 """Samples, so that a score's memory is bounded."""
@@ -112,16 +112,17 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def counted(modules: Sequence[nn.Module], sample: torch.Tensor) -> tuple[Block, ...]:
-    """What each block costs for one sample, where attention is taken apart into its products, as on any machine.
+    """What each block costs for one sample.
 
     Without torch's `FlopCounterMode` and meta device: they import its compiler, which takes as long as torch itself.
     """
+    compute_alike()
     layout = layout_of(modules)
     memory = memory_on("cpu", layout.length)
     flowing, blocks = sample, []
     for number, (module, tensors) in enumerate(zip(modules, layout.blocks, strict=True)):
         place(module, tensors, memory)
-        with sdpa_kernel(SDPBackend.MATH), _Counter() as count, torch.no_grad():
+        with _Apart(), _Counter() as count, torch.no_grad():
             flowing = module(flowing)
         shapes = tuple((tensor.name, tensor.shape) for tensor in tensors)
         # What is written is read again once.
@@ -153,6 +154,15 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.nbytes += value.nbytes
                 self.kernels += 1
         return result
+
+
+class _Apart(TorchFunctionMode):
+    """Has attention computed by products, wherever torch has something better, so that every machine counts alike."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return torch._scaled_dot_product_attention_math(*args, **(kwargs or {}))[0]
+        return func(*args, **(kwargs or {}))
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

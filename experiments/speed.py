@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from itertools import repeat
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import simpy
@@ -55,7 +55,6 @@ TENSOR_BYTES = 8 << 20
 LINK_BPS = 1e9
 PORT = 52416
 CASE_S = 60.0
-WHO = ("hcsim", "simpy")
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -280,7 +279,11 @@ def growth(rows: list[Row]) -> str | None:
     if len(reduced) < 2:
         return None
     few, many = reduced[0], reduced[-1]
-    ours, bare = (float(many[f"{who}_us_per_message"] or 0) / float(few[f"{who}_us_per_message"] or 1) for who in WHO)
+
+    def times(column: str) -> float:
+        return cast(float, many[column]) / cast(float, few[column])
+
+    ours, bare = times("hcsim_us_per_message"), times("simpy_us_per_message")
     among = f"among {many['ranks']} ranks as among {few['ranks']}"
     return f"a message costs {ours:.2f} times as much {among}; SimPy's {bare:.2f}"
 

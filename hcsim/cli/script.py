@@ -100,7 +100,7 @@ async def _together(here: RealNode, cluster: Cluster, script: Script) -> Ended:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupted)
     missing = cluster.needed - 1
-    screen.note(f"waiting for {missing} other node{'s' if missing > 1 else ''}" if missing else "this member is alone")
+    screen.note(f"waiting for {screen.counted(missing, 'other node')}" if missing else "this member is alone")
     try:
         return await running
     except asyncio.CancelledError:

@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 def _embedding(words: int) -> nn.Embedding:
-    """Without the values that torch would draw: without memory too, that takes its compiler."""
+    """With no values: those that torch would draw nobody needs, and on the meta device they take its compiler."""
     return nn.Embedding(words, WIDTH, _weight=torch.empty(words, WIDTH))
 
 

@@ -157,7 +157,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Apart(TorchFunctionMode):
-    """Has attention computed by products, wherever torch has something better, so that every machine counts alike."""
+    """Has attention computed by products, also where torch has something better: so every machine counts alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:

@@ -1,6 +1,7 @@
 """A script for torchrun that goes on from its checkpoint when it is started again. It never imports hcsim.
 
-In its first life, the last rank kills itself in the middle of a step.
+In its first life, the last rank kills itself in the middle of a step. torchrun then asks the others to end as soon as
+it sees that, which may be before they have: they stay for what they have to say about their peer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DIES_IN = 7
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.init_process_group("hcsim")
     rank, size = dist.get_rank(), dist.get_world_size()
     model, saved = made(), folder / "checkpoint.pt"

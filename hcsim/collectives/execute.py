@@ -52,6 +52,7 @@ class Execution:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
         wiring, schedule, mesh = self._wiring, self._schedule, self._mesh
         with self._guard() as state:
+            mesh.prepare(schedule.peers)
             for peer in schedule.peers:
                 state.doing, state.peer = "opening a link to", peer
                 wiring.links[peer] = mesh.links.get(peer) or await mesh.link(peer)

@@ -10,7 +10,7 @@ send at most a few KiB, within a deadline, and only so many callers may be at th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -139,14 +139,22 @@ class Mesh:
             return link
         if self._closed:
             raise UsageError("the group is closed")
-        if rank not in self._opening:
-            self._opening[rank] = asyncio.get_running_loop().create_future()
-            self._tasks.append(self.host.spawn(self._open(rank), name=f"open a link to rank {rank}"))
+        self.prepare((rank,))
         self._await_links(1)
         try:
             return await asyncio.shield(self._opening[rank])
         finally:
             self._await_links(-1)
+
+    def prepare(self, ranks: Iterable[int]) -> None:
+        """Begin to open the links to these ranks, side by side.
+
+        Who opened one after the other would keep its second peer waiting for the first; in a ring all would wait for
+        each other's calls in turn."""
+        for rank in ranks:
+            if rank not in self.links and rank not in self._opening and not self._closed:
+                self._opening[rank] = asyncio.get_running_loop().create_future()
+                self._tasks.append(self.host.spawn(self._open(rank), name=f"open a link to rank {rank}"))
 
     def _await_links(self, change: int) -> None:
         """So many more wait for a link. Meanwhile they hear, on those that are open, if others give up."""

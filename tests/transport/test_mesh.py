@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from hcsim import real_group
+from hcsim.collectives.group import Group
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.runtime.channel import Channel
+from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.transport.callers import MAX_STRANGERS
 from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Mesh, Wire
@@ -76,6 +77,28 @@ def test_links_open_when_they_are_needed_and_both_ends_have_the_same():
             await mesh.close(*GOODBYE)
 
     run(body)
+
+
+def test_a_rings_links_open_side_by_side_however_many_there_are():
+    def begins_after_s(ranks: int) -> float:
+        """When the first operation can begin, at the slowest: it ends that much later than a second one."""
+        us = Membership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
+
+        async def member(host: VirtualHost, rank: int) -> float:
+            async with await Group.open(host, msgspec.structs.replace(us, rank=rank)) as group:
+                lasted_s = []
+                for _ in range(2):
+                    began_s = host.clock.elapsed()
+                    await group.all_reduce(Phantom(ranks), algorithm="ring")
+                    lasted_s.append(host.clock.elapsed() - began_s)
+            return lasted_s[0] - lasted_s[1]
+
+        async def body(*hosts: VirtualHost) -> list[float]:
+            return await asyncio.gather(*(member(host, rank) for rank, host in enumerate(hosts)))
+
+        return max(run(body, ranks))
+
+    assert 0.0 < begins_after_s(24) < 1.5 * begins_after_s(3)
 
 
 REFUSED = {

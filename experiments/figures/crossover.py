@@ -33,8 +33,9 @@ FILLS: tuple[tuple[str, str], ...] = (
 EVERY_STEP = (SINGLE, "ddp", "hierarchical")
 """Strategies that take the steps one machine would, but for what a compressor leaves out."""
 MODELS = {"ResNet-50": 25.6e6, "GPT-2": 124e6, "Llama 1B": 1.24e9, "Llama 7B": 6.74e9}
-LINKS = {"two homes": 20e6, "Wi-Fi 6": 195e6, "1 GbE": 1e9, "2.5 GbE": 2.5e9, "Thunderbolt 4": 16.4e9}
-"""Wi-Fi: what each of four stations gets when all send, and every byte crosses the air twice."""
+LINKS = {"two homes": 20e6, "1 GbE": 1e9, "2.5 GbE": 2.5e9, "Thunderbolt 4": 16.4e9}
+AIR_BPS = 780e6
+"""What Wi-Fi 6 carries; all stations share it, and every byte between two of them crosses it twice."""
 MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
 """Parameters, gradients and momentum in float32 have to fit into a Mac."""
 
@@ -116,7 +117,7 @@ def _panel(axes: Any, tiles: pd.DataFrame, fills: dict[str, tuple[str, str]]) ->
     labelled(axes.yaxis, count_label)
     axes.set_xlabel("bandwidth of each Mac's link")
     axes.set_ylabel("parameters")
-    _marks(axes)
+    _marks(axes, {**LINKS, "Wi-Fi 6": AIR_BPS / 2 / tiles["world"].iloc[0]})
 
 
 def _borders(axes: Any, tiles: pd.DataFrame, rates: list[float], sizes: list[float]) -> None:
@@ -132,12 +133,12 @@ def _borders(axes: Any, tiles: pd.DataFrame, rates: list[float], sizes: list[flo
                 axes.plot(across[column : column + 2], [up[row + 1]] * 2, color="black", linewidth=1.3)
 
 
-def _marks(axes: Any) -> None:
+def _marks(axes: Any, links: dict[str, float]) -> None:
     """Real links above, real models at the right, and a line over which a model does not fit into a Mac."""
     full = MEMORY_BYTES / BYTES_PER_PARAMETER
     axes.axhline(full, color="black", linewidth=1.1, linestyle=(0, (6, 3)), zorder=2.5)
     tick: dict[str, Any] = {"color": "black", "linewidth": 0.8, "clip_on": False}
-    for words, rate_bps in LINKS.items():
+    for words, rate_bps in links.items():
         if _within(rate_bps, axes.get_xlim()):
             axes.plot([rate_bps] * 2, [1, 1.025], transform=axes.get_xaxis_transform(), **tick)
             axes.text(rate_bps, 1.04, words, transform=axes.get_xaxis_transform(), fontsize=7.5, rotation=35)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ needs_nginx = pytest.mark.skipif(PROGRAM is None, reason="there is no nginx here
 CONFIG = """
 daemon off;
 worker_processes 1;
+worker_shutdown_timeout 5s;
 pid {folder}/nginx.pid;
 error_log {folder}/error.log info;
 events {{ worker_connections 64; }}
@@ -62,7 +64,10 @@ class Nginx:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+        """What has ended is in its log then, which `stop` does not wait for."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGQUIT)
+            await self._process.wait()
 
     async def start(self) -> None:
         assert PROGRAM is not None

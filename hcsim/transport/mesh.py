@@ -185,6 +185,8 @@ class Mesh:
                     await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
         if self._accepting is not None:
             self._accepting.cancel()
+        for greeting in tuple(self._greeting):  # who has called and says nothing need not wait for us
+            greeting.cancel()
         if self._listener is not None:
             await self._listener.close()
         for channels in self._called.values():
@@ -200,7 +202,8 @@ class Mesh:
                     await _say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
         except (ChannelError, TimeoutError):
             pass  # it will notice by itself that we are gone
-        await link.close(error)
+        finally:
+            await link.close(error)
 
     async def _open(self, rank: int) -> None:
         opening = self._opening[rank]
@@ -217,9 +220,7 @@ class Mesh:
     async def _opened(self, rank: int) -> Link:
         us, limit_s = self.us, self.us.wire.connect_timeout_s
         if rank < us.rank:
-            until_s = self.host.clock.elapsed() + limit_s
-            channels = [await self._dial(rank, stripe, until_s) for stripe in range(us.wire.stripes)]
-            return self._join(rank, channels)
+            return self._join(rank, await self._dial_all(rank, self.host.clock.elapsed() + limit_s))
         if rank in self.links:  # it called between the question for the link and this first look
             return self.links[rank]
         called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
@@ -240,6 +241,18 @@ class Mesh:
         if self.on_link is not None:
             self.on_link(link)
         return link
+
+    async def _dial_all(self, rank: int, until_s: float) -> list[Channel]:
+        """A channel for each stripe, or none."""
+        channels: list[Channel] = []
+        try:
+            while len(channels) < self.us.wire.stripes:
+                channels.append(await self._dial(rank, len(channels), until_s))
+        except BaseException:
+            for channel in channels:
+                await channel.close()
+            raise
+        return channels
 
     async def _dial(self, rank: int, stripe: int, until_s: float) -> Channel:
         """Call until somebody takes us in or says no; whoever is behind us by an epoch says: later."""
@@ -317,6 +330,9 @@ class Mesh:
                         told.set_result(None)
         except (ChannelError, TimeoutError):
             await channel.close()
+        except asyncio.CancelledError:
+            await channel.close()
+            raise
         finally:
             self._strangers.known()
 

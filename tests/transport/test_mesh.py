@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from hcsim import real_group
@@ -18,6 +19,7 @@ from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, Deadline
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
+from hcsim.runtime.host import Host
 from hcsim.transport.callers import MAX_STRANGERS
 from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Mesh, Wire
 from hcsim.virtual.host import VirtualHost
@@ -297,6 +299,85 @@ def test_a_wire_that_cannot_work_is_refused(wire):
 
 
 # Bytes from a real socket.
+
+
+def test_where_one_stripe_is_refused_the_others_are_let_go():
+    striped = msgspec.structs.replace(WIRE, stripes=2)
+
+    async def body(theirs: VirtualHost, ours: VirtualHost, _: VirtualHost) -> None:
+        listener = await theirs.listen("mac-1:1000")
+        mesh = await opened(ours, 1, wire=striped)
+        linking = asyncio.ensure_future(mesh.link(0))
+        hello = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, rank=0))
+        taken = []
+        for kind, data in (Kind.HELLO, hello), (Kind.ABORT, b"no more"):
+            channel = await listener.accept()
+            await channel.recv(lambda _: None)
+            await channel.send(Header(len(data), kind), memoryview(data))
+            taken.append(channel)
+        with pytest.raises(PeerRefused, match="no more"):
+            await linking
+        with pytest.raises(ChannelBroken):
+            async with asyncio.timeout(1.0):
+                await taken[0].recv(lambda _: None)
+        for channel in taken:
+            await channel.close()
+        await listener.close()
+        await mesh.close(*GOODBYE)
+
+    run(body)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_who_is_cancelled_while_it_says_goodbye_still_lets_go(addresses, shared_memory):
+    """The goodbye waits behind a message for which nobody has asked."""
+    large = np.zeros(16 << 20, np.uint8).data
+
+    async def main() -> None:
+        us = Membership(0, tuple(addresses(2)))
+        named = [RealOptions(name, shared_memory=shared_memory) for name in ("ours", "theirs")]
+        async with RealHost(named[0]) as ours, RealHost(named[1]) as theirs:
+            meshes = [Mesh(ours, us), Mesh(theirs, msgspec.structs.replace(us, rank=1))]
+            for mesh in meshes:
+                await mesh.open()
+            link, _ = await asyncio.gather(meshes[0].link(1), meshes[1].link(0))
+            sending = asyncio.ensure_future(link.send(Header(len(large), total=len(large)), large))
+            closing = asyncio.ensure_future(meshes[0].close(*GOODBYE))
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            closing.cancel()
+            assert isinstance((await asyncio.gather(closing, return_exceptions=True))[0], asyncio.CancelledError)
+            assert isinstance((await asyncio.gather(sending, return_exceptions=True))[0], ChannelClosed)
+            await meshes[1].close(*GOODBYE)
+
+    asyncio.run(main())
+
+
+async def says_nothing(ours: Host, theirs: Host, address: str) -> None:
+    mesh = Mesh(ours, Membership(0, (address, address)))
+    await mesh.open()
+    caller = await theirs.connect(address)
+    await ours.clock.sleep(0.05)  # it is being greeted by now
+    await mesh.close(*GOODBYE)
+    with pytest.raises(ChannelBroken):
+        async with asyncio.timeout(HELLO_TIMEOUT_S / 2):
+            await caller.recv(lambda _: None)
+    await caller.close()
+
+
+def test_a_caller_that_says_nothing_is_let_go_when_we_leave():
+    run(lambda ours, theirs, _: says_nothing(ours, theirs, "mac-1:1000"))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_real_caller_that_says_nothing_is_let_go_when_we_leave(addresses, shared_memory):
+    async def main() -> None:
+        named = [RealOptions(name, shared_memory=shared_memory) for name in ("ours", "theirs")]
+        async with RealHost(named[0]) as ours, RealHost(named[1]) as theirs:
+            await says_nothing(ours, theirs, addresses(1)[0])
+
+    asyncio.run(main())
+
 
 _TRUNCATED = encode_header(Header(100, Kind.HELLO))
 GARBAGE = {

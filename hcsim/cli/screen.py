@@ -183,7 +183,7 @@ def _kind(job: Job) -> str:
 
 def _verdict(lap: Lap) -> str:
     if lap.wrong is None:
-        return "unchecked"
+        return "no data"
     return f"{lap.wrong} elements wrong" if lap.wrong else "exact"
 
 

@@ -17,13 +17,13 @@ DataT = TypeVar("DataT", bound=Data)
 
 
 def length_of(data: Data) -> int:
-    """How many elements there are; a phantom's are bytes."""
-    return data.nbytes if isinstance(data, Phantom) else int(data.size)
+    """How many elements there are."""
+    return data.nbytes // data.itemsize if isinstance(data, Phantom) else int(data.size)
 
 
 def element_bytes_of(data: Data) -> int:
     """How large an element is."""
-    return 1 if isinstance(data, Phantom) else data.itemsize
+    return data.itemsize
 
 
 def array_of(data: Data) -> Array:
@@ -48,7 +48,7 @@ def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
     """Memory whose ranges are combined with what is received."""
     if isinstance(parts[0], Phantom):
         check(op)
-        return PhantomMemory()
+        return PhantomMemory(parts[0].itemsize)
     arrays = [array_of(part) for part in parts]
     combine, finish = combiner(op, arrays[0].dtype), finisher(op, world)
     return ArrayMemory(arrays, combine=combine, finisher=finish, adds=op in ("sum", "mean"))
@@ -57,8 +57,10 @@ def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
 def moving(parts: Sequence[Data], base: int = 0) -> Memory:
     """Memory that is only sent and received into."""
     arrays = [part for part in parts if not isinstance(part, Phantom)]
+    if any(part.itemsize != parts[0].itemsize for part in parts):
+        raise UsageError("the parts must all have elements of one size")
     if not arrays:
-        return PhantomMemory()
+        return PhantomMemory(parts[0].itemsize)
     if len(arrays) < len(parts) or any(array.dtype != arrays[0].dtype for array in arrays):
         raise UsageError("the parts must all be arrays of one dtype, or all phantoms")
     return ArrayMemory(arrays, base=base)
@@ -66,7 +68,7 @@ def moving(parts: Sequence[Data], base: int = 0) -> Memory:
 
 def empty_like(data: Data, length: int) -> Data:
     """Room for other elements of the same kind."""
-    return Phantom(length) if isinstance(data, Phantom) else np.empty(length, data.dtype)
+    return Phantom(length * data.itemsize, data.itemsize) if isinstance(data, Phantom) else np.empty(length, data.dtype)
 
 
 def room_for(length: int, like: Data, into: Data | None) -> Data:
@@ -89,7 +91,9 @@ def in_one_piece(data: Data) -> Data:
 
 def part_of(data: Data, lo: int, hi: int) -> Data:
     """Some of the elements, sharing their memory."""
-    return Phantom(hi - lo) if isinstance(data, Phantom) else data.reshape(-1)[lo:hi]
+    if isinstance(data, Phantom):
+        return Phantom((hi - lo) * data.itemsize, data.itemsize)
+    return data.reshape(-1)[lo:hi]
 
 
 def overlaps(whole: Data, parts: Sequence[Data]) -> bool:

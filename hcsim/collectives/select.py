@@ -2,6 +2,7 @@
 
 With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages, few bytes (the ring) for long
 ones. In a small group too: of three ranks the tree's root would carry half as much again as each does in the ring.
+An all-reduce goes up a tree and down again; whoever can talks to its partners at once instead, in half the steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 
 SHORT_BYTES = 1 << 20
+_SHORTEST_BYTES = 1 << 16
+"""Up to here a step costs more than to send all of a message rather than a half of it, then a quarter, …"""
+_FEW = 8
+"""So many can all talk to each other at once, if that is what their number asks for."""
 _SEGMENT_BYTES = 1 << 20
 _SEGMENTS = 64
 """Into how many segments a price cuts the buffer at most: enough to see what pipelining gains."""
@@ -27,7 +32,6 @@ _LONG_BYTES, _WORTH_IT = 8 << 20, 1.5
 itself: that has to gain more. So has an algorithm that adds all of a message at once, unless the message is short."""
 
 _UNMEASURED = {
-    "all_reduce": ("tree", "ring"),
     "reduce": ("tree", "ring"),
     "broadcast": ("tree", "ring"),
     "all_gather": ("recursive_doubling", "ring"),
@@ -50,6 +54,8 @@ def choose(
         return names[0]
     size_bytes = buffer_elements(operation, shape) * element_bytes
     if links is None:
+        if operation == "all_reduce":
+            return _unmeasured_all_reduce(shape.world, size_bytes)
         short, long = _UNMEASURED[operation]
         return short if size_bytes < SHORT_BYTES else long
     if len(links.latency_s) != shape.world:
@@ -64,6 +70,14 @@ def choose(
                 prices_s[name] *= _WORTH_IT
     limit_s = max(limit_s, _ALIKE * min(prices_s.values()))
     return min((name for name in names if prices_s[name] <= limit_s), key=lambda name: _peers(planned[name]))
+
+
+def _unmeasured_all_reduce(world: int, size_bytes: int) -> str:
+    if size_bytes >= SHORT_BYTES:
+        return "ring"
+    if world & (world - 1) == 0:  # else doubling and halving leave some out, who send all they have and get all back
+        return "recursive_doubling" if world == 2 or size_bytes < _SHORTEST_BYTES else "halving_doubling"
+    return "direct" if world <= _FEW else "tree"
 
 
 def _adds_all_at_once(planned: Sequence[Plan], length: int) -> bool:

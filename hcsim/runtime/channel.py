@@ -11,20 +11,23 @@ from hcsim.runtime.frame import Header
 
 
 class Phantom:
-    """A payload that has a size and no data: a sweep over a large model moves no bytes."""
+    """A payload that has a size and no data: a sweep over a large model moves no bytes.
 
-    __slots__ = ("nbytes",)
+    It is cut only between its elements, as the array is that it stands for."""
 
-    def __init__(self, nbytes: int) -> None:
-        if nbytes < 0:
-            raise UsageError(f"a payload cannot have {nbytes} bytes")
+    __slots__ = ("itemsize", "nbytes")
+
+    def __init__(self, nbytes: int, itemsize: int = 1) -> None:
+        if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
+            raise UsageError(f"a payload cannot have {nbytes} bytes, in elements of {itemsize}")
         self.nbytes = nbytes
+        self.itemsize = itemsize
 
     def __repr__(self) -> str:
-        return f"Phantom({self.nbytes})"
+        return f"Phantom({self.nbytes})" if self.itemsize == 1 else f"Phantom({self.nbytes}, {self.itemsize})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Phantom) and other.nbytes == self.nbytes
+        return isinstance(other, Phantom) and (other.nbytes, other.itemsize) == (self.nbytes, self.itemsize)
 
     def __hash__(self) -> int:
         return self.nbytes

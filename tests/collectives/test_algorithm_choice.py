@@ -17,10 +17,36 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize(
     ("world", "size_bytes", "wanted"),
-    [(8, MIB - 4, "tree"), (8, MIB, "ring"), (4, MIB, "ring"), (2, 64 * MIB, "ring"), (1, 0, "tree")],
+    [
+        (2, MIB - 4, "recursive_doubling"),
+        (8, 4096, "recursive_doubling"),
+        (8, MIB - 4, "halving_doubling"),
+        (8, MIB, "ring"),
+        (4, MIB, "ring"),
+        (2, 64 * MIB, "ring"),
+        (5, 4096, "direct"),
+        (5, MIB, "ring"),
+        (9, 4096, "tree"),
+    ],
 )
-def test_with_nothing_measured_short_means_tree_and_long_means_ring(world: int, size_bytes: int, wanted: str) -> None:
+def test_with_nothing_measured_few_steps_for_short_and_few_bytes_for_long(
+    world: int, size_bytes: int, wanted: str
+) -> None:
     assert choose("all_reduce", Shape(world=world, length=size_bytes // 4), 4, None) == wanted
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize("size_bytes", [64, 4096, 16 << 10, 64 << 10, 256 << 10, MIB, 16 * MIB])
+def test_with_nothing_measured_it_is_never_far_from_the_cheapest_on_gigabit_ethernet(
+    world: int, size_bytes: int
+) -> None:
+    shape, links = Shape(world=world, length=size_bytes // 4), Links.uniform(world, 1e-4, 117e6)
+    prices = {
+        name: price(plans("all_reduce", name, shape), links, 4, 8 * MIB)
+        for name in PLANNERS["all_reduce"]
+        if name != "hierarchical"
+    }
+    assert prices[choose("all_reduce", shape, 4, None)] < 1.7 * min(prices.values())
 
 
 @pytest.mark.parametrize("operation", list(PLANNERS))

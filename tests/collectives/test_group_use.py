@@ -232,3 +232,29 @@ def test_an_array_is_let_go_when_its_operation_is_over(cluster, algorithm, lengt
 
 class Weak(np.ndarray):
     """An array that can be watched."""
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "halving_doubling"])
+def test_a_phantom_is_cut_between_elements_as_the_array_is_that_it_stands_for(virtual, algorithm):
+    async def program(group: Group) -> tuple[int, int]:
+        part, whole = Phantom(4 * 7, 4), Phantom(4 * 7 * group.size, 4)
+        for phantom in (True, False):
+            before = group.bytes_sent
+            await group.all_reduce(Phantom(4 * 1001, 4) if phantom else np.ones(1001, np.float32), algorithm=algorithm)
+            await group.reduce_scatter(whole if phantom else np.ones(7 * group.size, np.float32))
+            gathered = await group.all_gather(part if phantom else np.ones(7, np.float32))
+            if phantom:
+                assert gathered == [part] * group.size
+                stood_for = group.bytes_sent - before
+        return stood_for, group.bytes_sent - before
+
+    for world in (3, 5):
+        for phantom_bytes, array_bytes in virtual.run(world, program):
+            assert phantom_bytes == array_bytes
+
+
+def test_a_phantom_has_whole_elements():
+    with pytest.raises(UsageError, match="10 bytes, in elements of 4"):
+        Phantom(10, 4)
+    assert Phantom(8, 4) != Phantom(8)
+    assert repr(Phantom(8, 4)) == "Phantom(8, 4)"

@@ -452,7 +452,7 @@ def test_a_model_of_shapes_learns_nothing_and_moves_nothing(name: str) -> None:
     found = task(name)
     replica = found.replica(0)
     assert np.isnan(pass_over(replica, range(4)))
-    assert replica.parameters == replica.gradients == Phantom(replica.layout.size_bytes)
+    assert replica.parameters == replica.gradients == Phantom(replica.layout.size_bytes, 4)
     assert found.score(replica.parameters) is None
 
 

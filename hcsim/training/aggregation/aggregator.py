@@ -75,7 +75,7 @@ class Hierarchical:
         part: Flat
         await self._near.host.device.touch(2 * bucket.size_bytes)
         if isinstance(flat, Phantom):
-            part = Phantom(bucket.size_bytes)
+            part = Phantom(bucket.size_bytes, flat.itemsize)
         else:
             part = flat[bucket.span]
             part *= np.float32(weight)

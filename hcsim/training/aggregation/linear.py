@@ -15,7 +15,7 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array, Ident, Linear, Rounds
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench, nothing
-from hcsim.training.layout import Tensor
+from hcsim.training.layout import FLOAT_BYTES, Tensor
 
 
 class LinearExchange:
@@ -51,7 +51,7 @@ class LinearExchange:
             await self._bench.encode(shapes, nothing, 1 / rounds)
             sizes = map(self._compressor.round_bytes, shapes)
             size_bytes = sum(each[number] for each in sizes if number < len(each))
-            await self._group.all_reduce(Phantom(size_bytes), algorithm=self._algorithm, bucket=bucket)
+            await self._group.all_reduce(Phantom(size_bytes, FLOAT_BYTES), algorithm=self._algorithm, bucket=bucket)
         await self._bench.decode(shapes, nothing)
 
     def _rounds(self, tensors: Sequence[Tensor]) -> int:

@@ -191,7 +191,7 @@ class _Told:
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
         """See `Aggregator.total`; the others weigh nothing."""
-        part = Phantom(bucket.size_bytes) if isinstance(flat, Phantom) else flat[bucket.span]
+        part = Phantom(bucket.size_bytes, flat.itemsize) if isinstance(flat, Phantom) else flat[bucket.span]
         await self._group.broadcast(part, bucket=bucket.number)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 
 from hcsim.runtime.channel import Phantom
-from hcsim.training.layout import Layout
+from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.task import Block, Defaults, Flat, Indices
 
 
@@ -42,8 +42,8 @@ class PhantomReplica:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.parameters = Phantom(layout.size_bytes)
-        self.gradients = Phantom(layout.size_bytes)
+        self.parameters = Phantom(layout.size_bytes, FLOAT_BYTES)
+        self.gradients = Phantom(layout.size_bytes, FLOAT_BYTES)
 
     def forward(self, batch: Indices) -> float:
         """There is no loss."""

@@ -95,7 +95,7 @@ def test_who_speaks_for_a_home_next_knows_what_the_compressors_of_the_others_rem
     """PowerSGD's factors are known to those who speak; one of them dies, a newcomer comes, and another dies."""
     chosen = replace(CONVEX, strategy="hierarchical", compressor="powersgd:2+ef", timeout_s=PositiveSeconds(2.0))
     names = [node.name for node in HOMES.nodes]
-    crashes = [Crash(at_s=Seconds(1.0), node=names[2]), Crash(at_s=Seconds(2.2), node=names[0])]
+    crashes = [Crash(at_s=Seconds(1.0), node=names[2]), Crash(at_s=Seconds(1.8), node=names[0])]
     faulty = train(HOMES, chosen, first=names[:1] + names[2:], plan=[(1, names)], faults=crashes)
     assert len(faulty.plan()) > 2
     assert sorted(faulty.cluster.done) == [names[1], names[3]]

@@ -207,7 +207,7 @@ def test_after_all_have_started_anew_training_goes_on_from_the_newest_checkpoint
         return Checkpoints(2, InStore(host.store))
 
     through = train(SWITCH, CONVEX)
-    crashes = [Crash(at_s=Seconds(0.11), node=node) for node in "abcd"]
+    crashes = [Crash(at_s=Seconds(0.06), node=node) for node in "abcd"]
     first = train(SWITCH, CONVEX, faults=crashes, checkpoints=kept)
     disks = {name: first.cluster.world.host(name).store.records for name in "abcd"}
     assert [bool(disk) for disk in disks.values()] == [True, False, False, False]

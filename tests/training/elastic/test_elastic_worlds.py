@@ -146,7 +146,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
 def test_over_the_internet_a_step_of_three_takes_hardly_longer_than_one_of_four() -> None:
     """A vote crosses the line between the homes once, also where the members are no power of two."""
     homes = load_scenario("two-homes-wan")
-    chosen = Training(task="convex", strategy="ddp", steps=20, evaluate_every=20)
+    chosen = Training(task="convex", strategy="ddp", algorithm="tree", steps=20, evaluate_every=20)
 
     def duration_s(*first: str) -> float:
         return max(r.duration_s for r in train(homes, chosen, first=first).results.values() if isinstance(r, Report))

@@ -54,7 +54,7 @@ def test_the_others_go_on_without_a_leader_that_crashed():
 
 
 def test_a_run_ends_when_those_that_are_left_wait_for_one_that_is_gone_for_good():
-    scenario = home(Crash(Seconds(3), "a"), Crash(Seconds(6), "b"))
+    scenario = home(Crash(Seconds(3), "a"), Crash(Seconds(6), "b"), steps=300)
     outcome = simulate_cluster(scenario)
     assert outcome.seconds > 3600
     error = outcome.results[2]

@@ -269,9 +269,9 @@ class Turns(msgspec.Struct):
         }
 
 
-def measure(cases: Sequence[Case], turns: int, each: Callable[[], object]) -> list[Row]:
+def measure(chosen: Sequence[Case], turns: int, each: Callable[[], object]) -> list[Row]:
     """All cases in turn, several times: a machine's slow minute is then no single case's. `each` hears of each turn."""
-    taken = [Turns(case) for case in cases]
+    taken = [Turns(case) for case in chosen]
     for _ in range(turns):
         for one in taken:
             if one.may_go_on:

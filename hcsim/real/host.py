@@ -206,6 +206,7 @@ class RealHost:
 
     async def close(self) -> None:
         """End its tasks, listeners, announcements and worker thread. Channels belong to whoever opened them."""
+        await asyncio.sleep(0)  # a task that was cancelled before its first step would leave open what it was given
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

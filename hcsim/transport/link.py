@@ -191,9 +191,11 @@ class Link:
         self.fail(error)
         for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        for channel in self.channels:
-            await channel.close()
+        try:
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+        finally:
+            for channel in self.channels:
+                await channel.close()
 
     async def _pump(self, channel: Channel) -> None:
         try:

@@ -51,6 +51,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int = 8 * 2**20
     """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
     connect_timeout_s: float = 30.0
+    """How long the peers of an operation have, from its beginning on, to be reached or to call."""
 
     def __post_init__(self) -> None:
         if self.stripes < 1 or not 0 < self.segment_bytes <= MAX_FRAME_BYTES or self.connect_timeout_s <= 0:
@@ -185,8 +186,6 @@ class Mesh:
                     await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
         if self._accepting is not None:
             self._accepting.cancel()
-        for greeting in tuple(self._greeting):  # who has called and says nothing need not wait for us
-            greeting.cancel()
         if self._listener is not None:
             await self._listener.close()
         for channels in self._called.values():
@@ -328,11 +327,10 @@ class Mesh:
                     told = self._untold.get(theirs.rank)
                     if told is not None and not told.done() and answer is Kind.ABORT and theirs.name == self.us.name:
                         told.set_result(None)
-        except (ChannelError, TimeoutError):
+        except BaseException as error:
             await channel.close()
-        except asyncio.CancelledError:
-            await channel.close()
-            raise
+            if not isinstance(error, ChannelError | TimeoutError):
+                raise
         finally:
             self._strangers.known()
 

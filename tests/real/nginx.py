@@ -67,7 +67,8 @@ class Nginx:
         """What has ended is in its log then, which `stop` does not wait for."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGQUIT)
-            await self._process.wait()
+            async with asyncio.timeout(20.0):
+                await self._process.wait()
 
     async def start(self) -> None:
         assert PROGRAM is not None

@@ -31,12 +31,12 @@ HELLO = Hello("hcsim", 0, 3, WIRE.segment_bytes, 1, 1)
 """What rank 1 of the group says when it calls."""
 
 
-def run(body: Callable[..., Awaitable[Any]], hosts: int = 3) -> Any:
+def run(body: Callable[..., Awaitable[Any]], hosts: int = 3, latency_ms: float = 0.1) -> Any:
     scenario = parse_scenario(
         f"""
         name = "mesh"
         effects = "ideal"
-        medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }}]
+        medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "{latency_ms} ms" }}]
         node = [{{ name = "mac", count = {hosts}, machine = "ideal", links = ["switch"] }}]
         """,
         "mesh",
@@ -298,7 +298,7 @@ def test_a_wire_that_cannot_work_is_refused(wire):
         Wire(**wire)
 
 
-# Bytes from a real socket.
+# What was opened is let go.
 
 
 def test_where_one_stripe_is_refused_the_others_are_let_go():
@@ -347,36 +347,71 @@ def test_who_is_cancelled_while_it_says_goodbye_still_lets_go(addresses, shared_
             assert not sending.done()
             closing.cancel()
             assert isinstance((await asyncio.gather(closing, return_exceptions=True))[0], asyncio.CancelledError)
-            assert isinstance((await asyncio.gather(sending, return_exceptions=True))[0], ChannelClosed)
+            async with asyncio.timeout(10.0):
+                assert isinstance((await asyncio.gather(sending, return_exceptions=True))[0], ChannelClosed)
             await meshes[1].close(*GOODBYE)
 
     asyncio.run(main())
 
 
-async def says_nothing(ours: Host, theirs: Host, address: str) -> None:
+async def says_nothing(ours: Host, theirs: Host, address: str) -> Channel:
     mesh = Mesh(ours, Membership(0, (address, address)))
     await mesh.open()
     caller = await theirs.connect(address)
     await ours.clock.sleep(0.05)  # it is being greeted by now
     await mesh.close(*GOODBYE)
+    return caller
+
+
+async def hears_the_end(caller: Channel, within_s: float) -> None:
     with pytest.raises(ChannelBroken):
-        async with asyncio.timeout(HELLO_TIMEOUT_S / 2):
+        async with asyncio.timeout(within_s):
             await caller.recv(lambda _: None)
     await caller.close()
 
 
-def test_a_caller_that_says_nothing_is_let_go_when_we_leave():
-    run(lambda ours, theirs, _: says_nothing(ours, theirs, "mac-1:1000"))
+def test_a_caller_that_says_nothing_is_let_go_also_when_we_have_left():
+    async def body(ours: VirtualHost, theirs: VirtualHost, _: VirtualHost) -> None:
+        await hears_the_end(await says_nothing(ours, theirs, "mac-1:1000"), 2 * HELLO_TIMEOUT_S)
+
+    run(body)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_real_caller_that_says_nothing_is_let_go_when_we_leave(addresses, shared_memory):
+def test_a_caller_that_says_nothing_is_let_go_when_the_host_closes(addresses, shared_memory):
     async def main() -> None:
         named = [RealOptions(name, shared_memory=shared_memory) for name in ("ours", "theirs")]
-        async with RealHost(named[0]) as ours, RealHost(named[1]) as theirs:
-            await says_nothing(ours, theirs, addresses(1)[0])
+        async with RealHost(named[1]) as theirs:
+            async with RealHost(named[0]) as ours:
+                caller = await says_nothing(ours, theirs, addresses(1)[0])
+            await hears_the_end(caller, HELLO_TIMEOUT_S / 2)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("latency_ms", [1, 20, 150])
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_a_group_that_failed_is_opened_anew_although_its_callers_are_still_on_their_way(ranks, latency_ms):
+    """One that goes on at once calls another that is still closing its old links; it is told to call again."""
+    us = Membership(0, tuple(f"mac-{n + 1}:1000" for n in range(ranks)))
+
+    async def member(host: VirtualHost, rank: int) -> None:
+        group = await Group.open(host, msgspec.structs.replace(us, rank=rank))
+        await group.all_reduce(Phantom(100), algorithm="ring")
+        if rank == 1:
+            group.fail("for the test")
+        with pytest.raises(CollectiveError):
+            await group.all_reduce(Phantom(100), algorithm="ring")
+        async with await group.reopen() as again:
+            await again.all_reduce(Phantom(100), algorithm="ring")
+
+    async def body(*hosts: VirtualHost) -> None:
+        await asyncio.gather(*(member(host, rank) for rank, host in enumerate(hosts)))
+
+    run(body, ranks, latency_ms)
+
+
+# Bytes from a real socket.
 
 
 _TRUNCATED = encode_header(Header(100, Kind.HELLO))

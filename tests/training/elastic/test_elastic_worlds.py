@@ -143,8 +143,10 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
     assert first.sha256 in ends
 
 
-def test_over_the_internet_a_step_of_three_takes_hardly_longer_than_one_of_four() -> None:
-    """A vote crosses the line between the homes once, also where the members are no power of two."""
+def test_over_the_internet_a_vote_of_three_takes_hardly_longer_than_one_of_four() -> None:
+    """It crosses the line between the homes once, also where the members are no power of two.
+
+    Gradients go by one algorithm here: by rule four double, and cross the line less often than three do."""
     homes = load_scenario("two-homes-wan")
     chosen = Training(task="convex", strategy="ddp", algorithm="tree", steps=20, evaluate_every=20)
 

@@ -50,7 +50,7 @@ class InOrder:
             state.step = step
             sending = True
             for number, action in enumerate(actions):
-                if isinstance(action, Send):
+                if type(action) is Send:
                     if sends.through >= step:
                         continue  # it was passed on as it came
                     state.doing, state.peer = "sending to", action.peer
@@ -59,7 +59,7 @@ class InOrder:
                 if sending:  # all sends of a round come first
                     sending = False
                     self._post(step + 1)
-                if isinstance(action, Finish):
+                if type(action) is Finish:
                     await wiring.finish(action.lo, action.hi)
                     continue
                 state.doing, state.peer = "receiving from", action.peer
@@ -69,7 +69,7 @@ class InOrder:
                 else:
                     arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
-                if isinstance(action, Reduce):
+                if type(action) is Reduce:
                     await wiring.combine(which, action, payload, received_left=action.peer < rank)
                     self._space += taken
                     while roomless and self._post_reduce(*roomless[0]):
@@ -90,12 +90,12 @@ class InOrder:
             return
         wiring, patient, roomless = self._wiring, self._patient, self._roomless
         for number, action in enumerate(self._rounds[step]):
-            if isinstance(action, Send):
+            if type(action) is Send:
                 continue
-            if isinstance(action, Reduce):
+            if type(action) is Reduce:
                 if roomless or not self._post_reduce(step, number, action):
                     roomless.append((step, number, action))
-            elif isinstance(action, Recv) and not (patient and (step, number) in patient):
+            elif type(action) is Recv and not (patient and (step, number) in patient):
                 place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)

@@ -17,17 +17,21 @@ Ranges are in elements, half open. The addresses are the operation's:
 
 An empty range is a message without payload: it signals. A planner leaves out messages that
 neither carry nor signal anything.
+
+What asks of every message which action it is asks for its `type`: of a struct, `isinstance` takes six times as long
+to say no.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import msgspec
 
 
+@final
 class Send(msgspec.Struct, frozen=True, gc=False):
     """Send the range's values to a peer."""
 
@@ -36,6 +40,7 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     hi: int
 
 
+@final
 class Recv(msgspec.Struct, frozen=True, gc=False):
     """Replace the range's values by what the peer sends."""
 
@@ -44,6 +49,7 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
     hi: int
 
 
+@final
 class Reduce(msgspec.Struct, frozen=True, gc=False):
     """Combine the range's values with what the peer sends, the lower rank's on the left.
 
@@ -54,6 +60,7 @@ class Reduce(msgspec.Struct, frozen=True, gc=False):
     hi: int
 
 
+@final
 class Finish(msgspec.Struct, frozen=True, gc=False):
     """The range now holds the whole reduction: apply what comes last (the mean's division)."""
 

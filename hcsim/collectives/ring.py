@@ -14,7 +14,8 @@ JPDC 69 (2009).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -52,19 +53,21 @@ def _rank_chunks(shape: Shape, seat: _Seat) -> _Chunks:
 
 def _scatter_phase(seat: _Seat, chunks: _Chunks) -> Plan:
     """Every position ends with the sum of its own chunk."""
-    p, n = seat.position, len(chunks)
-    return tuple(
-        (Send(seat.after, *chunks[(p - s - 1) % n]), Reduce(seat.before, *chunks[(p - s - 2) % n]))
-        for s in range(n - 1)
-    )
+    return _rounds(seat, chunks, (seat.position - 1) % len(chunks), Reduce)
 
 
 def _gather_phase(seat: _Seat, chunks: _Chunks) -> Plan:
     """Every position starts with its own chunk and ends with all of them."""
-    p, n = seat.position, len(chunks)
-    return tuple(
-        (Send(seat.after, *chunks[(p - s) % n]), Recv(seat.before, *chunks[(p - s - 1) % n])) for s in range(n - 1)
-    )
+    return _rounds(seat, chunks, seat.position, Recv)
+
+
+def _rounds(seat: _Seat, chunks: _Chunks, first: int, take: Callable[[int, int, int], Reduce | Recv]) -> Plan:
+    """Send the chunk at position `first`, then in each round that which came in the one before: the next lower one.
+
+    In whole columns: hundreds of ranks have half a million of these rounds."""
+    los, his = zip(*chunks[first::-1], *chunks[:first:-1], strict=True)
+    sends = map(partial(Send, seat.after), los[:-1], his[:-1])
+    return tuple(zip(sends, map(partial(take, seat.before), los[1:], his[1:]), strict=True))
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:

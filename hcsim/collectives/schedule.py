@@ -105,20 +105,21 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     reduced = [False] * len(cuts)
     for step, actions in enumerate(plan):
         for action in actions:
-            kind = Recv if isinstance(action, Reduce) else type(action)
-            peer = -1 if isinstance(action, Finish) else action.peer
+            combines = type(action) is Reduce
+            kind = Recv if type(action) is Reduce else type(action)
+            peer = -1 if type(action) is Finish else action.peer
             key = (kind.__name__, peer)
             kinds[key] = kind
             segments, reduces = lanes.setdefault(key, ([], []))
+            counts = sends if kind is Send else writes
             for lo, hi in pieces(action.lo, action.hi, segment):
                 cells = range(bisect_left(cuts, lo), bisect_left(cuts, hi))
-                needs = tuple((cell, writes[cell], sends[cell]) for cell in cells)
+                needs = tuple([(cell, writes[cell], sends[cell]) for cell in cells])
                 segments.append(Segment(lo, hi, step, lo - action.lo, action.hi - action.lo, needs))
-                reduces.append(isinstance(action, Reduce))
-                counts = sends if kind is Send else writes
+                reduces.append(combines)
                 for cell in cells:
                     counts[cell] += 1
-                    reduced[cell] |= isinstance(action, Reduce)
+                    reduced[cell] |= combines
     made = tuple(
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
@@ -127,7 +128,10 @@ def schedule(plan: Plan, segment: int) -> Schedule:
 
 
 def _survey(plan: Plan) -> _Survey:
-    """One pass: a ring over hundreds of ranks has a thousand rounds on each of them."""
+    """One pass, in one piece: a ring over hundreds of ranks has a thousand rounds on each of them.
+
+    A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
+    received does not disturb the sends of the round before, which are over by then."""
     peers: dict[int, None] = {}
     patient: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
@@ -141,7 +145,7 @@ def _survey(plan: Plan) -> _Survey:
                 longest = length
             if hi > end:
                 end = hi
-            if isinstance(action, Finish):
+            if type(action) is Finish:
                 continue
             peers[action.peer] = None
             if kind is Send:
@@ -152,25 +156,29 @@ def _survey(plan: Plan) -> _Survey:
                 reduces += 1
                 if length > largest:
                     largest = length
-            if _waits(kind is Reduce, lo, hi, before, actions[:number] if kind is Reduce else actions):
-                patient.append((step, number))
+                for other in before:
+                    if other.lo < hi and lo < other.hi:
+                        patient.append((step, number))
+                        break
+                else:
+                    for other in actions[:number]:
+                        if other.lo < hi and lo < other.hi:
+                            patient.append((step, number))
+                            break
+                continue
+            for other in before:
+                if other.lo < hi and lo < other.hi and type(other) is not Send:
+                    patient.append((step, number))
+                    break
+            else:
+                for other in actions:
+                    if other.lo < hi and lo < other.hi and type(other) is Send:
+                        patient.append((step, number))
+                        break
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
         before = actions
     return _Survey(tuple(peers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
-
-
-def _waits(reduces: bool, lo: int, hi: int, before: Round, beside: Round) -> bool:
-    """Whether a range cannot be received into, or added to, while the round before still waits for its own.
-
-    What is received does not disturb the sends of the round before, which are over by then."""
-    for action in before:
-        if action.lo < hi and lo < action.hi and (reduces or type(action) is not Send):
-            return True
-    for action in beside:  # noqa: SIM110 (a generator takes longer than the one action that there is)
-        if action.lo < hi and lo < action.hi and (reduces or type(action) is Send):
-            return True
-    return False
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -31,6 +31,8 @@ class Pulse:
         self._last_s = now
         self._beat_s = now
         self._intervals_s: deque[float] = deque(maxlen=_MEMORY)
+        self._rhythm: tuple[float, float] | None = None
+        """Mean and spread of the intervals, until there is another one."""
         self._refused = ""
         self.latency_s: float | None = None
         """Round trip, as an exponential moving average."""
@@ -38,6 +40,7 @@ class Pulse:
     def beat(self, now: float) -> None:
         """A sign of life."""
         self._intervals_s.append(max(0.0, now - self._beat_s))
+        self._rhythm = None
         self._beat_s = now
         self.sign(now)
 
@@ -67,9 +70,11 @@ class Pulse:
         """How surprising the silence is: its odds are 10^-φ. Zero while there is no rhythm."""
         if len(self._intervals_s) < _RHYTHM:
             return 0.0
-        mean_s = math.fsum(self._intervals_s) / len(self._intervals_s)
-        variance = math.fsum((each - mean_s) ** 2 for each in self._intervals_s) / len(self._intervals_s)
-        spread_s = max(math.sqrt(variance), self._policy.interval_s / 4)
+        if self._rhythm is None:  # it is asked for more often than a heart beats
+            mean_s = math.fsum(self._intervals_s) / len(self._intervals_s)
+            variance = math.fsum((each - mean_s) ** 2 for each in self._intervals_s) / len(self._intervals_s)
+            self._rhythm = mean_s, max(math.sqrt(variance), self._policy.interval_s / 4)
+        mean_s, spread_s = self._rhythm
         return _surprise((self.silence_s(now) - mean_s) / spread_s)
 
     def suspected(self, now: float) -> str:

@@ -52,17 +52,26 @@ class Execution:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""
         wiring, schedule, mesh = self._wiring, self._schedule, self._mesh
         with self._guard() as state:
-            mesh.prepare(schedule.peers)
+            if not all(peer in mesh.links for peer in schedule.peers):
+                await self._open_links(state)
             for peer in schedule.peers:
-                state.doing, state.peer = "opening a link to", peer
-                wiring.links[peer] = mesh.links.get(peer) or await mesh.link(peer)
-            state.rest()
+                wiring.links[peer] = mesh.links[peer]
             if schedule.lanes:
                 await self._side_by_side()
             else:
                 await InOrder(wiring, schedule).run(state)
                 state.rest()
             wiring.check_over()
+
+    async def _open_links(self, state: Progress) -> None:
+        mesh, peers = self._mesh, self._schedule.peers
+        state.doing, state.peer = "opening a link to", mesh.unreached(peers)
+        try:
+            await mesh.reach(peers)
+        finally:
+            if (unreached := mesh.unreached(peers)) is not None:
+                state.peer = unreached
+        state.rest()
 
     async def _side_by_side(self) -> None:
         lanes = Lanes(self._wiring, self._schedule)

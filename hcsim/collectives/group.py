@@ -98,12 +98,18 @@ class Group:
         Who had to listen before the addresses were known gives the listener, which is then closed with the group."""
         mesh = Mesh(host, us, listener)
         fate = Fate(mesh)
+        mesh.patient = us.epoch > 0
         if options is not None and options.conducted:
             mesh.on_newer = None
             mesh.patient = True
         await mesh.open()
         if options is not None and options.watch_s is not None:
-            await fate.watch(options.watch_s)
+            try:
+                await fate.watch(options.watch_s)
+            except BaseException:
+                fate.fail(CollectiveError(f"rank {us.rank} gave up while it opened the group", peer=us.rank))
+                await fate.ended()
+                raise
         return cls(fate, tuple(range(us.world)), 0, options or Options())
 
     def within(self, timeout_s: float) -> Group:

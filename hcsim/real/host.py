@@ -11,6 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from errno import EADDRINUSE, EADDRNOTAVAIL
 from functools import cached_property
 from pathlib import Path
@@ -206,18 +207,26 @@ class RealHost:
 
     async def close(self) -> None:
         """End its tasks, listeners, announcements and worker thread. Channels belong to whoever opened them."""
-        await asyncio.sleep(0)  # a task that was cancelled before its first step would leave open what it was given
+        async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile
+            stack.push_async_callback(self._let_go)
+            stack.push_async_callback(self._end_tasks)
+            await asyncio.sleep(0)  # a task that was cancelled before its first step would leave open what it was given
+
+    async def _end_tasks(self) -> None:
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for listener in self._listeners:
-            await listener.close()
-        if "lan" in self.__dict__:
-            await self.lan.close()
-        if "store" in self.__dict__:
-            self.store.close()
-        self._own_device.close()
+
+    async def _let_go(self) -> None:
+        async with AsyncExitStack() as stack:
+            stack.callback(self._own_device.close)
+            if "store" in self.__dict__:
+                stack.callback(self.store.close)
+            if "lan" in self.__dict__:
+                stack.push_async_callback(self.lan.close)
+            for listener in reversed(self._listeners):
+                stack.push_async_callback(listener.close)
 
     async def __aenter__(self) -> RealHost:
         return self

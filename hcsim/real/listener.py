@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
@@ -75,16 +76,26 @@ class StreamListener:
         """Accept no more; what nobody accepted is closed."""
         if self._sock.fileno() < 0:
             return
-        await _end(*self._serving)
-        await asyncio.sleep(0)  # a welcome that was cancelled before its first step would leave its socket open
-        await _end(*self._tasks)
-        self._sock.close()
-        if self._door is not None:
-            self._door.close()
-        while not self._welcomed.empty():
-            if channel := self._welcomed.get_nowait():
-                await channel.close()
-        self._welcomed.put_nowait(None)
+        async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile
+            stack.callback(self._welcomed.put_nowait, None)
+            stack.push_async_callback(self._close_welcomed)
+            if self._door is not None:
+                stack.callback(self._door.close)
+            stack.callback(self._sock.close)
+            stack.push_async_callback(self._end_welcomes)
+            await _end(*self._serving)
+
+    async def _end_welcomes(self) -> None:
+        try:
+            await asyncio.sleep(0)  # one that was cancelled before its first step would leave its socket open
+        finally:
+            await _end(*self._tasks)
+
+    async def _close_welcomed(self) -> None:
+        async with AsyncExitStack() as stack:
+            while not self._welcomed.empty():
+                if channel := self._welcomed.get_nowait():
+                    stack.push_async_callback(channel.close)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"listener {self._address}")

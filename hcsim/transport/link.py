@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
 import msgspec
@@ -59,8 +60,8 @@ class Link:
 
     __slots__ = (
         "_attentive", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought",
-        "_spare", "_stripes_open", "_turn", "_wanted", "channels", "leaving", "on_abort", "on_failure", "on_stray",
-        "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
+        "_spare", "_stripes_open", "_turn", "_wanted", "channels", "closed", "leaving", "on_abort", "on_failure",
+        "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,7 @@ class Link:
         self._error: HcsimError | None = None
         self.leaving = False
         """The peer said goodbye."""
+        self.closed = False
         self._pumps = [
             host.spawn(self._pump(channel), name=f"link to rank {peer_rank}, stripe {stripe}")
             for stripe, channel in enumerate(self.channels)
@@ -188,14 +190,14 @@ class Link:
 
     async def close(self, error: HcsimError) -> None:
         """End the link, and return when nothing can write into a posted place any more."""
+        self.closed = True
         self.fail(error)
         for pump in self._pumps:
             pump.cancel()
-        try:
+        async with AsyncExitStack() as stack:
+            for channel in reversed(self.channels):
+                stack.push_async_callback(channel.close)
             await asyncio.gather(*self._pumps, return_exceptions=True)
-        finally:
-            for channel in self.channels:
-                await channel.close()
 
     async def _pump(self, channel: Channel) -> None:
         try:

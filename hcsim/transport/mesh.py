@@ -10,8 +10,8 @@ send at most a few KiB, within a deadline, and only so many callers may be at th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 
 import msgspec
 
@@ -135,27 +135,34 @@ class Mesh:
 
     async def link(self, rank: int) -> Link:
         """The link to that rank, opened if need be."""
-        link = self.links.get(rank)
-        if link is not None:
-            return link
-        if self._closed:
-            raise UsageError("the group is closed")
-        self.prepare((rank,))
-        self._await_links(1)
-        try:
-            return await asyncio.shield(self._opening[rank])
-        finally:
-            self._await_links(-1)
+        await self.reach((rank,))
+        return self.links[rank]
 
-    def prepare(self, ranks: Iterable[int]) -> None:
-        """Begin to open the links to these ranks, side by side.
+    async def reach(self, ranks: Sequence[int]) -> None:
+        """Open the links to these ranks that are not open, side by side; the first that cannot be opened is an error.
 
         Who opened one after the other would keep its second peer waiting for the first; in a ring all would wait for
         each other's calls in turn."""
-        for rank in ranks:
-            if rank not in self.links and rank not in self._opening and not self._closed:
+        missing = [rank for rank in ranks if rank not in self.links]
+        if not missing:
+            return
+        if self._closed:
+            raise UsageError("the group is closed")
+        for rank in missing:
+            if rank not in self._opening:
                 self._opening[rank] = asyncio.get_running_loop().create_future()
                 self._tasks.append(self.host.spawn(self._open(rank), name=f"open a link to rank {rank}"))
+        self._await_links(1)
+        try:
+            await asyncio.gather(*(asyncio.shield(self._opening[rank]) for rank in missing))
+        finally:
+            self._await_links(-1)
+
+    def unreached(self, ranks: Sequence[int]) -> int | None:
+        """Of these ranks one that cannot be reached, or else the first that has not been so far."""
+        missing = [rank for rank in ranks if rank not in self.links]
+        failed = [rank for rank in missing if rank in self._opening and self._opening[rank].done()]
+        return next(iter((*failed, *missing)), None)
 
     def _await_links(self, change: int) -> None:
         """So many more wait for a link. Meanwhile they hear, on those that are open, if others give up."""
@@ -175,6 +182,13 @@ class Mesh:
             if not opening.done():
                 opening.set_exception(error)
                 opening.exception()  # who waits for it will see it; nobody has to
+        try:
+            await self._leave(parting, error)
+        finally:
+            await self._let_go(error)
+
+    async def _leave(self, parting: tuple[Kind, str], error: HcsimError) -> None:
+        """Say so to whoever is there, and to whoever calls meanwhile."""
         await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
         if self._untold:
             with suppress(TimeoutError):
@@ -184,14 +198,21 @@ class Mesh:
             with suppress(TimeoutError):
                 async with self.host.clock.timeout(ABORT_TIMEOUT_S):
                     await asyncio.gather(*map(asyncio.shield, self._greeting), return_exceptions=True)
+
+    async def _let_go(self, error: HcsimError) -> None:
+        """Close what is still open; where it is cancelled meanwhile, the rest all the same."""
         if self._accepting is not None:
             self._accepting.cancel()
-        if self._listener is not None:
-            await self._listener.close()
-        for channels in self._called.values():
-            for channel in channels.values():
-                await channel.close()
-        self._traffic.end()
+        async with AsyncExitStack() as stack:  # from the last to the first
+            stack.callback(self._traffic.end)
+            for channels in self._called.values():
+                for channel in channels.values():
+                    stack.push_async_callback(channel.close)
+            if self._listener is not None:
+                stack.push_async_callback(self._listener.close)
+            for link in self.links.values():
+                if not link.closed:  # its goodbye was cut short
+                    stack.push_async_callback(link.close, error)
 
     async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
         kind, text = parting
@@ -244,13 +265,12 @@ class Mesh:
     async def _dial_all(self, rank: int, until_s: float) -> list[Channel]:
         """A channel for each stripe, or none."""
         channels: list[Channel] = []
-        try:
+        async with AsyncExitStack() as stack:
             while len(channels) < self.us.wire.stripes:
-                channels.append(await self._dial(rank, len(channels), until_s))
-        except BaseException:
-            for channel in channels:
-                await channel.close()
-            raise
+                channel = await self._dial(rank, len(channels), until_s)
+                stack.push_async_callback(channel.close)
+                channels.append(channel)
+            stack.pop_all()
         return channels
 
     async def _dial(self, rank: int, stripe: int, until_s: float) -> Channel:

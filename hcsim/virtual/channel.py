@@ -372,6 +372,9 @@ class VirtualListener:
         if self._open:
             self._open = False
             self._host.release(self._port)
+            while not self._waiting.empty():
+                if channel := self._waiting.get_nowait():
+                    await channel.close()
             self._waiting.put_nowait(None)
 
     def offer(self, channel: VirtualChannel) -> None:

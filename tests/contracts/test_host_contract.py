@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hcsim.errors import ChannelClosed, PeerRefused
+from hcsim.errors import ChannelBroken, ChannelClosed, PeerRefused
 from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
@@ -69,6 +69,19 @@ def test_a_closed_listener_accepts_no_more_and_its_channels_live_on(arena):
         assert (await server.recv(lambda _: None))[0].step == 3
         await client.close()
         await server.close()
+
+    arena.run(body)
+
+
+def test_a_caller_whom_nobody_took_hears_the_end_when_the_listener_closes(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        caller = await left.connect(listener.address)
+        await left.clock.sleep(0.05)
+        await listener.close()
+        with pytest.raises(ChannelBroken):
+            await caller.recv(lambda header: None)
+        await caller.close()
 
     arena.run(body)
 

@@ -17,6 +17,7 @@ from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, Peer
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SWITCH
 from hcsim.runtime.frame import Header
+from hcsim.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("either_way")
 FRAME = 2**16
@@ -120,6 +121,50 @@ def test_a_listener_that_closes_while_somebody_calls_leaves_no_socket_open(turns
     asyncio.run(main())
     gc.collect()
     assert complaints == []
+
+
+@pytest.mark.parametrize("turns", range(1, 6))
+def test_a_host_that_is_cancelled_while_it_closes_listens_no_more(turns):
+    async def main() -> tuple[str, int]:
+        host = RealHost(RealOptions("one"))
+        listener = await host.listen("127.0.0.1:0")
+        name, port = listener.address.rsplit(":", 1)
+        with socket.create_connection((name, int(port))) as caller:
+            await asyncio.sleep(0.01)
+            closing = asyncio.ensure_future(host.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            caller.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert caller.recv(1) == b""
+        return name, int(port)
+
+    address = asyncio.run(main())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+def test_what_a_task_opens_while_its_host_closes_is_closed_too(monkeypatch):
+    async def main() -> str:
+        found = asyncio.Event()
+
+        async def resolve(target: Target) -> list[tuple[int, tuple[str, int]]]:
+            await found.wait()
+            return [(socket.AF_INET, (target.hosts[0], 0))]
+
+        host = RealHost(RealOptions("one"))
+        monkeypatch.setattr(host, "_resolve", resolve)
+        listening = host.spawn(host.listen("127.0.0.1:0"), name="listen")
+        await asyncio.sleep(0)
+        found.set()
+        await host.close()
+        return listening.result().address
+
+    name, port = asyncio.run(main()).rsplit(":", 1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((name, int(port)))
 
 
 def test_when_a_deadline_cuts_links_all_ranks_are_told_of_the_deadline(addresses):

@@ -75,6 +75,25 @@ def between(left: RealOptions, right: RealOptions, body: Body) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("turns", range(1, 8))
+def test_a_handshake_does_not_outlive_its_listener_whenever_closing_is_cancelled(turns):
+    async def main() -> None:
+        async with asyncio.timeout(20), RealHost(member(LEFT)) as host:
+            listener = await host.listen("127.0.0.1:0")
+            name, port = listener.address.rsplit(":", 1)
+            with socket.create_connection((name, int(port))) as caller:
+                await asyncio.sleep(0.02)  # it is waited for what the caller says
+                closing = asyncio.ensure_future(listener.close())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                closing.cancel()
+                await asyncio.gather(closing, return_exceptions=True)
+                caller.settimeout(1.0)  # half as long as a handshake may take
+                assert await asyncio.to_thread(caller.recv, 1) == b""
+
+    asyncio.run(main())
+
+
 async def eventually(refused: Refusals) -> str:
     return str(await refused.get())
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hcsim import real_group
-from hcsim.collectives.group import Group
+from hcsim.collectives.group import Group, Options
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions
@@ -298,6 +298,38 @@ def test_a_wire_that_cannot_work_is_refused(wire):
         Wire(**wire)
 
 
+def test_a_refusal_is_told_at_once_though_another_peer_keeps_silent():
+    async def body(strict: VirtualHost, ours: VirtualHost, _silent: VirtualHost) -> None:
+        other = await opened(strict, 0, wire=Wire(segment_bytes=1000))
+        async with await Group.open(ours, membership(1)) as group:
+            with pytest.raises(CollectiveError, match=r"a link to rank 0 .* refused us: your segment") as caught:
+                await group.all_reduce(Phantom(12), algorithm="ring")
+        assert caught.value.peer == 0
+        assert ours.clock.elapsed() < 2.0
+        await other.close(*GOODBYE)
+
+    run(body)
+
+
+def test_who_gives_up_while_it_opens_a_watched_group_tells_those_who_are_there():
+    watched = Options(watch_s=1.0)
+
+    async def body(zero: VirtualHost, one: VirtualHost, _absent: VirtualHost) -> None:
+        opening = asyncio.ensure_future(Group.open(zero, membership(0), watched))
+        group = await Group.open(one, membership(1), watched)
+        await one.clock.sleep(1.0)
+        assert group.error is None
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await one.clock.sleep(1.0)
+        assert "rank 0 gave up while it opened the group" in str(group.error)
+        with pytest.raises(PeerRefused, match="nobody listens"):
+            await one.connect("mac-1:1000", timeout_s=0.1)
+        await group.close()
+
+    run(body)
+
+
 # What was opened is let go.
 
 
@@ -352,6 +384,35 @@ def test_who_is_cancelled_while_it_says_goodbye_still_lets_go(addresses, shared_
             await meshes[1].close(*GOODBYE)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("again", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("turns", range(1, 8))
+def test_wherever_closing_is_cancelled_everything_is_let_go(turns, again):
+    """Two links, and one of which only the first of two connections was made."""
+    striped = {"wire": msgspec.structs.replace(WIRE, stripes=2), "addresses": tuple(f"mac-{n}:1000" for n in "1234")}
+
+    async def body(*hosts: VirtualHost) -> None:
+        mesh, *others = [await opened(host, rank, **striped) for rank, host in enumerate(hosts[:3])]
+        await asyncio.gather(mesh.reach((1, 2)), *(other.link(0) for other in others))
+        half, _, _ = await call(hosts[3], msgspec.structs.replace(HELLO, world=4, stripes=2, rank=3))
+        closing = asyncio.ensure_future(mesh.close(*GOODBYE))
+        for cancelled_after in (turns, *(() if again is None else (again,))):
+            for _ in range(cancelled_after):
+                await asyncio.sleep(0)
+            closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        for link in mesh.links.values():
+            for channel in link.channels:
+                with pytest.raises(ChannelClosed):
+                    await channel.send(Header(0))
+        await hears_the_end(half, 1.0)
+        with pytest.raises(PeerRefused, match="nobody listens"):
+            await hosts[3].connect("mac-1:1000", timeout_s=0.1)
+        for other in others:
+            await other.close(*GOODBYE)
+
+    run(body, 4)
 
 
 async def says_nothing(ours: Host, theirs: Host, address: str) -> Channel:
@@ -409,6 +470,37 @@ def test_a_group_that_failed_is_opened_anew_although_its_callers_are_still_on_th
         await asyncio.gather(*(member(host, rank) for rank, host in enumerate(hosts)))
 
     run(body, ranks, latency_ms)
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_who_is_in_the_next_epoch_already_may_call_at_any_moment_while_we_leave_the_last(
+    addresses, shared_memory, turns
+):
+    async def main() -> int:
+        us = Membership(0, tuple(addresses(3)))
+        named = [RealOptions(name, shared_memory=shared_memory) for name in "abc"]
+        async with asyncio.timeout(20), RealHost(named[0]) as a, RealHost(named[1]) as b, RealHost(named[2]) as c:
+            old = await Group.open(a, us)
+            there = await Group.open(c, msgspec.structs.replace(us, rank=2))
+            await asyncio.gather(old.send(np.ones(1), 2), there.recv(np.ones(1), 0))
+            early = await Group.open(b, msgspec.structs.replace(us, rank=1, epoch=1))
+
+            async def again() -> int:
+                old.fail("for the test")
+                async with await old.reopen() as new:
+                    return int((await new.recv(np.zeros(1), 1))[0])
+
+            reopening = asyncio.ensure_future(again())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await early.send(np.full(1, 7.0), 0)
+            number = await reopening
+            await early.close()
+            await there.close()
+            return number
+
+    assert asyncio.run(main()) == 7
 
 
 # Bytes from a real socket.

@@ -265,6 +265,44 @@ def test_a_task_group_cancels_in_the_same_order_every_time() -> None:
     assert all(order == orders[0] for order in orders)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["world", "task", "simpy"]), st.integers(0, 3)), max_size=30))
+def test_timers_run_by_deadline_and_then_in_the_order_in_which_they_were_set_whoever_set_them(
+    timers: list[tuple[str, int]],
+) -> None:
+    """SimPy's own events come before all timers of their instant. Each timer sets a further one, of its own kind."""
+    loop = VirtualLoop()
+    expected: list[tuple[int, bool, int]] = []
+    ran: list[tuple[int, bool, int]] = []
+
+    def set_one(kind: str, delay_ns: int, further: bool) -> None:
+        entry = (loop.now_ns + delay_ns, kind != "simpy", len(expected))
+        expected.append(entry)
+
+        def runs() -> None:
+            assert loop.now_ns == entry[0]
+            ran.append(entry)
+            if further:
+                set_one(kind, delay_ns, False)
+
+        if kind == "world":
+            loop.call_at_ns(entry[0], runs)
+        elif kind == "task":
+            loop.call_later(delay_ns / 1e9, runs)
+        else:
+            loop.env.timeout(delay_ns).callbacks.append(lambda _: runs())
+
+    async def main() -> None:
+        for kind, delay_ns in timers:
+            set_one(kind, delay_ns, True)
+        await asyncio.sleep(10e-9)
+
+    loop.run_to_end(main())
+    assert len(ran) == len(expected) == 2 * len(timers)
+    place_of = {entry: place for place, entry in enumerate(ran)}
+    settled = [entry for entry in sorted(expected) if entry[2] < len(timers)]
+    assert sorted(settled, key=place_of.__getitem__) == settled
+
+
 # Cancelled timers.
 
 

@@ -8,6 +8,9 @@ that the receiver gets from. They have none of what hcsim adds: tasks that can b
 framing, back-pressure, fair sharing, a trace with its hash. hcsim and SimPy take turns, and so do
 the cases; each figure is a median over the turns, so that noise hits all alike. `ratio` is hcsim's
 rate over SimPy's: above one, hcsim is faster.
+
+How much more a message costs among many ranks than among few is measured apart: the many stop now and then, and the
+few take a turn. On a machine whose speed changes from one second to the next both then had the same seconds.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import asyncio
 import math
 import statistics
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from time import perf_counter
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 import simpy
@@ -55,6 +59,10 @@ TENSOR_BYTES = 8 << 20
 LINK_BPS = 1e9
 PORT = 52416
 CASE_S = 60.0
+FEW, MANY = 8, 512
+FEW_COUNT = 200
+"""All-reduces among few in one turn: enough that their start hardly counts."""
+TURNS_BESIDE = 10
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -68,6 +76,25 @@ class Case(msgspec.Struct, frozen=True):
     ranks: int | None = None
     messages: int | None = None
     """How many messages one turn sends, where that is another number."""
+
+
+class Beside:
+    """Something small that something large stops for, several times, while its clock stands still."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.took_s = 0.0
+        self.stopped_s = 0.0
+
+    def process(self, env: simpy.Environment, every: float) -> Process:
+        """Lives in the large one's world."""
+        for _ in range(TURNS_BESIDE):
+            yield env.timeout(every)
+            self.stopped_s += _duration_s(self._take_turn)
+
+    def _take_turn(self) -> None:
+        with ThreadPoolExecutor(1) as elsewhere:  # one world does not run within another
+            self.took_s += elsewhere.submit(_duration_s, self._work).result()
 
 
 def bare_timers(count: int) -> None:
@@ -122,9 +149,11 @@ def bare_ring(rounds: int, rates_bps: Sequence[float], size_bytes: int) -> None:
     env.run()
 
 
-def bare_free_ring(rounds: int, nodes: int, delay_s: float) -> None:
+def bare_free_ring(rounds: int, nodes: int, delay_s: float, beside: Beside | None = None) -> None:
     """The same where no message ever waits for another, so that a link is nothing but its delay."""
     env = simpy.Environment()
+    if beside is not None:
+        env.process(beside.process(env, rounds * delay_s / TURNS_BESIDE))
     inboxes = [simpy.Store(env) for _ in range(nodes)]
 
     def message(receiver: int) -> Process:
@@ -161,21 +190,39 @@ def _anywhere(_header: Header) -> None:
     return None
 
 
-def our_all_reduces(count: int, ranks: int) -> None:
+def our_all_reduces(count: int, ranks: int, beside: Beside | None = None) -> None:
     tensor = Phantom(TENSOR_BYTES)
+    rounds, delay_s = ring_rounds(ranks)
 
     async def node(host: VirtualHost, rank: int, addresses: Sequence[str]) -> None:
         async with await Group.open(host, Membership(rank, tuple(addresses))) as group:
             for _ in range(count):
                 await group.all_reduce(tensor, algorithm="ring")
 
-    run_world(list(repeat(LINK_BPS, ranks)), node)
+    def prepare(world: World) -> None:
+        if beside is not None:
+            every_ns = round(count * rounds * delay_s * 1e9 / TURNS_BESIDE)
+            world.loop.env.process(beside.process(world.loop.env, every_ns))
+
+    run_world(list(repeat(LINK_BPS, ranks)), node, prepare=prepare)
 
 
-def run_world(rates_bps: Sequence[float], node: Program, *, ideal: bool = True) -> None:
+def ring_rounds(ranks: int) -> tuple[int, float]:
+    """How many rounds one all-reduce takes, and how long each lasts."""
+    return 2 * (ranks - 1), LATENCY_S + TENSOR_BYTES / ranks * 8 / LINK_BPS
+
+
+def run_world(
+    rates_bps: Sequence[float],
+    node: Program,
+    *,
+    ideal: bool = True,
+    prepare: Callable[[World], None] = lambda world: None,
+) -> None:
     """Run a program on nodes with these rates; it gets its host, its rank, and where each rank listens."""
     scenario = ring_scenario(rates_bps)
     world = World(idealised(scenario) if ideal else scenario)
+    prepare(world)
     ranks = {host.name: rank for rank, host in enumerate(world.hosts)}
     addresses = [f"{host.name}:{PORT}" for host in world.hosts]
     for outcome in world.run_on_all(lambda host: node(host, ranks[host.name], addresses)):
@@ -193,15 +240,14 @@ def ring_scenario(rates_bps: Sequence[float]) -> Scenario:
 
 def all_reduce_case(ranks: int, count: int) -> Case:
     """`count` ring all-reduces of a phantom; each takes 2(n − 1) rounds of n messages."""
-    rounds = count * 2 * (ranks - 1)
-    delay_s = LATENCY_S + TENSOR_BYTES / ranks * 8 / LINK_BPS
+    rounds, delay_s = ring_rounds(ranks)
     return Case(
         "all-reduces",
         count,
-        lambda: bare_free_ring(rounds, ranks, delay_s),
+        lambda: bare_free_ring(count * rounds, ranks, delay_s),
         lambda: our_all_reduces(count, ranks),
         ranks,
-        rounds * ranks,
+        count * rounds * ranks,
     )
 
 
@@ -231,9 +277,9 @@ def cases() -> list[Case]:
             lambda: our_ring(flows // RING, UNLIKE_BPS, Phantom(FLOW_BYTES), ideal=False),
             RING,
         ),
-        all_reduce_case(8, 200),
+        all_reduce_case(FEW, FEW_COUNT),
         all_reduce_case(64, 3),
-        all_reduce_case(512, 1),
+        all_reduce_case(MANY, 1),
     ]
 
 
@@ -295,19 +341,18 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
-def growth(rows: list[Row]) -> str | None:
-    """How much more a message costs among the most ranks than among the fewest, beside SimPy's own."""
-    reduced = [row for row in rows if row["case"] == "all-reduces"]
-    if len(reduced) < 2:
-        return None
-    few, many = reduced[0], reduced[-1]
-
-    def times(column: str) -> float:
-        return cast(float, many[column]) / cast(float, few[column])
-
-    ours, bare = times("hcsim_us_per_message"), times("simpy_us_per_message")
-    among = f"among {many['ranks']} ranks as among {few['ranks']}"
-    return f"a message costs {ours:.2f} times as much {among}; SimPy's {bare:.2f}"
+def growth(few: int, many: int, few_count: int) -> dict[str, float]:
+    """How many times as much a message costs among many ranks as among few, of hcsim and of SimPy."""
+    (few_rounds, few_delay_s), (many_rounds, many_delay_s) = ring_rounds(few), ring_rounds(many)
+    ours = Beside(lambda: our_all_reduces(few_count, few))
+    bare = Beside(lambda: bare_free_ring(few_count * few_rounds, few, few_delay_s))
+    ours_s = _duration_s(lambda: our_all_reduces(1, many, ours))
+    bare_s = _duration_s(lambda: bare_free_ring(many_rounds, many, many_delay_s, bare))
+    messages = many_rounds * many / (TURNS_BESIDE * few_count * few_rounds * few)
+    return {
+        name: (total_s - beside.stopped_s) / beside.took_s / messages
+        for name, total_s, beside in (("hcsim", ours_s, ours), ("simpy", bare_s, bare))
+    }
 
 
 def _cell(value: str | int | float | None) -> str:
@@ -327,11 +372,15 @@ def main(
     asked.check_json(json_file)
     chosen = [case for case in cases() if case.name in wanted]
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=turns * len(chosen))
+        with_growth = "all-reduces" in wanted
+        task = progress.add_task("measuring", total=turns * len(chosen) + with_growth)
         rows = measure(chosen, turns, lambda: progress.advance(task))
+        grown = growth(FEW, MANY, FEW_COUNT) if with_growth else {}
     Console().print(table(rows))
-    if (grown := growth(rows)) is not None:
-        Console().print(grown)
+    if grown:
+        among = f"among {MANY} ranks as among {FEW}, in the same seconds"
+        Console().print(f"a message costs {grown['hcsim']:.2f} times as much {among}; SimPy's {grown['simpy']:.2f}")
+        rows[-1] |= {f"{name}_growth": factor for name, factor in grown.items()}
     asked.write_json(json_file, rows)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from experiments.speed import Row, growth, our_all_reduces
+import pytest
+import simpy
+
+from experiments import speed
+from experiments.speed import our_all_reduces
 
 
 def calls_per_message(ranks: int, count: int) -> float:
@@ -29,10 +33,33 @@ def test_a_message_takes_as_much_work_among_many_ranks_as_among_few():
     assert many < 1.25 * few
 
 
-def test_growth_is_that_of_the_cost_of_a_message_from_the_fewest_ranks_to_the_most():
-    def row(case: str, ranks: int, ours: float, bare: float) -> Row:
-        return {"case": case, "ranks": ranks, "hcsim_us_per_message": ours, "simpy_us_per_message": bare}
+def test_growth_compares_what_messages_cost_without_the_turns_of_the_few(monkeypatch):
+    """Worlds that only let a clock pass: 2 µs for a message among few ranks, 3 among many, and in SimPy 1 and 4."""
+    now_s = 0.0
 
-    rows = [row("timers", 8, 1.0, 9.0), row("all-reduces", 8, 20.0, 10.0), row("all-reduces", 512, 25.0, 14.0)]
-    assert growth(rows) == "a message costs 1.25 times as much among 512 ranks as among 8; SimPy's 1.40"
-    assert growth(rows[:2]) is None
+    def costs(few_us: float, many_us: float, beside: speed.Beside | None, messages: int) -> None:
+        nonlocal now_s
+        if beside is not None:
+            env = simpy.Environment()
+            env.process(beside.process(env, 1))
+            env.run()
+        now_s += (few_us if beside is None else many_us) * messages
+
+    def ours(count: int, ranks: int, beside: speed.Beside | None = None) -> None:
+        costs(2.0, 3.0, beside, count * 2 * (ranks - 1) * ranks)
+
+    def bare(rounds: int, nodes: int, delay_s: float, beside: speed.Beside | None = None) -> None:
+        costs(1.0, 4.0, beside, rounds * nodes)
+
+    monkeypatch.setattr(speed, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(speed, "our_all_reduces", ours)
+    monkeypatch.setattr(speed, "bare_free_ring", bare)
+    assert speed.growth(8, 512, 200) == pytest.approx({"hcsim": 1.5, "simpy": 4.0})
+
+
+def test_the_few_take_all_their_turns_while_the_many_run():
+    taken = []
+    beside = speed.Beside(lambda: taken.append(1))
+    our_all_reduces(3, 4, beside)
+    assert len(taken) == speed.TURNS_BESIDE
+    assert 0 < beside.took_s < beside.stopped_s

@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# The tests start hundreds of processes, and each would compile hcsim anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install sweep test check clean
 
 install: $(READY)  ## hcsim into .venv
@@ -11,7 +14,7 @@ sweep: $(READY)  ## all studies at low resolution: tables and figures in results
 	$(BIN)/python -m experiments.sweep --quick
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)  ## lint, types, architecture
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ the program returned or the exception that ended it.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,6 +32,12 @@ settings.load_profile("no wall clock")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores interrupts, and so would everything that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: where a cluster waits for a dead member, another test can go on."""
+    return (os.cpu_count() or 1) + 1
 
 
 class Cluster(Protocol):

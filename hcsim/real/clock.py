@@ -66,7 +66,8 @@ class _Limits:
         now_s = max(self.loop.time(), self._timer.when())  # the loop may call a clock's tick too early
         self._timer = None
         try:
-            for limit in [limit for limit, due_s in self._due_s.items() if due_s <= now_s]:
+            late = [limit for limit, due_s in self._due_s.items() if due_s <= now_s]
+            for limit in sorted(late, key=self._due_s.__getitem__):  # a machine that stood still finds several
                 del self._due_s[limit]
                 limit.expire()
         finally:  # whatever one of them waits for may refuse to be cancelled

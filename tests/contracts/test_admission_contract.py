@@ -149,16 +149,19 @@ def test_a_stranger_may_not_send_much(arena: Arena) -> None:
     arena.run(body)
 
 
-def test_a_silent_stranger_is_let_go_and_told_why(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ADMISSION_TIMEOUT_S", 0.2)
-
+def test_a_silent_stranger_holds_nobody_up_is_let_go_and_told_why(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))
         silent = await left.connect(listener.address)
-        client = await AdmittedHost(left, member("left")).connect(listener.address)  # is not held up
-        assert bytes((await silent.recv(allocate))[1]) == bytes([3, Reason.TOO_SLOW])
-        await silent.close()
-        await client.close()
+        client = await AdmittedHost(left, member("left")).connect(listener.address)
+        with monkeypatch.context() as patch:  # not for the client, which has as much time as a busy machine needs
+            patch.setattr(admission, "ADMISSION_TIMEOUT_S", 0.2)
+            another = await left.connect(listener.address)
+            assert bytes((await another.recv(allocate))[1]) == bytes([3, Reason.TOO_SLOW])
+        for channel in (silent, another, client):
+            await channel.close()
         await listener.close()
 
     arena.run(body)
@@ -271,7 +274,7 @@ def test_a_port_without_admission_is_named_as_such(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await right.listen(arena.address(right))
         with pytest.raises(DeadlineExceeded, match="run without admission"):
-            await AdmittedHost(left, member("left")).connect(listener.address, timeout_s=0.2)
+            await AdmittedHost(left, member("left")).connect(listener.address, timeout_s=1.0)
         await listener.close()
 
     arena.run(body)

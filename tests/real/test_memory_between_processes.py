@@ -326,7 +326,7 @@ def test_a_guest_that_brings_something_else_is_sent_away_and_others_are_served(
     greeting: bytes, memory: Callable[[], int] | None
 ) -> None:
     async def body() -> None:
-        async with RealHost(RealOptions("right", handshake_timeout_s=0.2), on_refused=refused.append) as host:
+        async with RealHost(RealOptions("right", handshake_timeout_s=1.0), on_refused=refused.append) as host:
             listener = await host.listen("127.0.0.1:0")
             with knocking(listener) as sock:
                 brought = [] if memory is None else [memory()]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -81,8 +82,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ca"), "home")
 
 
-def secure(authority: Authority, name: str) -> RealOptions:
-    return RealOptions(name, tls=authority.member(name), handshake_timeout_s=0.3, shared_memory=False)
+def secure(authority: Authority, name: str, **options: Any) -> RealOptions:
+    return RealOptions(name, tls=authority.member(name), shared_memory=False, **options)
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 4096, 16384 - 56, 16384, 70_000], [3 * MIB + 1]])
@@ -191,7 +192,7 @@ def test_a_plaintext_client_is_dropped_by_a_tls_port_and_holds_nobody_up(authori
             pass
         return received
 
-    between(secure(authority, "left"), secure(authority, "right"), body)
+    between(secure(authority, "left"), secure(authority, "right", handshake_timeout_s=2.0), body)
 
 
 def test_a_tls_client_gives_up_on_a_plaintext_server(authority: Authority) -> None:
@@ -206,7 +207,7 @@ def test_a_tls_client_gives_up_on_a_plaintext_server(authority: Authority) -> No
 
         right.spawn(serve(), name="serve")
         with pytest.raises((PeerRefused, DeadlineExceeded), match=r"TLS|reset"):
-            await left.connect(listener.address, timeout_s=0.3)
+            await left.connect(listener.address, timeout_s=2.0)
 
     between(secure(authority, "left"), RealOptions("right"), body)
 

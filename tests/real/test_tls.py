@@ -367,7 +367,7 @@ def test_a_tls_client_at_a_plaintext_port_is_told_at_both_ends() -> None:
 
         serving = right.spawn(serve(), name="serve")
         with pytest.raises(DeadlineExceeded, match="during the TLS handshake: does it expect plaintext"):
-            await left.connect(listener.address, timeout_s=0.5)
+            await left.connect(listener.address, timeout_s=2.0)
         assert "spoke TLS to a plaintext port" in await serving
 
     between(member(LEFT), RealOptions("right"), body)

@@ -554,7 +554,7 @@ def test_a_name_that_nobody_knows_is_told_as_the_reason(monkeypatch, addresses) 
         return known(host, *args, **kwargs)
 
     async def main() -> None:
-        wire = Wire(connect_timeout_s=0.3)
+        wire = Wire(connect_timeout_s=1.0)
         async with real_group(1, ["mini.invalid:52416", *addresses(1)], wire=wire) as group:
             with pytest.raises(CollectiveError, match=r"rank 0.*mini\.invalid:52416 did not answer.*Name or"):
                 await group.barrier()

@@ -4,7 +4,9 @@ The φ-accrual detector (Hayashibara et al., "The φ Accrual Failure Detector", 
 a peer's heartbeats follows how likely its present silence is; φ is the negative logarithm of that. A peer with a
 steady rhythm is suspected soon, one on a shaky radio later. Where we deviate: the spread is never taken
 for less than a quarter of the interval, since a machine that computes answers late now and then; and two
-hard limits hold whatever the rhythm was. A refused connection is no silence but an answer: nobody is there.
+hard limits hold whatever the rhythm was. A refused connection is no silence but an answer: nobody is there. And a
+silence in which we stood still ourselves is nobody's: what was said meanwhile waits to be read (the idea is that of
+Dadgar et al., "Lifeguard: Local Health Awareness for More Accurate Failure Detection", DSN-W 2018).
 
 Time comes from outside, so that the same events give the same answers.
 """
@@ -48,6 +50,11 @@ class Pulse:
         """A sign of life outside the rhythm: any other message."""
         self._last_s = max(self._last_s, now)
         self._refused = ""
+
+    def excuse(self, late_s: float, now: float) -> None:
+        """For so long we could not hear it."""
+        self._last_s = min(self._last_s + late_s, now)
+        self._beat_s = min(self._beat_s + late_s, now)
 
     def echoed(self, round_trip_s: float) -> None:
         """An answer came after that time."""

@@ -6,6 +6,7 @@ It is the `Conductor` of what is computed here: it says with whom, and when that
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -71,6 +72,7 @@ class Node:
         self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}
         self._number = 1
+        self._look_due_s = math.inf
         self._changed: list[asyncio.Future[None]] = []
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
@@ -268,6 +270,7 @@ class Node:
     # What goes on by itself.
 
     async def _beats(self) -> None:
+        pause_s = self._beat.interval_s / _LOOKS
         while True:
             self._number += 1
             self._sent[self._number] = self._now()
@@ -275,12 +278,18 @@ class Node:
             self._lines.send_all(Beat(self._number, self._membership.status))
             self._figures.beat_sent()
             for _ in range(_LOOKS):
-                await self._host.clock.sleep(self._beat.interval_s / _LOOKS)
+                self._look_due_s = self._now() + pause_s
+                await self._host.clock.sleep(pause_s)
                 self._look()
 
     def _look(self) -> None:
-        """Suspect those who are silent."""
+        """Suspect those who are silent, though not where it was we who stood still."""
         now = self._now()
+        if (late_s := now - self._look_due_s) > self._beat.interval_s / _LOOKS:
+            self._look_due_s = now
+            self._host.trace("stood still", late_s)
+            for pulse in self._pulses.values():
+                pulse.excuse(late_s, now)
         for node, pulse in self._pulses.items():
             why = pulse.suspected(now)
             self._figures.looked(node, pulse, why, now)

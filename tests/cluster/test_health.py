@@ -91,6 +91,17 @@ def test_a_refused_connection_is_believed_at_once_until_there_is_a_sign_of_life(
     assert not pulse.suspected(2.3)
 
 
+def test_time_in_which_we_could_not_hear_is_no_silence_and_no_rhythm():
+    heard, excused = beating([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), beating([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    excused.excuse(100.0, 106.5)
+    assert excused.silence_s(106.5) == heard.silence_s(6.5) == 0.5
+    for pulse, now in ((heard, 7.0), (excused, 107.0)):
+        pulse.beat(now)
+    assert excused.phi(109.0) == heard.phi(9.0) > 0
+    excused.excuse(100.0, 107.5)  # it was heard since
+    assert excused.silence_s(108.0) == 0.5
+
+
 def test_latency_is_an_exponential_moving_average_of_round_trips():
     pulse = Pulse(0.0, EVERY_SECOND)
     for round_trip_s in (0.010, 0.020, 0.010):

@@ -70,6 +70,19 @@ def test_a_short_pause_costs_nobody_its_place():
     assert party.members("a") == [ABC]
 
 
+@pytest.mark.parametrize("still_s", [1.2, 2.5, 60.0])
+def test_where_all_stand_still_at_once_nobody_takes_the_others_for_lost(still_s):
+    party = Party(ABC, [Pause(node=name, **after(3.1, still_s)) for name in ABC]).run(still_s + 8)
+    assert all(party.members(name) == [ABC] for name in ABC)
+
+
+def test_one_that_dies_while_the_others_stand_still_is_found_when_they_go_on():
+    still = [Pause(node=name, **after(3, 20)) for name in "ab"]
+    party = Party(ABC, [*still, Crash(at_s=Seconds(5), node="c")]).run(30)
+    assert party.members("a") == party.members("b") == [ABC, ("a", "b")]
+    assert 23 < party.when_s["a", party.views["a"][-1].epoch] < 26
+
+
 @pytest.mark.parametrize("oneway", [False, True])
 def test_who_cannot_be_heard_is_left_out_and_comes_back(oneway):
     cut = Partition(sides=(("c",), ("a", "b")), oneway=oneway, **after(3, 5))

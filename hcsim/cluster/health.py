@@ -25,6 +25,23 @@ _SMOOTHING = 0.2
 """Weight of the newest round trip in the average. Higher follows faster."""
 
 
+class Watch:
+    """Whether we looked when we meant to. If not, we slept or had no processor, and others' silence was ours."""
+
+    def __init__(self, due_s: float, tolerated_s: float) -> None:
+        self.due_s = due_s
+        """When we mean to look next."""
+        self._tolerated_s = tolerated_s
+
+    def away_s(self, now: float) -> float:
+        """For how long we have not looked; nothing if that is tolerable, or was told before."""
+        away_s = now - self.due_s
+        if away_s < self._tolerated_s:
+            return 0.0
+        self.due_s = now
+        return away_s
+
+
 class Pulse:
     """What is known of one peer's heartbeats."""
 
@@ -51,10 +68,10 @@ class Pulse:
         self._last_s = max(self._last_s, now)
         self._refused = ""
 
-    def excuse(self, late_s: float, now: float) -> None:
+    def excuse(self, away_s: float, now: float) -> None:
         """For so long we could not hear it."""
-        self._last_s = min(self._last_s + late_s, now)
-        self._beat_s = min(self._beat_s + late_s, now)
+        self._last_s = min(self._last_s + away_s, now)
+        self._beat_s = min(self._beat_s + away_s, now)
 
     def echoed(self, round_trip_s: float) -> None:
         """An answer came after that time."""

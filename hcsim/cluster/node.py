@@ -15,7 +15,7 @@ from hcsim.cluster.agreement import Record
 from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.effects import Adopted, Over, Send, Waiting
 from hcsim.cluster.figures import Figures
-from hcsim.cluster.health import Pulse
+from hcsim.cluster.health import Pulse, Watch
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, Link, Message, Status, Told
@@ -72,7 +72,7 @@ class Node:
         self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}
         self._number = 1
-        self._look_due_s = math.inf
+        self._watch = Watch(math.inf, self._beat.interval_s / _LOOKS)
         self._changed: list[asyncio.Future[None]] = []
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
@@ -278,18 +278,17 @@ class Node:
             self._lines.send_all(Beat(self._number, self._membership.status))
             self._figures.beat_sent()
             for _ in range(_LOOKS):
-                self._look_due_s = self._now() + pause_s
+                self._watch.due_s = self._now() + pause_s
                 await self._host.clock.sleep(pause_s)
                 self._look()
 
     def _look(self) -> None:
         """Suspect those who are silent, though not where it was we who stood still."""
         now = self._now()
-        if (late_s := now - self._look_due_s) > self._beat.interval_s / _LOOKS:
-            self._look_due_s = now
-            self._host.trace("stood still", late_s)
+        if away_s := self._watch.away_s(now):
+            self._host.trace("stood still", away_s)
             for pulse in self._pulses.values():
-                pulse.excuse(late_s, now)
+                pulse.excuse(away_s, now)
         for node, pulse in self._pulses.items():
             why = pulse.suspected(now)
             self._figures.looked(node, pulse, why, now)

@@ -98,10 +98,10 @@ class Group:
         Who had to listen before the addresses were known gives the listener, which is then closed with the group."""
         mesh = Mesh(host, us, listener)
         fate = Fate(mesh)
-        mesh.patient = us.epoch > 0
-        if options is not None and options.conducted:
+        conducted = options is not None and options.conducted
+        if conducted:
             mesh.on_newer = None
-            mesh.patient = True
+        mesh.patient = conducted or us.epoch > 0  # others may still be in the epoch before, and will come
         await mesh.open()
         if options is not None and options.watch_s is not None:
             try:

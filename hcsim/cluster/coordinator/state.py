@@ -20,6 +20,7 @@ from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
 from hcsim.cluster.coordinator.messages import Notice, Peer, Register, Registered, Roster
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.cluster.coordinator.rounds import Kept, Rounds
+from hcsim.cluster.health import Watch
 from hcsim.errors import CallRefused, WorkerLost
 
 
@@ -108,7 +109,7 @@ class State:
         self.rounds = Rounds(kept.committed)
         self._settled_s = now + policy.silence_s if kept.generation else now
         """Until then those who worked before we started anew may call again."""
-        self._awake_until_s = now
+        self._watch = Watch(now, policy.heartbeat_s)
 
     def kept(self) -> Kept:
         """What must outlive a restart."""
@@ -222,17 +223,16 @@ class State:
         times += [entry.since_s + self.policy.form_s for entry in entries if entry.stage is Stage.READY]
         times += [self._settled_s, self.rounds.due_s]
         soon = [time for time in times if time > now]
-        self._awake_until_s = min([now + self.policy.heartbeat_s, *soon])
-        return self._awake_until_s
+        self._watch.due_s = min([now + self.policy.heartbeat_s, *soon])
+        return self._watch.due_s
 
     def _awoke(self, now: float) -> list[Effect]:
-        """If we have been away since we were to look again, others' silence in that time was ours."""
-        away_s = now - self._awake_until_s
-        if away_s < self.policy.heartbeat_s:
+        """If we have been away since we were to look again, nobody was silent in that time."""
+        away_s = self._watch.away_s(now)
+        if not away_s:
             return []
         for entry in self.workers.values():
             entry.heard_s = min(now, entry.heard_s + away_s)
-        self._awake_until_s = now
         return [Note(f"the coordinator itself was stuck for {away_s:.3g} s")] if self.workers else []
 
     # What follows.

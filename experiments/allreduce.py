@@ -10,8 +10,10 @@ iterations fit into a turn. An iteration is an all-reduce right after a barrier 
 as its slowest rank. A cell is the median over the iterations of all rounds.
 
 All have one thread for arithmetic and no binding to cores. `ratio_X` is hcsim's time over X's:
-below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied, its tensor
-included, beyond `X_idle_bytes`: the most that an idle rank occupied, which reduced one number.
+below one, hcsim is faster. `X_peak_bytes` is the most that a rank of X occupied in a turn, its tensor
+included, beyond what it had occupied right before while it reduced a single number as often;
+`X_idle_bytes` is the most of the latter. (Right before: with each new thing that it does, a process grows for good, by
+code that is read and by pages that its heap keeps.)
 
 The processes of one machine share memory with hcsim; `hcsim_tcp` is hcsim over TCP like the others, as it is between
 machines, and `tcp_ratio_X` its time over X's. `--peers hcsim_tcp,gloo,bare` puts a ring in C over bare sockets beside
@@ -61,8 +63,8 @@ _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 class Measured(msgspec.Struct):
     """What one library did in one cell."""
 
-    idle_bytes: int | None
     durations_s: list[float] = []
+    idle_bytes: int | None = None
     peak_bytes: int | None = None
 
 
@@ -99,7 +101,7 @@ class Study:
 
     def _measure_cell(self, teams: list[Team], ranks: int, size_bytes: int) -> dict[str, Measured]:
         """Takes a team that fails out of `teams`: its ranks are of no more use."""
-        measured = {team.peer.name: Measured(_most(team.idle_bytes)) for team in teams}
+        measured = {team.peer.name: Measured() for team in teams}
         turns: dict[str, Turn] = {}
         for number in range(self._rounds + 1):
             shift = number % max(1, len(teams))
@@ -131,12 +133,14 @@ def _first_turn(team: Team, elements: int) -> Turn:
 
 
 def _take_turn(team: Team, turn: Turn, measured: Measured) -> None:
+    idle_bytes = [report.peak_bytes for report in team.take(Turn(1, turn.iterations))]
     reports = team.take(turn)
     measured.durations_s += [max(of_ranks) for of_ranks in zip(*(r.durations_s for r in reports), strict=True)]
     beyond_idle = [
         None if idle is None or report.peak_bytes is None else report.peak_bytes - idle
-        for idle, report in zip(team.idle_bytes, reports, strict=True)
+        for idle, report in zip(idle_bytes, reports, strict=True)
     ]
+    measured.idle_bytes = _most([measured.idle_bytes, *idle_bytes])
     measured.peak_bytes = _most([measured.peak_bytes, *beyond_idle])
 
 

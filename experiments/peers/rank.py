@@ -24,16 +24,12 @@ from experiments.peers.memory import peak_bytes, reset_peak
 from experiments.peers.peer import Floats, Job, Rank
 from experiments.peers.roster import PEERS
 
-_FIRST_ITERATIONS = 40
 _PERIOD = np.arange(251 * 1024, dtype=np.float32) % 251
 """One MiB of small whole numbers: sums over many ranks stay exact in float32."""
 
 
 class Ready(msgspec.Struct, frozen=True):
     """A rank has joined the others."""
-
-    idle_bytes: int | None
-    """The most that it occupied while it reduced a single number, again and again."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -57,11 +53,7 @@ async def main(job: Job, rank: int) -> None:
     with socket.socket(socket.AF_UNIX) as control, control.makefile("rwb") as lines:
         control.connect(str(Path(job.folder, CONTROL)))
         async with PEERS[job.peer].join(job, rank) as member:
-            # The thread that waits for commands, and what is loaded or allocated at first use, are not the tensor's.
-            await asyncio.to_thread(int)
-            await take(Turn(elements=1, iterations=_FIRST_ITERATIONS, verify=True), member, rank, job.ranks)
-            idle = await take(Turn(elements=1, iterations=_FIRST_ITERATIONS), member, rank, job.ranks)
-            message: Ready | Report = Ready(idle.peak_bytes)
+            message: Ready | Report = Ready()
             while True:
                 lines.write(msgspec.json.encode(message) + b"\n")
                 lines.flush()

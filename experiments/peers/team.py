@@ -21,8 +21,7 @@ class Team:
     def __init__(self, peer: Peer, crew: Crew) -> None:
         self.peer = peer
         self._crew = crew
-        self.idle_bytes = [ready.idle_bytes for ready in crew.hear(Ready)]
-        """Of each rank, in the order of its reports."""
+        crew.hear(Ready)
 
     def take(self, turn: Turn) -> list[Report]:
         """Let every rank take this turn. If one fails, all are ended: none may go on and disturb others."""

@@ -101,9 +101,9 @@ def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path
 
 def test_the_ratio_is_ours_over_theirs() -> None:
     measured = {
-        "hcsim": allreduce.Measured(idle_bytes=None, durations_s=[1.0, 2.0, 9.0]),
-        "hcsim_tcp": allreduce.Measured(idle_bytes=None, durations_s=[6.0]),
-        "mpi": allreduce.Measured(idle_bytes=None, durations_s=[4.0, 4.0, 1.0]),
+        "hcsim": allreduce.Measured(durations_s=[1.0, 2.0, 9.0]),
+        "hcsim_tcp": allreduce.Measured(durations_s=[6.0]),
+        "mpi": allreduce.Measured(durations_s=[4.0, 4.0, 1.0]),
     }
     row = allreduce.row(2, 4096, measured)
     assert (row["hcsim_s"], row["mpi_s"], row["ratio_mpi"], row["ratio_gloo"]) == (2.0, 4.0, 0.5, None)

@@ -60,8 +60,8 @@ class Flow:
     """One stream's claim to a share. One unit of its rate takes `amount` of each (resource, amount) it uses."""
 
     __slots__ = (
-        "bound", "id", "inside", "level", "limit", "noted", "open", "previous", "rate", "settled", "tight", "uses",
-        "wanted", "weight",
+        "alone", "bound", "id", "inside", "level", "limit", "noted", "open", "previous", "rate", "resting", "settled",
+        "tight", "uses", "wanted", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +86,10 @@ class Flow:
         """Being filled, and not yet frozen."""
         self.wanted = self.settled = self.noted = self.inside = False
         self.previous = 0.0
+        self.alone = False
+        """Nobody else is in what could hold it back, and it has all that it can take there."""
+        self.resting: float | None = None
+        """Its rate while it went, where it has stopped and nobody else has come meanwhile: its place is kept."""
 
     def __repr__(self) -> str:
         return f"Flow({self.id}, rate={self.rate!r})"
@@ -138,6 +142,18 @@ def fill_alone(flow: Flow) -> None:
         resource.level = inf
     if limit is not None:
         limit.level = flow.level
+    flow.alone = True
+
+
+def end_solitude(flow: Flow) -> None:
+    """Somebody else comes, or what a flow that was alone has found there changes: if it rests, its place is free."""
+    flow.alone = False
+    if flow.resting is not None:
+        flow.resting = flow.limit = None
+        for resource, _ in flow.tight:
+            resource.flows.clear()
+            resource.load = 0.0
+            resource.level = inf
 
 
 def fill(flows: list[Flow]) -> list[Resource]:

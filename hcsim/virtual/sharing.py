@@ -19,6 +19,9 @@ the flows whose rates change and their neighbours, not to all. A change fades by
 coefficients at each hop (0.03 for acknowledgements) and ends below `TOLERANCE`. Should repairs not
 end soon, which rounding could cause, all flows met so far are filled as one region that can only
 grow.
+
+A flow that is alone when it stops rests in its place until somebody else comes: where it starts
+again before that, it goes on as it went, and only the flow itself is looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from math import inf
 from operator import attrgetter
 
 from hcsim.errors import UsageError
-from hcsim.virtual.filling import TOLERANCE, Flow, Resource, fill, fill_alone, offenders
+from hcsim.virtual.filling import TOLERANCE, Flow, Resource, end_solitude, fill, fill_alone, offenders
 from hcsim.virtual.tightness import admit, dismiss, unfix
 
 __all__ = ["Flow", "Resource", "Sharing"]
@@ -76,6 +79,8 @@ class Sharing:
         if not 0.0 <= capacity < inf:
             raise UsageError(f"{resource.name} cannot have a capacity of {capacity}")
         if capacity != resource.capacity:
+            for flow, _ in tuple(resource.flows.values()):
+                end_solitude(flow)
             unfix(resource)
             resource.capacity = capacity
             self._recast[resource] = None
@@ -87,6 +92,8 @@ class Sharing:
 
     def is_full(self, resource: Resource) -> bool:
         """Whether the flows take all there is, as of the last `solve`."""
+        if any(flow.resting is not None for flow, _ in resource.flows.values()):
+            return resource.capacity <= 0.0
         return resource.capacity - resource.load <= TOLERANCE * resource.capacity
 
     def is_used(self, resource: Resource) -> bool:
@@ -103,12 +110,14 @@ class Sharing:
         changed: list[Flow] = []
         region: list[Flow] = []
         for flow in self._take_changes():
-            for resource, _ in flow.tight:
-                if len(resource.flows) > 1:
-                    region.append(flow)
-                    break
-            else:
-                fill_alone(flow)
+            if not flow.alone:
+                for resource, _ in flow.tight:
+                    if len(resource.flows) > 1:
+                        region.append(flow)
+                        break
+                else:
+                    fill_alone(flow)
+            if flow.alone:
                 flow.inside = False
                 if flow.rate != flow.previous:
                     changed.append(flow)
@@ -132,7 +141,8 @@ class Sharing:
                 if flow.settled:
                     _leave(flow, disturbed)
             elif not flow.settled:
-                _enter(flow, disturbed)
+                if flow.resting is None or not _goes_on(flow, flow.resting):
+                    _enter(flow, disturbed)
                 flow.inside = True
                 region.append(flow)
             elif flow.rate > flow.bound or (flow.limit is None and flow.rate < flow.bound):
@@ -151,13 +161,31 @@ class Sharing:
         return region
 
 
+def _goes_on(flow: Flow, rate: float) -> bool:
+    """Whether the flow takes up again the rate with which it rests: nothing has changed it."""
+    if rate > flow.bound or (flow.limit is None and rate < flow.bound):
+        end_solitude(flow)
+        return False
+    flow.settled = True
+    flow.previous = 0.0
+    flow.rate = rate
+    flow.level = rate / flow.weight
+    flow.resting = None
+    return True
+
+
 def _enter(flow: Flow, disturbed: list[Resource]) -> None:
     flow.settled = True
     flow.previous = 0.0
     if not flow.tight:
         admit(flow)
     for resource, amount in flow.tight:
-        resource.flows[flow.id] = (flow, amount)
+        flows = resource.flows
+        if len(flows) == 1:
+            ((other, _),) = flows.values()
+            if other.alone:
+                end_solitude(other)
+        flows[flow.id] = (flow, amount)
         if resource.level != inf:
             disturbed.append(resource)
 
@@ -165,6 +193,10 @@ def _enter(flow: Flow, disturbed: list[Resource]) -> None:
 def _leave(flow: Flow, disturbed: list[Resource]) -> None:
     flow.settled = False
     rate = flow.rate
+    if flow.alone:
+        flow.resting = rate
+        flow.rate = flow.level = 0.0
+        return
     for resource, amount in flow.tight:
         flows = resource.flows
         del flows[flow.id]
@@ -194,6 +226,7 @@ def _empty(resource: Resource, region: list[Flow], disturbed: list[Resource]) ->
 
 def _join(flow: Flow, region: list[Flow]) -> None:
     flow.inside = True
+    flow.alone = False
     flow.previous = flow.rate
     region.append(flow)
 

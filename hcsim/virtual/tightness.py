@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hcsim.virtual.filling import TOLERANCE, Flow, Resource
+from hcsim.virtual.filling import TOLERANCE, Flow, Resource, end_solitude
 
 
 def admit(flow: Flow) -> None:
@@ -49,6 +49,7 @@ def _tighten(resource: Resource) -> None:
         return
     resource.tight = True
     for flow in resource.members:
+        end_solitude(flow)
         flow.tight = tuple((used, amount) for used, amount in flow.uses if used.tight)
         for used, amount in flow.tight:
             if used is resource and flow.settled:

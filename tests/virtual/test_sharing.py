@@ -203,6 +203,52 @@ def test_a_resource_is_full_only_while_flows_take_all_of_it() -> None:
     sharing.set_bound(flow, inf)
     sharing.solve()
     assert sharing.is_full(link)
+    sharing.stop(flow)
+    sharing.solve()
+    assert not sharing.is_full(link)
+    sharing.start(flow)
+    sharing.solve()
+    assert sharing.is_full(link)
+
+
+@pytest.mark.parametrize("capacity", [10.0, 4.0, 20.0, 0.0])
+def test_a_flow_that_starts_again_alone_finds_what_is_there_now(capacity: float) -> None:
+    link = Resource("link", 10.0)
+    flow = Flow(1, ((link, 1.0),))
+    sharing = Sharing()
+    sharing.start(flow)
+    assert sharing.solve() == [flow]
+    sharing.stop(flow)
+    sharing.solve()
+    sharing.set_capacity(link, capacity)
+    assert sharing.solve() == []
+    assert flow.rate == 0.0
+    sharing.start(flow)
+    assert sharing.solve() == [flow] * (capacity > 0.0)
+    assert flow.rate == capacity
+
+
+def test_a_flow_that_starts_again_finds_who_came_meanwhile_and_not_who_went() -> None:
+    link, other_link = Resource("link", 10.0), Resource("other link", 4.0)
+    flow, other = Flow(1, ((link, 1.0),)), Flow(2, ((link, 1.0), (other_link, 1.0)))
+    sharing = Sharing()
+    for started, stopped, rates in (
+        ([flow], [], (10.0, 0.0)),
+        ([], [flow], (0.0, 0.0)),
+        ([other], [], (0.0, 4.0)),
+        ([flow], [], (6.0, 4.0)),
+        ([], [flow], (0.0, 4.0)),
+        ([], [other], (0.0, 0.0)),
+        ([flow], [], (10.0, 0.0)),
+        ([], [flow], (0.0, 0.0)),
+        ([flow, other], [], (6.0, 4.0)),
+    ):
+        for one in started:
+            sharing.start(one)
+        for one in stopped:
+            sharing.stop(one)
+        sharing.solve()
+        assert (flow.rate, other.rate) == rates
 
 
 def test_a_resource_is_used_from_the_start_to_the_stop_of_a_flow_even_one_that_can_never_fill_it() -> None:

@@ -8,7 +8,7 @@ no failure as long as another could still send.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 from hcsim.collectives.execute import Execution
 from hcsim.collectives.fate import Fate
@@ -69,9 +69,13 @@ class Mail:
         self._next_tag = next_tag
         self._take_number = take_number
         self._inboxes: dict[int, Inbox] = {}
-        us = fate.mesh.us.rank
-        self._peers = Peers([rank for rank, member in enumerate(members) if member != us])
         self._is_open = False
+
+    @cached_property
+    def _peers(self) -> Peers:
+        """Few groups ever ask: hundreds of simulated ranks need not each list the others."""
+        us = self._fate.mesh.us.rank
+        return Peers([rank for rank, member in enumerate(self._members) if member != us])
 
     def is_awaited(self, tag: int) -> bool:
         """Whether somebody waits for a message with that tag from anybody."""

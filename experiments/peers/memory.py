@@ -2,7 +2,7 @@
 
 Freed memory may stay with the C library, which gives it out again: it belongs to nobody, and how much it is depends on
 what was there before. So it goes back to the kernel before a peak is sought. The kernel counts pages on each core and
-adds up now and then, and Python's own small objects come and go: figures are good to some tens of kilobytes at best.
+adds up now and then, and Python's own small objects come and go: figures are good to some pages at best.
 """
 
 from __future__ import annotations

@@ -92,9 +92,10 @@ class Sharing:
 
     def is_full(self, resource: Resource) -> bool:
         """Whether the flows take all there is, as of the last `solve`."""
-        if any(flow.resting is not None for flow, _ in resource.flows.values()):
-            return resource.capacity <= 0.0
-        return resource.capacity - resource.load <= TOLERANCE * resource.capacity
+        flows = resource.flows
+        rests = len(flows) == 1 and all(flow.resting is not None for flow, _ in flows.values())
+        load = 0.0 if rests else resource.load
+        return resource.capacity - load <= TOLERANCE * resource.capacity
 
     def is_used(self, resource: Resource) -> bool:
         """Whether a started flow uses the resource, noted ones included."""

@@ -328,6 +328,7 @@ class Mesh:
 
     async def _greet(self, channel: Channel) -> None:
         """Hear who calls; take it in, or say why not."""
+        taken_in = False
         try:
             channel.limit(HELLO_LIMIT_BYTES)
             async with self.host.clock.timeout(HELLO_TIMEOUT_S):
@@ -339,6 +340,7 @@ class Mesh:
                 self._traffic.greeted(answer)
                 if answer is Kind.HELLO:
                     self._take_in(theirs, channel)
+                    taken_in = True
                     reply = msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0))
                     await _say(channel, Kind.HELLO, self.us, reply)
                 else:
@@ -348,7 +350,9 @@ class Mesh:
                     if told is not None and not told.done() and answer is Kind.ABORT and theirs.name == self.us.name:
                         told.set_result(None)
         except BaseException as error:
-            await channel.close()
+            # One that has hung up meanwhile may have said why: that is for its link to read.
+            if not (taken_in and isinstance(error, ChannelError)):
+                await channel.close()
             if not isinstance(error, ChannelError | TimeoutError):
                 raise
         finally:

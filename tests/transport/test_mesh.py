@@ -21,6 +21,7 @@ from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import MAX_STRANGERS
+from hcsim.transport.link import Link
 from hcsim.transport.mesh import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Mesh, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -591,3 +592,29 @@ def test_a_call_that_is_taken_in_before_the_waiting_for_it_begins_is_found() -> 
         return took_s
 
     assert run(body) < 2.0
+
+
+def test_who_hangs_up_before_it_has_our_answer_is_still_heard_out():
+    async def body() -> None:
+        async with RealHost(RealOptions("us")) as host, RealHost(RealOptions("them")) as caller:
+            listener = await host.listen("127.0.0.1:0")
+            mesh = Mesh(host, Membership(0, (listener.address, "127.0.0.1:1"), wire=WIRE), listener)
+            heard: list[str] = []
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def adopt(link: Link) -> None:
+                link.on_abort = lambda header, text: heard.append(text)
+                link.on_failure = lambda link, error: failed.set_result(None)
+
+            mesh.on_link = adopt
+            await mesh.open()
+            channel = await caller.connect(listener.address)
+            data, why = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, world=2)), b"my dog ate it"
+            await channel.send(Header(len(data), Kind.HELLO), memoryview(data))
+            await channel.send(Header(len(why), Kind.ABORT), memoryview(why))
+            await channel.close()
+            await failed
+            assert heard == [why.decode()]
+            await mesh.close(*GOODBYE)
+
+    asyncio.run(body())

@@ -13,7 +13,7 @@ from hcsim.collectives import (
     ring,
     tree,
 )
-from hcsim.collectives.plan import Plan
+from hcsim.collectives.plan import Plan, Rounds
 from hcsim.collectives.shape import Planner, Shape
 from hcsim.errors import UsageError
 
@@ -65,13 +65,13 @@ def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
     for field in _NEEDS.get(operation, ()):
         if not getattr(shape, field):
             raise UsageError(f"{operation} needs {field}, one size per rank, in its shape")
-    rounds = PLANNERS[operation][algorithm](rank, shape)
-    return _without_empty(rounds) if _has_empty_parts(operation, shape) else rounds
+    made = PLANNERS[operation][algorithm](rank, shape)
+    return Plan(_without_empty(made.rounds), made.peers) if _has_empty_parts(operation, shape) else made
 
 
-def plans(operation: str, algorithm: str, shape: Shape) -> list[Plan]:
-    """What every rank does, where all have the same shape."""
-    return [plan(operation, algorithm, rank, shape) for rank in range(shape.world)]
+def plans(operation: str, algorithm: str, shape: Shape) -> list[Rounds]:
+    """What every rank does, with its peers named by rank, where all have the same shape."""
+    return [plan(operation, algorithm, rank, shape).by_rank() for rank in range(shape.world)]
 
 
 def buffer_elements(operation: str, shape: Shape) -> int:
@@ -89,5 +89,5 @@ def _has_empty_parts(operation: str, shape: Shape) -> bool:
     return 0 in sizes if sizes else shape.length < shape.world
 
 
-def _without_empty(rounds: Plan) -> Plan:
+def _without_empty(rounds: Rounds) -> Rounds:
     return tuple(tuple(action for action in actions if action.lo < action.hi) for actions in rounds)

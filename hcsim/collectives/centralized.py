@@ -19,34 +19,34 @@ def others(rank: int, shape: Shape, step: int) -> list[int]:
 def reduce(rank: int, shape: Shape) -> Plan:
     """Everybody sends to the root, which adds up in the order of ranks."""
     if rank != shape.root:
-        return ((Send(shape.root, 0, shape.length),),)
+        return Plan(((Send(shape.root, 0, shape.length),),))
     peers = [peer for peer in range(shape.world) if peer != rank]
-    return finished((tuple(Reduce(peer, 0, shape.length) for peer in peers),), 0, shape.length)
+    return Plan(finished((tuple(Reduce(peer, 0, shape.length) for peer in peers),), 0, shape.length))
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
     """The root sends to everybody."""
     if rank != shape.root:
-        return ((Recv(shape.root, 0, shape.length),),)
-    return (tuple(Send(peer, 0, shape.length) for peer in others(rank, shape, 1)),)
+        return Plan(((Recv(shape.root, 0, shape.length),),))
+    return Plan((tuple(Send(peer, 0, shape.length) for peer in others(rank, shape, 1)),))
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce to the root, finish there, broadcast."""
-    return reduce(rank, shape) + broadcast(rank, shape)
+    return Plan(reduce(rank, shape).rounds + broadcast(rank, shape).rounds)
 
 
 def gather(rank: int, shape: Shape) -> Plan:
     """Everybody sends the own part to the root."""
     cuts = offsets(shape.counts)
     if rank != shape.root:
-        return ((Send(shape.root, cuts[rank], cuts[rank + 1]),),)
-    return (tuple(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),)
+        return Plan(((Send(shape.root, cuts[rank], cuts[rank + 1]),),))
+    return Plan((tuple(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),))
 
 
 def scatter(rank: int, shape: Shape) -> Plan:
     """The root sends everybody their part."""
     cuts = offsets(shape.counts)
     if rank != shape.root:
-        return ((Recv(shape.root, cuts[rank], cuts[rank + 1]),),)
-    return (tuple(Send(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),)
+        return Plan(((Recv(shape.root, cuts[rank], cuts[rank + 1]),),))
+    return Plan((tuple(Send(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)),))

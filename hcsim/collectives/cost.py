@@ -23,7 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.collectives.exchange import Exchange, Key
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Send
+from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Rounds, Send
 from hcsim.collectives.ranges import Ranges
 from hcsim.collectives.verify import PlanError
 from hcsim.errors import UsageError
@@ -56,7 +56,7 @@ class Links(msgspec.Struct, frozen=True):
         return cls(((latency_s,) * world,) * world, ((bandwidth_Bps,) * world,) * world)
 
 
-def price(plans: Sequence[Plan], links: Links, element_bytes: int, segment_bytes: int) -> float:
+def price(plans: Sequence[Rounds], links: Links, element_bytes: int, segment_bytes: int) -> float:
     """Seconds until the last rank is done, when all start together."""
     if len(plans) != len(links.latency_s):
         raise UsageError(f"{len(plans)} plans cannot run over the links of {len(links.latency_s)} ranks")
@@ -71,7 +71,7 @@ def price(plans: Sequence[Plan], links: Links, element_bytes: int, segment_bytes
 class _Rank:
     """When a rank's ports, arithmetic and ranges are free."""
 
-    def __init__(self, rounds: Plan, out_Bps: float, in_Bps: float) -> None:
+    def __init__(self, rounds: Rounds, out_Bps: float, in_Bps: float) -> None:
         self.out_Bps, self.in_Bps = out_Bps, in_Bps
         self.out_free_s = self.in_free_s = self.adder_free_s = 0.0
         self.size = max((action.hi for actions in rounds for action in actions), default=0)
@@ -84,7 +84,7 @@ class _Rank:
 
 
 class _Pricing:
-    def __init__(self, plans: Sequence[Plan], links: Links, element_bytes: int, segment: int) -> None:
+    def __init__(self, plans: Sequence[Rounds], links: Links, element_bytes: int, segment: int) -> None:
         self.plans, self.links, self.element_bytes, self.segment = plans, links, element_bytes, segment
         speed, everyone = links.bandwidth_Bps, range(len(plans))
         self.ranks = [

@@ -10,32 +10,32 @@ port at once, which a home's switch with a handful of Macs takes easily and a la
 from __future__ import annotations
 
 from hcsim.collectives.centralized import others
-from hcsim.collectives.plan import Plan, Recv, Reduce, Send, offsets, split
+from hcsim.collectives.plan import Plan, Recv, Reduce, Rounds, Send, offsets, split
 from hcsim.collectives.shape import Shape, finished
 
 
 def all_gather(rank: int, shape: Shape) -> Plan:
     """Everybody sends the own part to everybody."""
-    return _spread(rank, shape, offsets(shape.counts))
+    return Plan(_spread(rank, shape, offsets(shape.counts)))
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
     """Everybody sends each part to the rank it belongs to."""
-    return _collect(rank, shape, offsets(shape.counts))
+    return Plan(_collect(rank, shape, offsets(shape.counts)))
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Collect the parts, finish the own one, spread it."""
     cuts = split(shape.length, shape.world)
-    return _collect(rank, shape, cuts) + _spread(rank, shape, cuts)
+    return Plan(_collect(rank, shape, cuts) + _spread(rank, shape, cuts))
 
 
-def _collect(rank: int, shape: Shape, cuts: tuple[int, ...]) -> Plan:
+def _collect(rank: int, shape: Shape, cuts: tuple[int, ...]) -> Rounds:
     own = (cuts[rank], cuts[rank + 1])
     sends = [Send(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, 1)]
     return finished(((*sends, *(Reduce(peer, *own) for peer in others(rank, shape, -1))),), *own)
 
 
-def _spread(rank: int, shape: Shape, cuts: tuple[int, ...]) -> Plan:
+def _spread(rank: int, shape: Shape, cuts: tuple[int, ...]) -> Rounds:
     sends = [Send(peer, cuts[rank], cuts[rank + 1]) for peer in others(rank, shape, 1)]
     return ((*sends, *(Recv(peer, cuts[peer], cuts[peer + 1]) for peer in others(rank, shape, -1))),)

@@ -22,7 +22,7 @@ from hcsim.collectives.fate import Fate
 from hcsim.collectives.inbox import Waiting
 from hcsim.collectives.mail import Mail, Receipt
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Finish, Plan, Recv, renamed
+from hcsim.collectives.plan import Finish, Plan, Recv, Send
 from hcsim.collectives.schedule import Schedule, schedule
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import BUCKET_BITS, NUMBER_BITS, POINT_TO_POINT, TAG_BITS, Ticket, Wiring
@@ -53,9 +53,8 @@ class Message(msgspec.Struct, frozen=True):
     """A message to or from one rank."""
 
     name: str
-    peer: int
     tag: int
-    rounds: Plan
+    action: Send | Recv
 
 
 class Dispatch:
@@ -91,7 +90,7 @@ class Dispatch:
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start to send or receive a message."""
-        name, peer, tag = message.name, message.peer, _checked(message.tag)
+        name, peer, tag = message.name, message.action.peer, _checked(message.tag)
         if name == "recv" and self._mail.is_awaited(tag):
             waiting = self._mail.wait(tag, peer)
             return self._fate.see_through(self._receipt(message, memory, waiting), result, timeout_s)
@@ -101,24 +100,23 @@ class Dispatch:
     def from_anybody(self, length: int, tag: int, memory: Memory, timeout_s: float) -> Pending[int]:
         """Start to receive a message from anybody; the result is who sent it."""
         waiting = self._mail.wait(_checked(tag), None)
-        message = Message("recv_any", 0, tag, ((Recv(0, 0, length),),))
+        message = Message("recv_any", tag, Recv(0, 0, length))
         return self._fate.see_through(
             self._receipt(message, memory, waiting), lambda: waiting.matched.result()[0], timeout_s
         )
 
     def _receipt(self, message: Message, memory: Memory, waiting: Waiting) -> Receipt:
         """What receives a message whose number, or even sender, is not known yet."""
-        ((recv,),) = message.rounds
 
         def begin(source: int, number: int) -> Execution:
-            rounds = ((Recv(source, recv.lo, recv.hi),),)
-            return self._to_one(Message("recv", source, message.tag, rounds), memory, number)
+            recv = Recv(source, message.action.lo, message.action.hi)
+            return self._to_one(Message("recv", message.tag, recv), memory, number)
 
-        asked = self._count(f"{message.name} asked", message.peer, message.tag)
+        asked = self._count(f"{message.name} asked", message.action.peer, message.tag)
         return self._mail.receipt(self._message_ticket(message, memory, asked), waiting, begin)
 
     def _to_one(self, message: Message, memory: Memory, number: int) -> Execution:
-        lanes = self._lanes(self._by_true_rank(message.rounds), memory)
+        lanes = self._lanes(Plan(((message.action,),)), memory)
         return self._execution(lanes, self._message_ticket(message, memory, number), memory)
 
     def _message_ticket(self, message: Message, memory: Memory, number: int) -> Ticket:
@@ -141,21 +139,18 @@ class Dispatch:
         if key not in self._plans:
             if len(self._plans) >= PLANS_KEPT:
                 self._plans.pop(next(iter(self._plans)))
-            rounds = self._by_true_rank(plan(request.operation, request.algorithm, self._rank, request.shape))
-            lanes = self._lanes(rounds if request.op == "mean" else _unfinished(rounds), memory)
+            made = plan(request.operation, request.algorithm, self._rank, request.shape)
+            lanes = self._lanes(made if request.op == "mean" else _unfinished(made), memory)
             shape = msgspec.structs.replace(request.shape, sent=(), received=())
             agreed = (request.algorithm, request.op, shape, kind_of(memory))
             self._plans[key] = lanes, signature_of(request.operation, agreed)
         return self._plans[key]
 
-    def _by_true_rank(self, rounds: Plan) -> Plan:
+    def _lanes(self, made: Plan, memory: Memory) -> Schedule:
         """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
-        if self._members == tuple(range(len(self._members))):
-            return rounds
-        return renamed(rounds, self._members)
-
-    def _lanes(self, rounds: Plan, memory: Memory) -> Schedule:
-        return schedule(rounds, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
+        if self._members != tuple(range(len(self._members))):
+            made = made.among(self._members)
+        return schedule(made, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))
 
     def _ticket(self, name: str, bucket: int, operation: int, signature: int) -> Ticket:
         us = self._fate.mesh.us
@@ -180,6 +175,7 @@ def _numbered(number: int, tag: int) -> tuple[int, int]:
     return number | tag >> BUCKET_BITS << NUMBER_BITS, tag & (1 << BUCKET_BITS) - 1
 
 
-def _unfinished(rounds: Plan) -> Plan:
+def _unfinished(made: Plan) -> Plan:
     """Without `Finish`, which is the last action of its round."""
-    return tuple(actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in rounds)
+    rounds = [actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in made.rounds]
+    return Plan(tuple(rounds), made.peers)

@@ -15,4 +15,4 @@ def barrier(rank: int, shape: Shape) -> Plan:
     """Signal the rank 1, 2, 4, … further on, and wait for the one as far behind."""
     n = shape.world
     distances = [1 << step for step in range((n - 1).bit_length())]
-    return tuple((Send((rank + d) % n, 0, 0), Recv((rank - d) % n, 0, 0)) for d in distances)
+    return Plan(tuple((Send((rank + d) % n, 0, 0), Recv((rank - d) % n, 0, 0)) for d in distances))

@@ -37,7 +37,7 @@ from hcsim.collectives.layout import WORTH_SPARING, Span, combining, dealt, part
 from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.order import order_over
-from hcsim.collectives.plan import Plan, Recv, Send, offsets, split
+from hcsim.collectives.plan import Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
@@ -374,13 +374,11 @@ class Group:
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
-        rounds: Plan = ((Send(self._peer(to), 0, length_of(data)),),)
-        return self._to_one("send", rounds, data, to, tag)
+        return self._to_one("send", Send(self._peer(to), 0, length_of(data)), data, tag)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
-        rounds: Plan = ((Recv(self._peer(source), 0, length_of(writable(data))),),)
-        return self._to_one("recv", rounds, data, source, tag)
+        return self._to_one("recv", Recv(self._peer(source), 0, length_of(writable(data))), data, tag)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
         """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
@@ -422,8 +420,8 @@ class Group:
         segment_bytes = self._fate.mesh.us.wire.segment_bytes
         return choose(operation, shape, element_bytes_of(data), self.options.links, segment_bytes)
 
-    def _to_one(self, name: str, rounds: Plan, data: DataT, peer: int, tag: int) -> Pending[DataT]:
-        message = Message(name, peer, tag, rounds)
+    def _to_one(self, name: str, action: Send | Recv, data: DataT, tag: int) -> Pending[DataT]:
+        message = Message(name, tag, action)
         return self._dispatch.message(message, moving([data]), lambda: data, self.options.timeout_s)
 
     def _of_length(self, length: int, root: int = 0) -> Shape:

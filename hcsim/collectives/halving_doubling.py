@@ -10,12 +10,12 @@ R. Rabenseifner: Optimization of collective reduction operations, ICCS 2004.
 
 from __future__ import annotations
 
-from hcsim.collectives.plan import Plan, Reduce, Round, Send, offsets, split
+from hcsim.collectives.plan import Plan, Reduce, Round, Rounds, Send, offsets, split
 from hcsim.collectives.recursive_doubling import Fold, gather_rounds
 from hcsim.collectives.shape import Shape, finished
 
 
-def _halving_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Plan:
+def _halving_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
     """Reduce-scatter among the active: number v ends with the sum of [cuts[v], cuts[v + 1])."""
     rounds: list[Round] = []
     number = fold.number(rank)
@@ -32,7 +32,7 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
     fold, everything = Fold.of(shape.world), (0, shape.length)
     cuts = split(shape.length, fold.active)
     work = _halving_rounds(rank, fold, cuts) + gather_rounds(rank, fold, cuts)
-    return fold.around(rank, work, Reduce, everything, everything)
+    return Plan(fold.around(rank, work, Reduce, everything, everything))
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
@@ -41,4 +41,4 @@ def reduce_scatter(rank: int, shape: Shape) -> Plan:
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (0, parts[-1]), (parts[guest], parts[guest + 1])
-    return fold.around(rank, _halving_rounds(rank, fold, cuts), Reduce, given, returned)
+    return Plan(fold.around(rank, _halving_rounds(rank, fold, cuts), Reduce, given, returned))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hcsim.collectives import centralized, direct, halving_doubling, recursive_doubling, ring, tree
-from hcsim.collectives.plan import Finish, Plan, renamed
+from hcsim.collectives.plan import Finish, Plan, Rounds
 from hcsim.collectives.shape import Planner, Shape
 from hcsim.errors import UsageError
 
@@ -35,15 +35,15 @@ CROSS: dict[str, Planner] = {
 """Among the leaders."""
 
 
-def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) -> Plan:
+def _among(members: Sequence[int], rank: int, planner: Planner, shape: Shape) -> Rounds:
     """The planner's rounds for some of the ranks, in which member i plays rank i; the others idle."""
     part = Shape(world=len(members), length=shape.length, arity=shape.arity)
     if rank not in members:
-        return ((),) * len(planner(0, part))
-    return renamed(planner(members.index(rank), part), members)
+        return ((),) * len(planner(0, part).rounds)
+    return planner(members.index(rank), part).among(members).by_rank()
 
 
-def _within(rank: int, planner: Planner, shape: Shape) -> Plan:
+def _within(rank: int, planner: Planner, shape: Shape) -> Rounds:
     """Every group at once; a small one idles until the largest is done."""
     longest = max(shape.groups, key=len)
     group = next(group for group in shape.groups if rank in group)
@@ -63,4 +63,4 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
     reduce, broadcast = LOCAL[shape.local]
     partial = tuple(tuple(a for a in actions if not isinstance(a, Finish)) for actions in _within(rank, reduce, shape))
     leaders = [group[0] for group in shape.groups]
-    return partial + _among(leaders, rank, CROSS[shape.cross], shape) + _within(rank, broadcast, shape)
+    return Plan(partial + _among(leaders, rank, CROSS[shape.cross], shape) + _within(rank, broadcast, shape))

@@ -24,12 +24,13 @@ class InOrder:
     """One operation's rounds, and what of them is posted."""
 
     __slots__ = (
-        "_largest", "_onwards", "_patient", "_posted", "_roomless", "_rounds", "_sends", "_space", "_wiring",
+        "_largest", "_names", "_onwards", "_patient", "_posted", "_roomless", "_rounds", "_sends", "_space", "_wiring",
     )  # fmt: skip
 
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
-        self._rounds = schedule.rounds
+        self._rounds = schedule.plan.rounds
+        self._names = schedule.names
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
         self._posted: dict[tuple[int, int], tuple[asyncio.Future[Payload], int]] = {}
@@ -43,7 +44,7 @@ class InOrder:
 
     async def run(self, state: Progress) -> None:
         """Run all rounds."""
-        wiring, posted, roomless, sends = self._wiring, self._posted, self._roomless, self._sends
+        wiring, names, posted, roomless, sends = self._wiring, self._names, self._posted, self._roomless, self._sends
         rank = wiring.ticket.rank
         self._post(0)
         for step, actions in enumerate(self._rounds):
@@ -53,8 +54,9 @@ class InOrder:
                 if type(action) is Send:
                     if sends.through >= step:
                         continue  # it was passed on as it came
-                    state.doing, state.peer = "sending to", action.peer
-                    await wiring.send(action.peer, action, step)
+                    peer = names[action.peer]
+                    state.doing, state.peer = "sending to", peer
+                    await wiring.send(peer, action, step)
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
@@ -62,15 +64,16 @@ class InOrder:
                 if type(action) is Finish:
                     await wiring.finish(action.lo, action.hi)
                     continue
-                state.doing, state.peer = "receiving from", action.peer
+                peer = names[action.peer]
+                state.doing, state.peer = "receiving from", peer
                 which = (step, number)
                 if which in posted:
                     arrived, taken = posted.pop(which)
                 else:
-                    arrived = wiring.post(action.peer, action, step, wiring.memory.place(action.lo, action.hi))
+                    arrived = wiring.post(peer, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if type(action) is Reduce:
-                    await wiring.combine(which, action, payload, received_left=action.peer < rank)
+                    await wiring.combine(which, action, payload, received_left=peer < rank)
                     self._space += taken
                     while roomless and self._post_reduce(*roomless[0]):
                         roomless.popleft()
@@ -99,7 +102,7 @@ class InOrder:
                 place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)
-                self._posted[step, number] = wiring.post(action.peer, action, step, place), 0
+                self._posted[step, number] = wiring.post(self._names[action.peer], action, step, place), 0
 
     def _post_reduce(self, step: int, number: int, action: Reduce) -> bool:
         """Whether there was room for the one that comes next. One whose turn it is finds all the space free."""
@@ -111,7 +114,7 @@ class InOrder:
         room = wiring.scratch(which, action, now=which not in self._patient)
         if step in self._onwards and isinstance(room, Fold):
             room = self._onward(step, number, action, room)
-        self._posted[which] = wiring.post(action.peer, action, step, room), largest
+        self._posted[which] = wiring.post(self._names[action.peer], action, step, room), largest
         return True
 
     def _onward(
@@ -120,4 +123,5 @@ class InOrder:
         """Where a message goes, and perhaps from there."""
         if into is None or number < len(self._rounds[step]) - 1:
             return into
-        return self._wiring.onward(action.peer, action, step, into, self._onwards[step], self._sends)
+        peer, onward = self._names[action.peer], self._onwards[step]
+        return self._wiring.onward(peer, action, step, into, onward, self._sends)

@@ -40,7 +40,7 @@ class Span(NamedTuple):
 def touched(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) -> Span:
     """What the rank's plan sends or receives, and its own part."""
     span = own
-    for actions in plan(operation, algorithm, rank, shape):
+    for actions in plan(operation, algorithm, rank, shape).rounds:
         for action in actions:
             span = span.around(action.lo, action.hi)
     return span
@@ -49,7 +49,7 @@ def touched(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) 
 @lru_cache(maxsize=256)
 def written(operation: str, algorithm: str, rank: int, shape: Shape, own: Span) -> Span:
     """What the rank's plan changes, its own part, and whatever is sent together with some of that."""
-    actions = [action for round_ in plan(operation, algorithm, rank, shape) for action in round_]
+    actions = [action for round_ in plan(operation, algorithm, rank, shape).rounds for action in round_]
     span = own
     for action in actions:
         if not isinstance(action, Send):

@@ -23,4 +23,4 @@ def all_to_all(rank: int, shape: Shape) -> Plan:
     n, out = shape.world, offsets(shape.sent)
     into = [out[-1] + offset for offset in offsets(shape.received)]
     peers = [((rank + distance) % n, (rank - distance) % n) for distance in range(1, n)]
-    return tuple((Send(to, out[to], out[to + 1]), Recv(of, into[of], into[of + 1])) for to, of in peers)
+    return Plan(tuple((Send(to, out[to], out[to + 1]), Recv(of, into[of], into[of + 1])) for to, of in peers))

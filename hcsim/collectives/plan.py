@@ -3,6 +3,10 @@
 A plan is what one rank does, as rounds of actions over ranges of its buffer. An algorithm is
 a pure function that returns it; nothing in it moves a byte or knows a clock.
 
+An action names its peer by a number. In most plans that is its rank. Where ranks do the same with
+different peers, as in a ring, the numbers are places in the plan's `peers`: then they can have
+their rounds in common, and hundreds of simulated ranks read a few objects instead of a million.
+
 Meaning: a rank behaves as if it performed its actions one after the other, round by round and
 in the order within a round; a `Send` carries the values that its range has at that point.
 The executor may overlap whatever this order does not forbid. A message from i to j is a `Send`
@@ -70,20 +74,37 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
 
 Action: TypeAlias = Send | Recv | Reduce | Finish
 Round: TypeAlias = tuple[Action, ...]
-Plan: TypeAlias = tuple[Round, ...]
+Rounds: TypeAlias = tuple[Round, ...]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What one rank does."""
+
+    rounds: Rounds
+    peers: tuple[int, ...] | None = None
+    """Which rank is meant by each number; None where the numbers are ranks."""
+
+    def rank(self, number: int) -> int:
+        """Who is meant by a number."""
+        return number if self.peers is None else self.peers[number]
+
+    def among(self, members: Sequence[int]) -> Plan:
+        """The same for some members of a larger group, of whom number i has played rank i so far."""
+        return Plan(self.rounds, tuple(members if self.peers is None else [members[peer] for peer in self.peers]))
+
+    def by_rank(self) -> Rounds:
+        """The rounds with every peer named by its rank."""
+        if self.peers is None:
+            return self.rounds
+        return tuple(tuple([self._named(action) for action in actions]) for actions in self.rounds)
+
+    def _named(self, action: Action) -> Action:
+        return action if isinstance(action, Finish) else type(action)(self.rank(action.peer), action.lo, action.hi)
 
 
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:
     """Where each part starts, and at the end where the last one stops."""
     return (0, *accumulate(counts))
-
-
-def renamed(rounds: Plan, members: Sequence[int]) -> Plan:
-    """The plan of a smaller group, in which member i plays rank i, with its peers named as in the larger one."""
-    return tuple(
-        tuple(a if isinstance(a, Finish) else msgspec.structs.replace(a, peer=members[a.peer]) for a in actions)
-        for actions in rounds
-    )
 
 
 def split(length: int, parts: int) -> tuple[int, ...]:

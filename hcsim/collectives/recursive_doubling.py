@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Send, offsets
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, offsets
 from hcsim.collectives.shape import Shape, finished
 
 Range: TypeAlias = tuple[int, int]
@@ -57,7 +57,7 @@ class Fold(NamedTuple):
         """1, 2, 4, … below `active`."""
         return [1 << step for step in range(self.active.bit_length() - 1)]
 
-    def around(self, rank: int, work: Plan, take: type[Recv | Reduce], given: Range, returned: Range) -> Plan:
+    def around(self, rank: int, work: Rounds, take: type[Recv | Reduce], given: Range, returned: Range) -> Rounds:
         """The host's rounds of work; before them the guest gives it a range, after them it returns one."""
         host, guest = self.host(rank), self.guest(rank)
         if not self.extra:
@@ -74,10 +74,10 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
     fold, everything = Fold.of(shape.world), (0, shape.length)
     peers = [fold.rank(fold.number(rank) ^ distance) for distance in fold.distances()]
     work = tuple((Send(peer, *everything), Reduce(peer, *everything)) for peer in peers)
-    return fold.around(rank, finished(work, *everything), Reduce, everything, everything)
+    return Plan(fold.around(rank, finished(work, *everything), Reduce, everything, everything))
 
 
-def gather_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Plan:
+def gather_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
     """All-gather among the active: number v starts with [cuts[v], cuts[v + 1]) and ends with everything."""
     rounds: list[Round] = []
     number = fold.number(rank)
@@ -95,4 +95,4 @@ def all_gather(rank: int, shape: Shape) -> Plan:
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (parts[guest], parts[guest + 1]), (0, parts[-1])
-    return fold.around(rank, gather_rounds(rank, fold, cuts), Recv, given, returned)
+    return Plan(fold.around(rank, gather_rounds(rank, fold, cuts), Recv, given, returned))

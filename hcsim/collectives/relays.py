@@ -62,14 +62,14 @@ def onwards(plan: Plan) -> Onwards:
     found: Onwards = {}
     anew: dict[tuple[int, int], None] = {}
     """Ranges that are received, from here on, before anything else happens to them."""
-    for step in range(len(plan) - 1, 0, -1):
-        before, actions = plan[step - 1], plan[step]
+    for step in range(len(plan.rounds) - 1, 0, -1):
+        before, actions = plan.rounds[step - 1], plan.rounds[step]
         for number in range(len(actions) - 1, -1, -1):
             action = actions[number]
             part = action.lo, action.hi
             if number == 0 and _goes_on(before, actions):
                 assert isinstance(action, Send)
-                found[step - 1] = Onward(action.peer, stays=part not in anew)
+                found[step - 1] = Onward(plan.rank(action.peer), stays=part not in anew)
             anew = {(lo, hi): None for lo, hi in anew if hi <= action.lo or action.hi <= lo}
             if isinstance(action, Recv):
                 anew[part] = None

@@ -14,13 +14,15 @@ JPDC 69 (2009).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Send, offsets, split
+from hcsim.collectives.plan import Plan, Recv, Reduce, Rounds, Send, offsets, split
 from hcsim.collectives.shape import Shape, finished
+
+_BEFORE, _AFTER = 0, 1
+"""What the rounds call a rank's neighbours: whoever sends a chunk does the same with it, whoever that is."""
 
 _Chunks: TypeAlias = tuple[tuple[int, int], ...]
 """Each position's range."""
@@ -32,6 +34,10 @@ class _Seat(NamedTuple):
     before: int
     after: int
 
+    def plan(self, rounds: Rounds) -> Plan:
+        """Of rounds that name the neighbours."""
+        return Plan(rounds, (self.before, self.after))
+
 
 def _seat(rank: int, shape: Shape) -> _Seat:
     order = shape.order or tuple(range(shape.world))
@@ -41,7 +47,6 @@ def _seat(rank: int, shape: Shape) -> _Seat:
 
 @lru_cache(maxsize=16)
 def _equal_chunks(length: int, world: int) -> _Chunks:
-    """Hundreds of simulated ranks share them: their numbers then stay in the processor's cache."""
     return tuple(pairwise(split(length, world)))
 
 
@@ -51,61 +56,69 @@ def _rank_chunks(shape: Shape, seat: _Seat) -> _Chunks:
     return tuple((cuts[rank], cuts[rank + 1]) for rank in seat.order)
 
 
-def _scatter_phase(seat: _Seat, chunks: _Chunks) -> Plan:
+def _scatter_phase(seat: _Seat, chunks: _Chunks) -> Rounds:
     """Every position ends with the sum of its own chunk."""
-    return _rounds(seat, chunks, (seat.position - 1) % len(chunks), Reduce)
+    return _rounds(chunks, (seat.position - 1) % len(chunks), Reduce)
 
 
-def _gather_phase(seat: _Seat, chunks: _Chunks) -> Plan:
+def _gather_phase(seat: _Seat, chunks: _Chunks) -> Rounds:
     """Every position starts with its own chunk and ends with all of them."""
-    return _rounds(seat, chunks, seat.position, Recv)
+    return _rounds(chunks, seat.position, Recv)
 
 
-def _rounds(seat: _Seat, chunks: _Chunks, first: int, take: Callable[[int, int, int], Reduce | Recv]) -> Plan:
-    """Send the chunk at position `first`, then in each round that which came in the one before: the next lower one.
+def _rounds(chunks: _Chunks, first: int, take: type[Reduce | Recv]) -> Rounds:
+    """Send the chunk at position `first`, then in each round that which came in the one before: the next lower one."""
+    start = len(chunks) - 1 - first
+    return _twice_around(chunks, take)[start : start + len(chunks) - 1]
 
-    In whole columns: hundreds of ranks have half a million of these rounds."""
-    los, his = zip(*chunks[first::-1], *chunks[:first:-1], strict=True)
-    sends = map(partial(Send, seat.after), los[:-1], his[:-1])
-    return tuple(zip(sends, map(partial(take, seat.before), los[1:], his[1:]), strict=True))
+
+@lru_cache(maxsize=32)
+def _twice_around(chunks: _Chunks, take: type[Reduce | Recv]) -> Rounds:
+    """Every chunk's round, from the last one downwards, and once more: so wherever a rank starts, its rounds are there.
+
+    Hundreds of simulated ranks have half a million rounds between them, but these few only."""
+    downwards = chunks[::-1]
+    once = [(Send(_AFTER, *sent), take(_BEFORE, *taken)) for sent, taken in pairwise((*downwards, downwards[0]))]
+    return (*once, *once)
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, finish the own chunk, all-gather."""
     seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    return finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
+    return seat.plan(finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks))
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
     """The first half of an all_reduce, with the parts given."""
     seat = _seat(rank, shape)
     chunks = _rank_chunks(shape, seat)
-    return finished(_scatter_phase(seat, chunks), *chunks[seat.position])
+    return seat.plan(finished(_scatter_phase(seat, chunks), *chunks[seat.position]))
 
 
 def all_gather(rank: int, shape: Shape) -> Plan:
     """The second half of an all_reduce, with the parts given."""
     seat = _seat(rank, shape)
-    return _gather_phase(seat, _rank_chunks(shape, seat))
+    return seat.plan(_gather_phase(seat, _rank_chunks(shape, seat)))
 
 
 def reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, then everybody hands the finished chunk to the root."""
     seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    if rank == shape.root:
-        last = tuple(Recv(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
-        return (*finished(_scatter_phase(seat, chunks), *chunks[seat.position]), last)
     own = chunks[seat.position]
-    return (*finished(_scatter_phase(seat, chunks), *own), (Send(shape.root, *own),))
+    rounds = finished(seat.plan(_scatter_phase(seat, chunks)).by_rank(), *own)
+    if rank != shape.root:
+        return Plan((*rounds, (Send(shape.root, *own),)))
+    last = tuple(Recv(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
+    return Plan((*rounds, last))
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
     """The root deals out the chunks, then all-gather; the root has everything and is sent nothing."""
     seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
+    rounds = seat.plan(_gather_phase(seat, chunks)).by_rank()
     if rank == shape.root:
         deal = tuple(Send(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
-        return (deal, *(tuple(a for a in r if not isinstance(a, Recv)) for r in _gather_phase(seat, chunks)))
-    rounds = _gather_phase(seat, chunks)
+        return Plan((deal, *(tuple(a for a in r if not isinstance(a, Recv)) for r in rounds)))
     if seat.after == shape.root:
         rounds = tuple(tuple(a for a in r if not isinstance(a, Send)) for r in rounds)
-    return ((Recv(shape.root, *chunks[seat.position]),), *rounds)
+    return Plan(((Recv(shape.root, *chunks[seat.position]),), *rounds))

@@ -57,10 +57,12 @@ class Lane(msgspec.Struct, frozen=True):
 class Schedule(msgspec.Struct, frozen=True, dict=True):
     """What one rank does: rounds in order, or else lanes side by side."""
 
-    peers: tuple[int, ...]
+    names: dict[int, int]
+    """The rank behind each number by which the plan names a peer, in the order in which it does."""
     beside: int
     """Elements that may lie beside the buffer, waiting to be combined with it."""
-    rounds: Plan = ()
+    plan: Plan = Plan(())
+    """Where it is executed in order."""
     patient: frozenset[tuple[int, int]] = frozenset()
     """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
     lanes: tuple[Lane, ...] = ()
@@ -71,13 +73,18 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
     """Elements of the buffer that lanes combine with something."""
 
     @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """With whom it has to do. (Two ranks are each other's neighbours on both sides.)"""
+        return tuple(dict.fromkeys(self.names.values()))
+
+    @cached_property
     def onwards(self) -> Onwards:
         """What of the rounds is passed on."""
-        return onwards(self.rounds)
+        return onwards(self.plan)
 
 
 class _Survey(NamedTuple):
-    peers: tuple[int, ...]
+    names: dict[int, int]
     sent: int
     longest: int
     """The longest message."""
@@ -94,20 +101,20 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    peers, sent, longest, beside, patient = _survey(plan)
+    names, sent, longest, beside, patient = _survey(plan)
     if longest <= segment:
-        return Schedule(peers, beside, plan, patient, sent=sent)
+        return Schedule(names, beside, plan, patient, sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
     lanes: dict[tuple[str, int], tuple[list[Segment], list[bool]]] = {}
     kinds: dict[tuple[str, int], type[Send] | type[Recv] | type[Finish]] = {}
     reduced = [False] * len(cuts)
-    for step, actions in enumerate(plan):
+    for step, actions in enumerate(plan.rounds):
         for action in actions:
             combines = type(action) is Reduce
             kind = Recv if type(action) is Reduce else type(action)
-            peer = -1 if type(action) is Finish else action.peer
+            peer = -1 if type(action) is Finish else names[action.peer]
             key = (kind.__name__, peer)
             kinds[key] = kind
             segments, reduces = lanes.setdefault(key, ([], []))
@@ -124,7 +131,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
     combined = sum(hi - lo for (lo, hi), yes in zip(pairwise(cuts), reduced, strict=False) if yes)
-    return Schedule(peers, beside, (), frozenset(), made, len(cuts), sent, combined)
+    return Schedule(names, beside, lanes=made, cells=len(cuts), sent=sent, combined=combined)
 
 
 def _survey(plan: Plan) -> _Survey:
@@ -132,11 +139,11 @@ def _survey(plan: Plan) -> _Survey:
 
     A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
     received does not disturb the sends of the round before, which are over by then."""
-    peers: dict[int, None] = {}
+    names: dict[int, int] = {}
     patient: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
     before: Round = ()
-    for step, actions in enumerate(plan):
+    for step, actions in enumerate(plan.rounds):
         sends = reduces = 0
         for number, action in enumerate(actions):
             kind, lo, hi = type(action), action.lo, action.hi
@@ -147,7 +154,8 @@ def _survey(plan: Plan) -> _Survey:
                 end = hi
             if type(action) is Finish:
                 continue
-            peers[action.peer] = None
+            if action.peer not in names:
+                names[action.peer] = plan.rank(action.peer)
             if kind is Send:
                 sends += 1
                 sent += length
@@ -178,13 +186,13 @@ def _survey(plan: Plan) -> _Survey:
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
         before = actions
-    return _Survey(tuple(peers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
+    return _Survey(names, sent, longest, max(end, most_exchanged * largest), frozenset(patient))
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:
     """Every place where some segment starts or ends."""
     found: dict[int, None] = {}
-    for actions in plan:
+    for actions in plan.rounds:
         for action in actions:
             for lo, hi in pieces(action.lo, action.hi, segment):
                 found[lo] = None

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
 from hcsim.collectives.cost import Links, price
-from hcsim.collectives.plan import Finish, Plan, Reduce
+from hcsim.collectives.plan import Finish, Reduce, Rounds
 from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 
@@ -80,10 +80,10 @@ def _unmeasured_all_reduce(world: int, size_bytes: int) -> str:
     return "direct" if world <= _FEW else "tree"
 
 
-def _adds_all_at_once(planned: Sequence[Plan], length: int) -> bool:
-    return any(type(a) is Reduce and a.hi - a.lo == length for plan in planned for actions in plan for a in actions)
+def _adds_all_at_once(planned: Sequence[Rounds], length: int) -> bool:
+    return any(type(a) is Reduce and a.hi - a.lo == length for rounds in planned for actions in rounds for a in actions)
 
 
-def _peers(planned: Sequence[Plan]) -> int:
+def _peers(planned: Sequence[Rounds]) -> int:
     """With how many others a rank talks at most: what a price does not see, many senders to one port among it."""
-    return max(len({a.peer for actions in plan for a in actions if not isinstance(a, Finish)}) for plan in planned)
+    return max(len({a.peer for actions in rounds for a in actions if not isinstance(a, Finish)}) for rounds in planned)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.collectives.plan import Finish, Plan
+from hcsim.collectives.plan import Finish, Plan, Rounds
 from hcsim.errors import UsageError
 
 
@@ -62,7 +62,7 @@ Planner: TypeAlias = Callable[[int, Shape], Plan]
 """An algorithm: what this rank does. The number of rounds is the same for all ranks."""
 
 
-def finished(rounds: Plan, lo: int, hi: int) -> Plan:
+def finished(rounds: Rounds, lo: int, hi: int) -> Rounds:
     """The rounds, with a `Finish` of the range at the end of the last one."""
     *before, last = rounds or ((),)
     return (*before, (*last, Finish(lo, hi)))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Send, offsets, split
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, offsets, split
 from hcsim.collectives.shape import Shape, finished
 
 
@@ -37,7 +37,7 @@ def _edges(rank: int, shape: Shape) -> tuple[int | None, list[int]]:
     return parent, [(root + child) % n for child in range(k * v + 1, min(k * v + k, n - 1) + 1)]
 
 
-def _up(rank: int, shape: Shape) -> Plan:
+def _up(rank: int, shape: Shape) -> Rounds:
     parent, children = _edges(rank, shape)
     height, level = _level(shape.world - 1, shape.arity), _level((rank - shape.root) % shape.world, shape.arity)
     rounds: list[Round] = [()] * height
@@ -51,7 +51,7 @@ def _up(rank: int, shape: Shape) -> Plan:
 def reduce(rank: int, shape: Shape) -> Plan:
     """Every rank adds up its children's sums and passes the result on to its parent."""
     rounds = _up(rank, shape)
-    return finished(rounds, 0, shape.length) if rank == shape.root else rounds
+    return Plan(finished(rounds, 0, shape.length) if rank == shape.root else rounds)
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
@@ -63,16 +63,30 @@ def broadcast(rank: int, shape: Shape) -> Plan:
         rounds[level - 1] = (Recv(parent, 0, shape.length),)
     if children:
         rounds[level] = tuple(Send(child, 0, shape.length) for child in children)
-    return tuple(rounds)
+    return Plan(tuple(rounds))
 
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce to the root, finish there, broadcast."""
-    return reduce(rank, shape) + broadcast(rank, shape)
+    return Plan(reduce(rank, shape).rounds + broadcast(rank, shape).rounds)
 
 
-def scatter(rank: int, shape: Shape) -> tuple[tuple[Send | Recv, ...], ...]:
+def scatter(rank: int, shape: Shape) -> Plan:
     """The root hands out ranges of parts; who gets one keeps the own part and hands on the rest."""
+    return Plan(_handed_on(rank, shape))
+
+
+def gather(rank: int, shape: Shape) -> Plan:
+    """A scatter, backwards."""
+    return Plan(
+        tuple(
+            tuple((Recv if isinstance(a, Send) else Send)(a.peer, a.lo, a.hi) for a in actions)
+            for actions in reversed(_handed_on(rank, shape))
+        )
+    )
+
+
+def _handed_on(rank: int, shape: Shape) -> tuple[tuple[Send | Recv, ...], ...]:
     cuts = offsets(shape.counts)
     lo, hi, leader = 0, shape.world, shape.root
     rounds: list[tuple[Send | Recv, ...]] = []
@@ -88,11 +102,3 @@ def scatter(rank: int, shape: Shape) -> tuple[tuple[Send | Recv, ...], ...]:
             rounds.append(())
         leader = head
     return tuple(rounds)
-
-
-def gather(rank: int, shape: Shape) -> Plan:
-    """A scatter, backwards."""
-    return tuple(
-        tuple((Recv if isinstance(a, Send) else Send)(a.peer, a.lo, a.hi) for a in actions)
-        for actions in reversed(scatter(rank, shape))
-    )

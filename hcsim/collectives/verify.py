@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hcsim.collectives.exchange import Exchange, Key
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send, offsets
+from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, offsets
 from hcsim.collectives.ranges import Ranges
 from hcsim.collectives.shape import Shape
 from hcsim.errors import HcsimError, UsageError
@@ -43,7 +43,7 @@ _Piece: TypeAlias = tuple[int, int, Value]
 _UNDEFINED = Value(0)
 
 
-def verify(operation: str, plans: Sequence[Plan], shapes: Sequence[Shape]) -> None:
+def verify(operation: str, plans: Sequence[Rounds], shapes: Sequence[Shape]) -> None:
     """Raise `PlanError` unless these plans, of ranks 0, 1, …, perform the operation on these shapes."""
     if len(plans) != len(shapes) or any(shape.world != len(plans) for shape in shapes):
         raise UsageError(f"{len(plans)} plans for {len(shapes)} shapes of {[shape.world for shape in shapes]} ranks")
@@ -117,7 +117,7 @@ def _promised(operation: str, rank: int, shapes: Sequence[Shape]) -> list[_Piece
     return []
 
 
-def _check_messages(plans: Sequence[Plan], sizes: Sequence[int]) -> None:
+def _check_messages(plans: Sequence[Rounds], sizes: Sequence[int]) -> None:
     """Every message has both its ends, of one size, and there is one per round and pair."""
     sent: dict[Key, int] = {}
     taken: dict[Key, int] = {}
@@ -151,7 +151,7 @@ def _sized(verb: str, side: dict[Key, int], key: Key) -> str:
 class _Machine:
     """All ranks' buffers, and what performing an action does to them."""
 
-    def __init__(self, plans: Sequence[Plan], states: Sequence[Ranges[Value]]) -> None:
+    def __init__(self, plans: Sequence[Rounds], states: Sequence[Ranges[Value]]) -> None:
         self.plans = plans
         self.states = states
         self.heard = [1 << rank for rank in range(len(plans))]

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 
-from hcsim.collectives.algorithms import PLANNERS, plan, plans
+from hcsim.collectives.algorithms import PLANNERS, plans
 from hcsim.collectives.cost import Links, price
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
+from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 
 MIB = 1 << 20
@@ -57,7 +58,7 @@ def test_what_is_chosen_can_be_planned(operation: str, world: int, part: int, me
     parts = (part,) * world
     shape = Shape(world=world, length=part * world, counts=parts, sent=parts, received=parts)
     links = Links.uniform(world, 1e-4, 1e8) if measured else None
-    assert len(plan(operation, choose(operation, shape, 4, links), 0, shape)) >= 0
+    verify(operation, plans(operation, choose(operation, shape, 4, links), shape), [shape] * world)
 
 
 def test_on_measured_links_the_cheapest_wins() -> None:

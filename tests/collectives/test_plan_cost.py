@@ -6,7 +6,7 @@ import pytest
 
 from hcsim.collectives.algorithms import PLANNERS, plans
 from hcsim.collectives.cost import Links, closed_form, price
-from hcsim.collectives.plan import Plan, Recv, Reduce, Send
+from hcsim.collectives.plan import Recv, Reduce, Rounds, Send
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import PlanError
 from hcsim.errors import UsageError
@@ -67,7 +67,7 @@ def test_a_closed_form_is_refused_where_there_is_none(algorithm: str, world: int
 
 def test_cut_messages_are_passed_on_while_they_arrive() -> None:
     """Down a chain of two links, in ten segments: the second link runs one segment behind the first."""
-    chain: list[Plan] = [
+    chain: list[Rounds] = [
         ((Send(1, 0, 1000),), ()),
         ((Recv(0, 0, 1000),), (Send(2, 0, 1000),)),
         ((), (Recv(1, 0, 1000),)),
@@ -85,14 +85,14 @@ def test_the_messages_of_a_round_take_turns() -> None:
 
 
 def test_an_element_is_added_after_it_arrived() -> None:
-    made: list[Plan] = [((Reduce(1, 0, 100),),), ((Send(0, 0, 100),),)]
+    made: list[Rounds] = [((Reduce(1, 0, 100),),), ((Send(0, 0, 100),),)]
     assert price(made, links(2), 1, UNCUT) == pytest.approx(2)
     assert price(made, links(2, reduce_Bps=50.0), 1, UNCUT) == pytest.approx(4)
     assert price(made, links(2, reduce_Bps=50.0), 1, 50) == pytest.approx(1 + 0.5 + 2)
 
 
 def test_every_frame_has_its_overhead() -> None:
-    made: list[Plan] = [((Send(1, 0, 100),),), ((Recv(0, 0, 100),),)]
+    made: list[Rounds] = [((Send(1, 0, 100),),), ((Recv(0, 0, 100),),)]
     assert price(made, links(2, overhead_s=0.25), 1, UNCUT) == pytest.approx(2.25)
     assert price(made, links(2, overhead_s=0.25), 1, 25) == pytest.approx(3)
 
@@ -100,7 +100,7 @@ def test_every_frame_has_its_overhead() -> None:
 def test_a_write_waits_until_the_old_values_have_left() -> None:
     """Rank 0 has 20 s of sending to do before its range may be overwritten."""
     slow = Links(((0.0,) * 3,) * 3, ((0.0, 5.0, 100.0), (100.0, 0.0, 100.0), (100.0, 100.0, 0.0)))
-    made: list[Plan] = [((Send(1, 0, 100), Recv(2, 0, 100)),), ((Recv(0, 0, 100),),), ((Send(0, 0, 100),),)]
+    made: list[Rounds] = [((Send(1, 0, 100), Recv(2, 0, 100)),), ((Recv(0, 0, 100),),), ((Send(0, 0, 100),),)]
     assert price(made, slow, 1, UNCUT) == pytest.approx(20 + 1)
 
 
@@ -126,7 +126,7 @@ def test_a_slower_link_never_makes_anything_cheaper(operation: str) -> None:
 
 
 def test_what_cannot_be_priced_is_refused() -> None:
-    waiting: list[Plan] = [((Recv(1, 0, 1),),), ((Recv(0, 0, 1),),)]
+    waiting: list[Rounds] = [((Recv(1, 0, 1),),), ((Recv(0, 0, 1),),)]
     with pytest.raises(PlanError, match="wait"):
         price(waiting, links(2), 1, 1)
     with pytest.raises(UsageError, match="3 ranks"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.collectives.algorithms import plan, plans
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send, split
+from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, split
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import PlanError, verify
 from hcsim.errors import UsageError
@@ -13,12 +13,12 @@ from hcsim.errors import UsageError
 PAIR = Shape(world=2, length=6)
 
 
-def refused(operation: str, made: list[Plan], shape: Shape, said: str) -> None:
+def refused(operation: str, made: list[Rounds], shape: Shape, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         verify(operation, made, [shape] * shape.world)
 
 
-def all_reduce_of_two(*last: Finish) -> list[Plan]:
+def all_reduce_of_two(*last: Finish) -> list[Rounds]:
     return [((Send(peer, 0, 6), Reduce(peer, 0, 6), *last),) for peer in (1, 0)]
 
 
@@ -48,7 +48,7 @@ def test_a_missing_contribution() -> None:
 
 
 def test_a_contribution_that_is_missing_in_part_of_the_range() -> None:
-    made: list[Plan] = [((Reduce(1, 0, 4), Finish(0, 4)),), ((Send(0, 0, 4),),)]
+    made: list[Rounds] = [((Reduce(1, 0, 4), Finish(0, 4)),), ((Send(0, 0, 4),),)]
     refused("reduce", made, PAIR, r"rank 0 ends with inputs of ranks \[0\] in \[4, 6\)")
 
 
@@ -69,12 +69,12 @@ def test_a_message_that_nobody_receives() -> None:
 
 
 def test_a_message_of_two_sizes() -> None:
-    made: list[Plan] = [((Send(1, 0, 6),),), ((Recv(0, 0, 5),),)]
+    made: list[Rounds] = [((Send(1, 0, 6),),), ((Recv(0, 0, 5),),)]
     refused("broadcast", made, PAIR, "6 elements are sent, 5 elements are expected")
 
 
 def test_two_messages_between_the_same_ranks_in_one_round() -> None:
-    made: list[Plan] = [((Send(1, 0, 3), Send(1, 3, 6)),), ((Recv(0, 0, 3), Recv(0, 3, 6)),)]
+    made: list[Rounds] = [((Send(1, 0, 3), Send(1, 3, 6)),), ((Recv(0, 0, 3), Recv(0, 3, 6)),)]
     refused("broadcast", made, PAIR, "rank 0, round 0: .* is the second message")
 
 
@@ -84,7 +84,7 @@ def test_a_message_in_another_round_than_its_receipt() -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     shape = Shape(world=3, length=6)
-    made: list[Plan] = [((Recv((rank - 1) % 3, 0, 6), Send((rank + 1) % 3, 0, 6)),) for rank in range(3)]
+    made: list[Rounds] = [((Recv((rank - 1) % 3, 0, 6), Send((rank + 1) % 3, 0, 6)),) for rank in range(3)]
     refused("broadcast", made, shape, "wait for each other for ever: rank 1 in round 0 for rank 0")
 
 
@@ -100,24 +100,24 @@ def test_a_second_finish() -> None:
 
 
 def test_a_finish_before_the_sum_is_whole() -> None:
-    made: list[Plan] = [((Send(peer, 0, 6), Finish(0, 6), Reduce(peer, 0, 6)),) for peer in (1, 0)]
+    made: list[Rounds] = [((Send(peer, 0, 6), Finish(0, 6), Reduce(peer, 0, 6)),) for peer in (1, 0)]
     refused("all_reduce", made, PAIR, r"rank 0, round 0: Finish.* holds inputs of ranks \[0\]")
 
 
 def test_sending_what_was_never_written() -> None:
-    made: list[Plan] = [((Recv(1, 0, 6),),), ((Send(0, 0, 6),),)]
+    made: list[Rounds] = [((Recv(1, 0, 6),),), ((Send(0, 0, 6),),)]
     refused("broadcast", made, PAIR, r"rank 1, round 0: Send.* nothing has been written")
 
 
 def test_a_part_in_the_wrong_place() -> None:
     shape = Shape(world=2, counts=(3, 3))
-    made: list[Plan] = [((Recv(1, 0, 3),),), ((Send(0, 3, 6),),)]
+    made: list[Rounds] = [((Recv(1, 0, 3),),), ((Send(0, 3, 6),),)]
     refused("gather", made, shape, r"rank 0 ends with inputs of ranks \[1\] from \+3 in \[0, 3\)")
 
 
 def test_an_all_to_all_that_mixes_up_the_parts() -> None:
     shapes = [Shape(world=2, sent=(2, 2), received=(2, 2))] * 2
-    made = [plan("all_to_all", "pairwise", rank, shapes[rank]) for rank in range(2)]
+    made = [plan("all_to_all", "pairwise", rank, shapes[rank]).by_rank() for rank in range(2)]
     verify("all_to_all", made, shapes)
     made[0] = ((Send(1, 0, 2), made[0][0][1]),)
     with pytest.raises(PlanError, match=r"rank 1 ends with"):

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans
 from hcsim.collectives.hierarchical import CROSS, LOCAL
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send, offsets
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, offsets
 from hcsim.collectives.relays import onwards
+from hcsim.collectives.schedule import schedule
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
@@ -50,8 +51,8 @@ def shape_lists(draw: st.DrawFn, operation: str, max_world: int = 17) -> list[Sh
     return [shape] * world
 
 
-def all_plans(operation: str, algorithm: str, shapes: list[Shape]) -> list[Plan]:
-    return [plan(operation, algorithm, rank, shape) for rank, shape in enumerate(shapes)]
+def all_plans(operation: str, algorithm: str, shapes: list[Shape]) -> list[Rounds]:
+    return [plan(operation, algorithm, rank, shape).by_rank() for rank, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
@@ -73,7 +74,7 @@ def test_only_a_barrier_sends_empty_messages(operation: str, algorithm: str, dat
     assert all((lo == hi) == (operation == "barrier") for lo, hi in ranges)
 
 
-def interpret(made: list[Plan], buffers: list[Ints], divide_by: int) -> None:
+def interpret(made: list[Rounds], buffers: list[Ints], divide_by: int) -> None:
     """Perform plans on real numbers, round by round; within a round all sends come first on every rank.
 
     To finish is to divide, or by 0 to spoil."""
@@ -97,11 +98,11 @@ def interpret(made: list[Plan], buffers: list[Ints], divide_by: int) -> None:
         assert not sent
 
 
-def passing_on(made: list[Plan]) -> list[Plan]:
+def passing_on(made: list[Rounds]) -> list[Rounds]:
     """The plans of ranks that keep nothing of what they only pass on: each spoils its range once it has been sent."""
     spoiled = []
     for rounds in made:
-        found = onwards(rounds)
+        found = onwards(Plan(rounds))
         for step, onward in found.items():
             last, (first, *others) = rounds[step][-1], rounds[step + 1]
             assert isinstance(last, Recv | Reduce)
@@ -164,7 +165,7 @@ def test_numbers_come_out_as_numpy_has_them(operation: str, algorithm: str, worl
             np.testing.assert_array_equal(buffers[rank][where], values)
 
 
-def without_finish(made: list[Plan]) -> list[Plan]:
+def without_finish(made: list[Rounds]) -> list[Rounds]:
     return [tuple(tuple(a for a in actions if not isinstance(a, Finish)) for actions in rounds) for rounds in made]
 
 
@@ -189,7 +190,7 @@ def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps
 ) -> None:
     shape = reduction_shape(world, 40)
     for rounds in without_finish(plans("all_reduce", "ring", shape)):
-        found = onwards(rounds)
+        found = onwards(Plan(rounds))
         assert list(found) == list(range(2 * world - 4, -1, -1))
         assert [step for step in sorted(found) if not found[step].stays] == list(range(world - 2))
 
@@ -230,6 +231,32 @@ def test_a_ring_sends_only_to_the_next_rank_in_its_order() -> None:
         for rank, rounds in enumerate(made):
             following = order[(order.index(rank) + 1) % 4]
             assert {a.peer for actions in rounds for a in actions if isinstance(a, Send)} == {following}
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_the_ranks_of_a_ring_have_their_rounds_in_common(operation: str) -> None:
+    shape = Shape(world=64, length=6400, counts=(100,) * 64, order=tuple(range(63, -1, -1)))
+    made = [plan(operation, "ring", rank, shape) for rank in range(64)]
+    assert sum(len(one.rounds) for one in made) >= 64 * 63
+    apart = {id(actions): None for one in made for actions in one.rounds if not isinstance(actions[-1], Finish)}
+    assert len(apart) <= 2 * 64
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_what_is_executed_names_the_ranks_that_were_proved(operation: str, algorithm: str, data: st.DataObject) -> None:
+    shapes = data.draw(shape_lists(operation, max_world=9))
+    members = [10 * rank for rank in data.draw(st.permutations(range(len(shapes))))]
+    segment = data.draw(st.sampled_from([1, 3, 1000]))
+    for rank, shape in enumerate(shapes):
+        made = plan(operation, algorithm, rank, shape)
+        named = Plan(made.among(members).by_rank())
+        ours, plain = schedule(made.among(members), segment), schedule(named, segment)
+        assert (ours.peers, ours.lanes, ours.onwards) == (plain.peers, plain.lanes, plain.onwards)
+        assert (ours.beside, ours.patient, ours.sent) == (plain.beside, plain.patient, plain.sent)
+        assert ours.plan.by_rank() == plain.plan.rounds
+        assert set(ours.peers) <= set(members) - {members[rank]}
 
 
 def test_a_ring_all_reduce_finishes_each_element_on_one_rank_only() -> None:

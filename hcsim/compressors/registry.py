@@ -42,7 +42,7 @@ def make(spec: str, *, seed: int, rank: int) -> Compressor:
     name, colon, argument = plain.partition(":")
     if name not in _ENTRIES:
         forms = ", ".join(entry.spec.form for entry in _ENTRIES.values())
-        hint = did_you_mean(name, _ENTRIES)
+        hint = did_you_mean(name, [*_ENTRIES, *(known + SUFFIX for known in _ENTRIES)])
         raise ConfigError(f"{spec!r} is no compressor{hint}; known are {forms}, each also with {SUFFIX}")
     entry = _ENTRIES[name]
     try:

@@ -45,11 +45,13 @@ def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about:
 def load_model(path: Path) -> Saved:
     """Read a model, and check that it is what was saved."""
     try:
+        path.open("rb").close()  # of whatever it cannot open safetensors says that it is not there
+    except OSError as error:
+        raise ConfigError(f"{path}: {(error.strerror or 'this cannot be read').lower()}") from None
+    try:
         with safetensors.safe_open(path, framework="numpy") as file:
             about: dict[str, str] = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{path}: this is not a model that was saved whole: {error}") from None
     if about.get("format") != _FORMAT:

@@ -76,6 +76,7 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert complaint in result.output
     assert "no such file" in hcsim("evaluate", str(tmp_path / "nothing")).output
+    assert "is a directory" in hcsim("evaluate", str(tmp_path)).output
 
 
 @pytest.mark.parametrize(

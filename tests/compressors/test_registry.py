@@ -28,6 +28,7 @@ def test_the_kind_says_how_payloads_are_combined(spec, kind):
 
 
 @pytest.mark.parametrize(("spec", "message"), [
+    ("int8+fe", r"no compressor \(did you mean int8\+ef\?\)"),
     ("top-k:0.1", r"no compressor \(did you mean topk\?\); known are none, topk:RATIO, .* each also with \+ef"),
     ("gzip", "no compressor; known are"),
     ("", "no compressor; known are"),

@@ -34,7 +34,6 @@ from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.address import address_at, with_port
-from hcsim.runtime.host import Medium
 from hcsim.runtime.target import parse
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
@@ -298,8 +297,7 @@ def real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credenti
 
 def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
     """Where the others reach it: with several interfaces at each of them, fastest medium first, as a real machine."""
-    order = list(Medium)
-    interfaces = sorted(host.interfaces(), key=lambda interface: order.index(interface.medium))
+    interfaces = host.interfaces()
     if len(interfaces) < 2:
         return (host.name,)
     return tuple(address for interface in interfaces for address in interface.addresses)

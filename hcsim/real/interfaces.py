@@ -17,7 +17,7 @@ from pathlib import Path
 
 import ifaddr
 
-from hcsim.runtime.host import Interface, Medium
+from hcsim.runtime.host import Interface, Medium, fastest_first
 
 _MOST_ADDRESSES = 6
 """They have to fit into one announcement."""
@@ -32,7 +32,7 @@ _BASE = re.compile(r"(?P<number>[\d.]+)(?P<giga>G)?base", re.IGNORECASE)
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """This machine's interfaces that have an address and are for us, fastest medium first, then by name."""
+    """This machine's interfaces that have an address and are for us."""
     macos = sys.platform == "darwin"
     ports = parse_hardware_ports(_output_of("networksetup", "-listallhardwareports")) if macos else {}
     media = parse_media(_output_of("ifconfig", "-a")) if macos else {}
@@ -46,7 +46,7 @@ def list_interfaces() -> tuple[Interface, ...]:
         addresses = tuple(ip.ip if isinstance(ip.ip, str) else ip.ip[0] for ip in adapter.ips)
         if addresses:
             found.append(Interface(name, medium, rate_bps, addresses))
-    return tuple(sorted(found, key=lambda interface: (_SPEED_ORDER.index(interface.medium), interface.name)))
+    return fastest_first(found)
 
 
 def reachable_at(interfaces: Sequence[Interface]) -> tuple[str, ...]:

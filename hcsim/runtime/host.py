@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from enum import Enum
 from typing import Any, Protocol
 
@@ -42,6 +42,12 @@ class Interface(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...] = ()
 
 
+def fastest_first(interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
+    """By medium, those of one medium by name."""
+    order = list(Medium)
+    return tuple(sorted(interfaces, key=lambda interface: (order.index(interface.medium), interface.name)))
+
+
 class Host(Protocol):
     """One machine."""
 
@@ -70,7 +76,7 @@ class Host(Protocol):
         """Its figures, for whoever looks on."""
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """What this host is attached to, in a fixed order."""
+        """What this host is attached to, `fastest_first`."""
 
     async def listen(self, address: str) -> Listener:
         """Accept channels at `host:port` (port 0: any free one)."""

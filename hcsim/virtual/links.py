@@ -27,7 +27,7 @@ import networkx as nx
 
 from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
 from hcsim.errors import ConfigError
-from hcsim.runtime.host import Interface, Medium
+from hcsim.runtime.host import Interface, Medium, fastest_first
 from hcsim.virtual.sharing import Resource
 
 LOOPBACK_LATENCY_S = 10e-6
@@ -171,7 +171,7 @@ class Topology:
         if name in self._cables:
             rate = max(float(data["rate_bps"]) for _, _, data in self._cables.edges(name, data=True))
             found.append(_interface(name, BRIDGE, Medium.THUNDERBOLT, rate))
-        return tuple(found)
+        return fastest_first(found)
 
     def resource(self, name: str, capacity: float) -> Resource:
         """The resource of that name, and the capacity that it is to have."""

@@ -16,7 +16,6 @@ from hcsim.errors import ConfigError
 from hcsim.launch import Outcome, simulate_cluster
 from hcsim.node import Plan, train_as_member
 from hcsim.runtime.address import address_at
-from hcsim.runtime.host import Medium
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.units import PositiveSeconds, Seconds
@@ -85,9 +84,7 @@ def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dic
         await surveys[0].run((), 0.5)
 
     async def on_host(host: VirtualHost) -> Report:
-        order = list(Medium)
-        interfaces = sorted(host.interfaces(), key=lambda interface: order.index(interface.medium))
-        hosts = [address for interface in interfaces for address in interface.addresses]
+        hosts = [address for interface in host.interfaces() for address in interface.addresses]
         control, data = (address_at(hosts, port) for port in PORTS)
         if host.name == "mini":
             host.spawn(look(host), name="look")

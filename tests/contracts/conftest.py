@@ -13,16 +13,18 @@ import pytest
 
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
+from hcsim.telemetry.trace import Event, Trace
 
 Body = Callable[[Host, Host], Awaitable[Any]]
+NAMES = ("left", "right")
 GUARD_S = 30.0
 MAX_FRAME_BYTES = 64 * 2**20
 
 _TWO_ON_ETHERNET = """
 name = "arena"
-medium = [{ kind = "ethernet", name = "switch", rate = "10 Gb/s" }]
+medium = [{ kind = "wifi", name = "air" }, { kind = "ethernet", name = "switch", rate = "10 Gb/s" }]
 node = [
-    { name = "left", machine = "M2", links = ["switch"] },
+    { name = "left", machine = "M2", links = ["air", "switch"] },
     { name = "right", machine = "M2", links = ["switch"] },
 ]
 """
@@ -30,6 +32,8 @@ node = [
 
 class Arena(Protocol):
     carrier: str
+    traced: list[Event]
+    """What the hosts have put into their traces, after a run."""
 
     def run(self, body: Body) -> Any: ...
 
@@ -42,6 +46,7 @@ class Arena(Protocol):
 
 class _Arena:
     def __init__(self) -> None:
+        self.traced: list[Event] = []
         self._opened: list[Channel | Listener] = []
 
     def address(self, host: Host) -> str:
@@ -74,11 +79,15 @@ class RealArena(_Arena):
         from hcsim.real.host import RealHost, RealOptions
 
         async def main() -> Any:
-            options = (RealOptions(name, shared_memory=self.shared_memory) for name in ("left", "right"))
-            async with RealHost(next(options)) as left, RealHost(next(options)) as right:
+            left_options, right_options = (RealOptions(name, shared_memory=self.shared_memory) for name in NAMES)
+            async with RealHost(left_options, trace=trace) as left, RealHost(right_options, trace=trace) as right:
                 return await self._bounded(body, left, right)
 
-        return asyncio.run(main())
+        trace = Trace(self.traced.extend)
+        try:
+            return asyncio.run(main())
+        finally:
+            trace.digest()
 
     def address(self, host: Host) -> str:
         return "127.0.0.1:0"
@@ -110,8 +119,11 @@ class VirtualArena(_Arena):
         from hcsim.config import parse_scenario
         from hcsim.virtual.world import World
 
-        world = World(parse_scenario(_TWO_ON_ETHERNET, "arena"))
-        return world.run(self._bounded(body, world.host("left"), world.host("right")))
+        world = World(parse_scenario(_TWO_ON_ETHERNET, "arena"), sink=self.traced.extend)
+        try:
+            return world.run(self._bounded(body, *map(world.host, NAMES)))
+        finally:
+            world.trace.digest()
 
     def address(self, host: Host) -> str:
         return f"{host.name}:0"

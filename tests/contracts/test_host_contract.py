@@ -11,6 +11,7 @@ from hcsim.errors import ChannelBroken, ChannelClosed, PeerRefused
 from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
+from hcsim.runtime.host import Medium
 
 
 def test_a_port_where_nobody_listens_refuses(arena):
@@ -310,10 +311,11 @@ def test_random_streams_depend_on_name_and_host_alone(arena):
     arena.run(body)
 
 
-def test_interfaces_come_in_a_fixed_order(arena):
+def test_the_fastest_interfaces_come_first(arena):
     async def body(left, right):
-        assert left.interfaces() == left.interfaces()
-        assert len(left.interfaces()) >= 1
+        found, order = left.interfaces(), list(Medium)
+        assert found
+        assert [*found] == sorted(found, key=lambda interface: (order.index(interface.medium), interface.name))
 
     arena.run(body)
 
@@ -321,8 +323,11 @@ def test_interfaces_come_in_a_fixed_order(arena):
 def test_tracing_takes_strings_and_numbers(arena):
     async def body(left, right):
         left.trace("note", "text", 1, 2.5)
+        right.trace("note")
 
     arena.run(body)
+    notes = [event[1:] for event in arena.traced if event[1] == "note"]
+    assert notes == [("note", "left", "text", 1, 2.5), ("note", "right")]
 
 
 def test_an_empty_payload_is_the_default(arena):

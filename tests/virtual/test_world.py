@@ -160,8 +160,8 @@ def test_a_host_listens_under_its_own_name_and_once_per_port(world):
 def test_a_host_shows_what_it_is_attached_to(world):
     found = {host.name: [interface.medium for interface in host.interfaces()] for host in world.hosts}
     assert found == {
-        "studio": [Medium.ETHERNET, Medium.THUNDERBOLT],
-        "mini": [Medium.ETHERNET, Medium.THUNDERBOLT],
+        "studio": [Medium.THUNDERBOLT, Medium.ETHERNET],
+        "mini": [Medium.THUNDERBOLT, Medium.ETHERNET],
         "laptop": [Medium.WIFI],
         "away": [Medium.ETHERNET],
     }

@@ -40,7 +40,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
 def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds; none where a seed did not get there."""
     small = with_methods(cells[cells["task"] == SMALL])
-    steps = _steps_to_target(small, curves)
+    steps = _steps_to_target(curves)
     small = small.merge(steps, on=["strategy", "compressor", "link", "seed"], how="left")
     rows = []
     for (name, link), part in small.groupby(["method", "link"], sort=False):
@@ -57,7 +57,7 @@ def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _steps_to_target(small: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
+def _steps_to_target(curves: pd.DataFrame) -> pd.DataFrame:
     there = curves[(curves["task"] == SMALL) & (curves["loss"] <= curves["target_loss"])]
     first = there.groupby(["strategy", "compressor", "link", "seed"], sort=False)["step"].min()
     return first.rename("steps_to_target").reset_index()

@@ -206,8 +206,8 @@ def here(
     return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state, metrics_at(metrics))
 
 
-def refuse(where: str, given: Mapping[str, object]) -> None:
-    """Refuse options that would do nothing here."""
+def only(where: str, given: Mapping[str, object]) -> None:
+    """Refuse what was given of these options: they do something only there."""
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(f"{', '.join(names)}: only {where}")

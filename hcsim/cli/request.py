@@ -61,9 +61,9 @@ class Asked(msgspec.Struct, frozen=True):
         """Some of them by name; what was not given is None."""
         return {name: None if (value := getattr(self, name)) is False else value for name in names}
 
-    def refuse(self, where: str, *names: str) -> None:
+    def only(self, where: str, *names: str) -> None:
         """These say something only there."""
-        options.refuse(where, {f"--{name.replace('_', '-')}": value for name, value in self.these(*names).items()})
+        options.only(where, {f"--{name.replace('_', '-')}": value for name, value in self.these(*names).items()})
 
     @property
     def wire(self) -> Wire:
@@ -85,9 +85,9 @@ def perform(asked: Asked) -> bool:
     wire = asked.wire
     if asked.scenario is not None and asked.scenario.endswith(".py"):
         theirs = (*_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
-        asked.refuse("without a script (what a script is given stands after --)", *theirs)
+        asked.only("without a script (what a script is given stands after --)", *theirs)
         return _script_together(asked) if asked.real else _script(asked, wire)
-    options.refuse(
+    options.only(
         "with a script (a file that ends with .py)", {"--scenario": asked.where, "--": asked.arguments or None}
     )
     text, attended = read_job() if asked.scenario == "-" else (None, False)
@@ -96,15 +96,15 @@ def perform(asked: Asked) -> bool:
     given = chosen.training if chosen else None
     settings = options.training(given, asked.these(*_LEARNED), asked.these(*_EXCHANGE))
     if settings is None:
-        asked.refuse("where something is learned (--task)", "save", "device")
+        asked.only("where something is learned (--task)", "save", "device")
     else:
-        asked.refuse("where nothing is learned", *_JOB)
+        asked.only("where nothing is learned", *_JOB)
     if asked.hosts is None:
-        asked.refuse("with --hosts", "remote_hcsim")
+        asked.only("with --hosts", "remote_hcsim")
     if not asked.real:
         assert chosen is not None  # it was needed
         return _virtual(asked, chosen, settings, wire)
-    asked.refuse("in a virtual run", *_VIRTUAL)
+    asked.only("in a virtual run", *_VIRTUAL)
     if asked.rank is None and asked.peers is None:
         return _together(asked, chosen, settings, wire, attended)
     return _by_hand(asked, chosen, settings, wire)
@@ -114,7 +114,7 @@ def _script(asked: Asked, wire: Wire) -> bool:
     """A torch script on a scenario's machines."""
     from hcsim.cli.script import run_script
 
-    asked.refuse("with --real", "cluster", "name", "at")
+    asked.only("with --real", "cluster", "name", "at")
     home = options.script_scenario(asked.where, asked.seed, asked.nodes)
     return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, asked.trace, asked.metrics)
 
@@ -123,9 +123,9 @@ def _script_together(asked: Asked) -> bool:
     """This machine's rank of a torch script on a real cluster."""
     from hcsim.cli.script import run_script_together
 
-    options.refuse("in a virtual run", {"--scenario": asked.where})
-    asked.refuse("in a virtual run", *_VIRTUAL)
-    asked.refuse("without a script; start it on every machine", "hosts", "state")
+    options.only("in a virtual run", {"--scenario": asked.where})
+    asked.only("in a virtual run", *_VIRTUAL)
+    asked.only("without a script; start it on every machine", "hosts", "state")
     here = options.here(asked.cluster, asked.name, asked.at, None, "cpu", asked.metrics_port)
     cluster = options.cluster(None, asked.nodes)
     return run_script_together(here, cluster, Path(str(asked.scenario)), asked.arguments or [])
@@ -136,27 +136,27 @@ def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, 
     from hcsim.cli.together import train_together
     from hcsim.node import Plan
 
-    asked.refuse("with --peers and --rank", *_BY_HAND)
+    asked.only("with --peers and --rank", *_BY_HAND)
     here = options.here(asked.cluster, asked.name, asked.at, asked.state, asked.device, asked.metrics_port)
     others = options.others(asked.hosts, asked.remote_hcsim)
     cluster = options.cluster(chosen.cluster if chosen else None, asked.nodes, len(others.hosts))
-    plan = Plan(cluster, options.to_learn(settings), _begin(asked, chosen), wire)
+    plan = Plan(cluster, options.to_learn(settings), _seed(asked, chosen), wire)
     return train_together(here, plan, asked.save, others, attended=attended)
 
 
 def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire) -> bool:
     """One rank of those that `--peers` lists."""
-    asked.refuse("without --peers and --rank", *_IN_CLUSTER, "nodes")
+    asked.only("without --peers and --rank", *_IN_CLUSTER, "nodes")
     tls = options.tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
     metrics_at = options.metrics_at(asked.metrics_port)
     place = options.Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
     if settings is not None:
         from hcsim.cli.train import train_real
 
-        return train_real(settings, _begin(asked, chosen), place, wire, asked.device or "auto", asked.save)
+        return train_real(settings, _seed(asked, chosen), place, wire, asked.device or "auto", asked.save)
     from hcsim.cli.real import run_real
 
-    asked.refuse("in a virtual run", "seed")
+    asked.only("in a virtual run", "seed")
     return run_real(options.real_job(chosen, asked.these(*_JOB, *_EXCHANGE)), place, wire)
 
 
@@ -164,7 +164,7 @@ def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wi
     """A scenario's own machines: its job, its training, or its cluster."""
     from hcsim.cli.virtual import Files, run_virtual
 
-    asked.refuse("with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
+    asked.only("with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
     files = Files(asked.trace, asked.metrics)
     if settings is None:
         return run_virtual(chosen, wire, files)
@@ -177,6 +177,6 @@ def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wi
     return train_virtual(chosen, settings, wire, files, asked.save)
 
 
-def _begin(asked: Asked, chosen: Scenario | None) -> int:
+def _seed(asked: Asked, chosen: Scenario | None) -> int:
     """The seed: a scenario has taken over what was asked for."""
     return chosen.seed if chosen else 1 if asked.seed is None else asked.seed

@@ -88,7 +88,7 @@ class Progress:
             self._show(f"{how_far}: loss {point.loss:.4f}{looked_at}, {duration(point.time_s)}")
 
     def together(self, point: Point) -> None:
-        """The same for members that come and go: who many they are, and where the step's time went."""
+        """The same for members that come and go: how many they are, and where the step's time went."""
         if self._status is None and point.score is None:
             return
         spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in point.spent_s.items() if what != "whole")

@@ -93,7 +93,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Wants an empty answer."""
+    """Wants another one for an answer."""
 
 
 class Burst(msgspec.Struct, frozen=True, tag=True):

@@ -74,7 +74,7 @@ class Dispatch:
     def collective(self, request: Request, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start a collective; its result is what `result` says once it is over."""
         bucket = request.bucket
-        lanes, signature = self._planned(request, memory)
+        steps, signature = self._planned(request, memory)
         ticket = self._ticket(request.operation, bucket, self._count("", 0, bucket), signature)
         self._fate.begin(ticket)
         line = self._lines.setdefault(bucket, [])
@@ -84,7 +84,7 @@ class Dispatch:
             line.remove(task)  # not only when the next one comes: it holds what the caller may want to free
             self._fate.agreement.end(ticket)
 
-        task = self._fate.see_through(self._execution(lanes, ticket, memory), result, timeout_s, before, over)
+        task = self._fate.see_through(self._execution(steps, ticket, memory), result, timeout_s, before, over)
         line.append(task)
         return task
 
@@ -116,8 +116,8 @@ class Dispatch:
         return self._mail.receipt(self._message_ticket(message, memory, asked), waiting, begin)
 
     def _to_one(self, message: Message, memory: Memory, number: int) -> Execution:
-        lanes = self._lanes(Plan(((message.action,),)), memory)
-        return self._execution(lanes, self._message_ticket(message, memory, number), memory)
+        steps = self._scheduled(Plan(((message.action,),)), memory)
+        return self._execution(steps, self._message_ticket(message, memory, number), memory)
 
     def _message_ticket(self, message: Message, memory: Memory, number: int) -> Ticket:
         us, (operation, bucket) = self._fate.mesh.us, _numbered(number, message.tag)
@@ -128,10 +128,10 @@ class Dispatch:
         operation, bucket = _numbered(self._counts.get(("recv", source, tag), 0), tag)
         return (self._number | POINT_TO_POINT, operation, bucket, 0, 0)
 
-    def _execution(self, lanes: Schedule, ticket: Ticket, memory: Memory) -> Execution:
+    def _execution(self, steps: Schedule, ticket: Ticket, memory: Memory) -> Execution:
         fate = self._fate
         wiring = Wiring(ticket, memory, fate.scratch, fate.mesh.host.device)
-        return Execution(lanes, wiring, fate.mesh, fate.cutting)
+        return Execution(steps, wiring, fate.mesh, fate.cutting)
 
     def _planned(self, request: Request, memory: Memory) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""
@@ -140,14 +140,14 @@ class Dispatch:
             if len(self._plans) >= PLANS_KEPT:
                 self._plans.pop(next(iter(self._plans)))
             made = plan(request.operation, request.algorithm, self._rank, request.shape)
-            lanes = self._lanes(made if request.op == "mean" else _unfinished(made), memory)
+            steps = self._scheduled(made if request.op == "mean" else _unfinished(made), memory)
             shape = msgspec.structs.replace(request.shape, sent=(), received=())
             agreed = (request.algorithm, request.op, shape, kind_of(memory))
-            self._plans[key] = lanes, signature_of(request.operation, agreed)
+            self._plans[key] = steps, signature_of(request.operation, agreed)
         return self._plans[key]
 
-    def _lanes(self, made: Plan, memory: Memory) -> Schedule:
-        """Links, headers and errors name ranks as the whole group does, not as a subgroup."""
+    def _scheduled(self, made: Plan, memory: Memory) -> Schedule:
+        """How it is executed, where links, headers and errors name ranks as the whole group does, not as a subgroup."""
         if self._members != tuple(range(len(self._members))):
             made = made.among(self._members)
         return schedule(made, max(1, self._fate.mesh.us.wire.segment_bytes // memory.element_bytes))

@@ -220,7 +220,7 @@ class Fate:
         self._ending = self.mesh.host.spawn(self.mesh.close(parting, error, late), name="end the group")
 
     def _adopt(self, link: Link) -> None:
-        link.on_abort = lambda header, text: self._aborted(link, header, text)
+        link.on_abort = lambda _, text: self._aborted(link, text)
         link.on_failure = self._link_failed
         link.on_stray = self._look_at
         if self.error is not None:
@@ -228,7 +228,7 @@ class Fate:
         for follower in self.followers:
             follower.joined(link)
 
-    def _aborted(self, link: Link, header: Header, text: str) -> None:
+    def _aborted(self, link: Link, text: str) -> None:
         reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
         self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase=_TOLD))
 

@@ -44,17 +44,6 @@ def read_spec(text: str, kinds: Mapping[str, type[T]], what: str) -> T:
         raise ConfigError(f'{what} "{text}": {where}: {in_words(problem)}; {_usage(name, kind)}') from None
 
 
-def write_spec(name: str, value: msgspec.Struct) -> str:
-    """The shortest text that `read_spec` reads as this."""
-    parts = []
-    for number, field in enumerate(msgspec.structs.fields(value)):
-        given = getattr(value, field.name)
-        if given != field.default:
-            switch = field.type is bool
-            parts.append(field.name if switch else f"{given}" if number == 0 else f"{field.name}={given}")
-    return f"{name}:{','.join(parts)}" if parts else name
-
-
 def _usage(name: str, kind: type[msgspec.Struct]) -> str:
     known = [
         f.name if f.type is bool else f"{f.name}={'…' if f.default is msgspec.NODEFAULT else f.default}"

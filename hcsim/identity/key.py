@@ -10,8 +10,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hcsim.errors import UsageError
 
 SEED_BYTES = 32
-PUBLIC_BYTES = 32
-SIGNATURE_BYTES = 64
 _NODE_ID_BYTES = 16
 
 

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hcsim.errors import ConfigError, UsageError
 
 SECRET_BYTES = 16
-NAMESPACE_BYTES = 32
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _READ_AS = {letter: value for value, letter in enumerate(_ALPHABET)} | {"I": 1, "L": 1, "O": 0}
 _GROUPS, _GROUP = 6, 5

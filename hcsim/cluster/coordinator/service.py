@@ -155,7 +155,7 @@ class Coordinator:
         finally:
             del self._questions[question]
             if answer.cancelled():
-                self._do(self.state.gave_up(question, self._now()))
+                self.state.gave_up(question)
 
     # Effects and time.
 

@@ -175,7 +175,7 @@ class State:
             effects += self._end(f"{entry.name} leaves")
         return effects + self._released(now) + self._form(now)
 
-    def gave_up(self, question: int, now: float) -> list[Effect]:
+    def gave_up(self, question: int) -> None:
         """Nobody waits for this answer any more."""
         self.rounds.gave_up(question)
         for entry in self.workers.values():
@@ -183,7 +183,6 @@ class State:
                 entry.question = None
                 if entry.stage is Stage.READY:
                     entry.turn(Turn.GAVE_UP)
-        return []
 
     def lost(self, who: Register) -> None:
         """A worker's connection has ended; it may call again until it has been silent for too long."""

@@ -53,9 +53,6 @@ from hcsim.training.parameter_server.messages import (
 )
 from hcsim.training.parameter_server.policy import Policy
 
-MOST_NAMES = 8
-"""In an error's text."""
-
 
 class Rounds:
     """The machine. Its methods are the events; what they return is to be done in that order.

@@ -99,7 +99,7 @@ class Coordinated(RuleBasedStateMachine):
     def give_up(self, question: int) -> None:
         if question <= self.questions and question not in self.answers:
             self.answers[question] = Answer(question)
-            self.do(self.state.gave_up(question, self.now))
+            self.state.gave_up(question)
 
     @rule(name=names)
     def lose_connection(self, name: str) -> None:

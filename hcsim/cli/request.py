@@ -11,6 +11,7 @@ import msgspec
 
 from hcsim.cli import options
 from hcsim.cli.attended import read_job
+from hcsim.cli.recording import Files
 from hcsim.config import Scenario, Training
 from hcsim.transport.mesh import Wire
 
@@ -70,6 +71,11 @@ class Asked(msgspec.Struct, frozen=True):
         """How messages travel."""
         return options.wire(self.stripes, self.segment, self.wait)
 
+    @property
+    def files(self) -> Files:
+        """What a virtual run writes."""
+        return Files(self.trace, self.metrics)
+
 
 _JOB = ("operation", "size", "dtype", "repeat")
 _EXCHANGE = ("algorithm", "timeout")
@@ -116,7 +122,7 @@ def _script(asked: Asked, wire: Wire) -> bool:
 
     asked.only("with --real", "cluster", "name", "at")
     home = options.script_scenario(asked.where, asked.seed, asked.nodes)
-    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, asked.trace, asked.metrics)
+    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, asked.files)
 
 
 def _script_together(asked: Asked) -> bool:
@@ -162,19 +168,18 @@ def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, w
 
 def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wire) -> bool:
     """A scenario's own machines: its job, its training, or its cluster."""
-    from hcsim.cli.virtual import Files, run_virtual
+    from hcsim.cli.virtual import run_virtual
 
     asked.only("with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
-    files = Files(asked.trace, asked.metrics)
     if settings is None:
-        return run_virtual(chosen, wire, files)
+        return run_virtual(chosen, wire, asked.files)
     if chosen.cluster is not None or asked.nodes is not None:
         from hcsim.cli.together import simulate_together
 
-        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, files, asked.save)
+        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, asked.files, asked.save)
     from hcsim.cli.train import train_virtual
 
-    return train_virtual(chosen, settings, wire, files, asked.save)
+    return train_virtual(chosen, settings, wire, asked.files, asked.save)
 
 
 def _seed(asked: Asked, chosen: Scenario | None) -> int:

@@ -6,14 +6,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.cli.virtual import writable, writer
+from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.config import Cluster, Scenario
 from hcsim.launch import RealNode
 from hcsim.real.keys import load_secret
@@ -51,27 +50,20 @@ class Prefixed:
         print(self._prefixes[rank] + shown, file=sys.stdout if stream == 1 else sys.stderr, flush=True)
 
 
-def run_script(
-    script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, trace: Path | None, metrics: Path | None
-) -> bool:
+def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire: Wire, files: Files) -> bool:
     """Run it, and show how it went; whether all ranks came to a good end."""
     say = Prefixed([node.name for node in scenario.nodes])
-    with ExitStack() as stack:
-        sink = writer(trace, stack) if trace is not None else None
-        figures = writable(metrics, stack) if metrics is not None else None
-        stack.callback(say.end)
-        run = simulate_script(scenario, script, arguments, say=say, wire=wire, sink=sink)
-        if figures is not None:
-            from hcsim.telemetry.exposition import prometheus_text
-
-            figures.write(prometheus_text(run.metrics).encode())
-    say.end()
+    with recording(files) as record:
+        try:
+            run = simulate_script(scenario, script, arguments, say=say, wire=wire, sink=record.sink)
+        finally:
+            say.end()
+        record.keep(run.metrics)
     screen.say(f"{script.name} on {scenario.name}, {screen.counted(len(run.ranks), 'rank')}")
     _show_ranks(run)
     _show_links(run)
     _tell_ends(run)
-    screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
-    screen.say(f"trace sha256 {run.trace_sha256}")
+    tell_fingerprint(run)
     return run.succeeded
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.cli.attended import END_OF_JOB, when_input_closes
 from hcsim.cli.options import Others
-from hcsim.cli.train import Onlooker, check
-from hcsim.cli.virtual import Files, tell_failures, writable, write_metrics, writer
+from hcsim.cli.recording import Files, recording
+from hcsim.cli.train import Onlooker, check, tell_outcome
 from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
@@ -48,10 +47,7 @@ class Member(Onlooker):
 def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a virtual cluster, and show how it went; whether all that were there at the end came to it."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
-    with ExitStack() as stack:
-        progress = stack.enter_context(screen.Progress("step", settings.steps))
-        sink = writer(files.trace, stack) if files.trace is not None else None
-        figures = writable(files.metrics, stack) if files.metrics is not None else None
+    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
         onlooker = Member(progress, save, only_first=True)
         told: dict[str, None] = {}
 
@@ -60,15 +56,9 @@ def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files:
                 told[what] = None
                 progress.news(f"{host}: {what}")
 
-        outcome = simulate_cluster(scenario, settings, wire=wire, sink=sink, observer=onlooker, tell=tell)
-        write_metrics(figures, outcome)
-    names = [node.name for node in scenario.nodes]
-    reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{screen.counted(len(names), 'node')}, {scenario.name}", reports)
-    healthy = tell_failures(names, outcome.results)
-    screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
-    screen.say(f"trace sha256 {outcome.trace_sha256}")
-    return healthy
+        outcome = simulate_cluster(scenario, settings, wire=wire, sink=record.sink, observer=onlooker, tell=tell)
+        record.keep(outcome.metrics)
+    return tell_outcome(scenario, settings, "node", outcome)
 
 
 def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others, *, attended: bool) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from hcsim.cli import screen
 from hcsim.cli.options import Place
 from hcsim.cli.real import for_real, meet, our_rank
-from hcsim.cli.virtual import Files, tell_failures, writable, write_metrics, writer
+from hcsim.cli.recording import Files, recording, tell_fingerprint
+from hcsim.cli.virtual import tell_failures
 from hcsim.collectives.group import Options
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
-from hcsim.launch import real_group, simulate_training
+from hcsim.launch import Outcome, real_group, simulate_training
 from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.runtime.channel import Phantom
 from hcsim.training.run import Point, Report, Run
@@ -49,18 +49,20 @@ class Onlooker:
 def train_virtual(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a simulated cluster, and show how it went; whether all ranks came to the end."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
-    with ExitStack() as stack:
-        progress = stack.enter_context(screen.Progress("step", settings.steps))
-        sink = writer(files.trace, stack) if files.trace is not None else None
-        figures = writable(files.metrics, stack) if files.metrics is not None else None
-        outcome = simulate_training(scenario, settings, wire=wire, sink=sink, observer=Onlooker(progress, save))
-        write_metrics(figures, outcome)
+    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
+        onlooker = Onlooker(progress, save)
+        outcome = simulate_training(scenario, settings, wire=wire, sink=record.sink, observer=onlooker)
+        record.keep(outcome.metrics)
+    return tell_outcome(scenario, settings, "rank", outcome)
+
+
+def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Outcome[Report]) -> bool:
+    """Show how a virtual training went; whether none of its ranks or nodes failed."""
     names = [node.name for node in scenario.nodes]
     reports = [result for result in outcome.results if isinstance(result, Report)]
-    screen.training_report(settings, f"{screen.counted(len(names), 'rank')}, {scenario.name}", reports)
+    screen.training_report(settings, f"{screen.counted(len(names), each)}, {scenario.name}", reports)
     healthy = tell_failures(names, outcome.results)
-    screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
-    screen.say(f"trace sha256 {outcome.trace_sha256}")
+    tell_fingerprint(outcome)
     return healthy
 
 

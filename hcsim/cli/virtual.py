@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgspec
 
 from hcsim.cli import screen
+from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.jobs import Lap, assemble, check_job, run_job
-from hcsim.launch import Outcome, simulate
-from hcsim.telemetry.trace import Event, Sink
+from hcsim.launch import simulate
 from hcsim.transport.mesh import Wire
-
-
-class Files(msgspec.Struct, frozen=True):
-    """What a virtual run writes, where it is asked to."""
-
-    trace: Path | None = None
-    metrics: Path | None = None
 
 
 def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
@@ -32,10 +20,7 @@ def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
     check_job(job)
     options = Options(timeout_s=job.timeout_s, groups=_groups(scenario))
     laps: list[Lap] = []
-    with ExitStack() as stack:
-        progress = stack.enter_context(screen.Progress("repeat", job.repeat))
-        sink = writer(files.trace, stack) if files.trace is not None else None
-        figures = writable(files.metrics, stack) if files.metrics is not None else None
+    with screen.Progress("repeat", job.repeat) as progress, recording(files) as record:
 
         def observe(lap: Lap) -> None:
             if lap.number > len(laps):  # the first rank to know tells for all
@@ -46,13 +31,12 @@ def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:
             await assemble(group, job.timeout_s, lambda missing: None)
             await run_job(group, job, observe)
 
-        outcome = simulate(scenario, program, options=options, wire=wire, sink=sink)
-        write_metrics(figures, outcome)
+        outcome = simulate(scenario, program, options=options, wire=wire, sink=record.sink)
+        record.keep(outcome.metrics)
     names = [node.name for node in scenario.nodes]
     screen.report(screen.title(job, len(names), scenario.name), job, len(names), laps)
     healthy = tell_failures(names, outcome.results)
-    screen.say(f"virtual time {screen.duration(outcome.seconds)}, {outcome.events:,} events")
-    screen.say(f"trace sha256 {outcome.trace_sha256}")
+    tell_fingerprint(outcome)
     return healthy and not any(lap.wrong for lap in laps)
 
 
@@ -77,30 +61,3 @@ def _groups(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     if len(scenario.homes) < 2:
         raise ConfigError(f"hierarchical goes over several homes, and all nodes of {scenario.name} are in one")
     return scenario.homes
-
-
-def write_metrics(file: BinaryIO | None, outcome: Outcome[Any]) -> None:
-    """The hosts' figures at the end, as Prometheus reads them."""
-    if file is not None:
-        from hcsim.telemetry.exposition import prometheus_text
-
-        file.write(prometheus_text(outcome.metrics).encode())
-
-
-def writable(path: Path, stack: ExitStack) -> BinaryIO:
-    """The file, open: what cannot be written is found out before the run."""
-    try:
-        return stack.enter_context(path.open("wb"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def writer(path: Path, stack: ExitStack) -> Sink:
-    """Writes each event as a line of JSON."""
-    file = writable(path, stack)
-    encode = msgspec.json.Encoder().encode_lines
-
-    def write(events: Sequence[Event]) -> None:
-        file.write(encode(events))
-
-    return write

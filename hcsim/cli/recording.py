@@ -1,0 +1,84 @@
+"""What a virtual run writes into files, and the lines that each ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from hcsim.cli import screen
+from hcsim.errors import ConfigError
+from hcsim.telemetry.metrics import HostMetrics
+from hcsim.telemetry.trace import Event, Sink
+
+
+class Files(msgspec.Struct, frozen=True):
+    """What it writes, where it is asked to."""
+
+    trace: Path | None = None
+    metrics: Path | None = None
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The files, open."""
+
+    sink: Sink | None
+    """Takes the trace's events."""
+    figures: BinaryIO | None
+
+    def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
+        """The hosts' figures at the end, as Prometheus reads them."""
+        if self.figures is not None:
+            from hcsim.telemetry.exposition import prometheus_text
+
+            self.figures.write(prometheus_text(metrics).encode())
+
+
+class Ran(Protocol):
+    """A virtual run that is over."""
+
+    @property
+    def seconds(self) -> float:
+        """Virtual time that passed."""
+
+    @property
+    def events(self) -> int:
+        """In its trace."""
+
+    @property
+    def trace_sha256(self) -> str:
+        """Over all of them."""
+
+
+@contextmanager
+def recording(files: Files) -> Iterator[Recording]:
+    """Open them: what cannot be written is found out before the run."""
+    with ExitStack() as stack:
+        sink = None if files.trace is None else _lines(stack.enter_context(_writable(files.trace)))
+        yield Recording(sink, None if files.metrics is None else stack.enter_context(_writable(files.metrics)))
+
+
+def tell_fingerprint(run: Ran) -> None:
+    """How long it took, and what every run of the same scenario and seed has in common."""
+    screen.say(f"virtual time {screen.duration(run.seconds)}, {run.events:,} events")
+    screen.say(f"trace sha256 {run.trace_sha256}")
+
+
+def _writable(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _lines(file: BinaryIO) -> Sink:
+    """Writes each event as a line of JSON."""
+    encode = msgspec.json.Encoder().encode_lines
+
+    def write(events: Sequence[Event]) -> None:
+        file.write(encode(events))
+
+    return write

@@ -12,7 +12,6 @@ bit by bit. The digest of a repeat is over all ranks' results, so it does not de
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ from hcsim import rng
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import dtype_named
 from hcsim.collectives.data import Data
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
 from hcsim.collectives.plan import split
 from hcsim.collectives.select import choose
@@ -61,8 +60,6 @@ class Lap(msgspec.Struct, frozen=True):
 
 
 Observer: TypeAlias = Callable[[Lap], None]
-Missing: TypeAlias = Callable[[list[int]], None]
-"""Told which ranks we still wait for, whenever that changes."""
 
 
 def check_job(job: Job) -> None:
@@ -73,33 +70,6 @@ def check_job(job: Job) -> None:
         raise ConfigError(
             f'algorithm = "{job.algorithm}": {job.operation} has no such algorithm{hint}; it has {", ".join(names)}'
         )
-
-
-async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
-    """Return when every rank is there: all call the first, which tells those who have whom it still waits for."""
-    if group.size == 1:
-        return
-    patient = group.subgroup(range(group.size), Options(timeout_s=wait_s))
-    if group.rank:
-        missing([0])
-        await patient.send(np.zeros(1, np.uint8), 0)
-        while True:
-            is_absent = np.zeros(group.size, np.uint8)
-            await patient.recv(is_absent, 0)
-            missing(np.flatnonzero(is_absent).tolist())
-            if not is_absent.any():
-                return
-    absent = list(range(1, group.size))
-
-    async def hear(rank: int) -> None:
-        await patient.recv(np.zeros(1, np.uint8), rank)
-        absent.remove(rank)
-        missing(absent)
-        is_absent = np.isin(np.arange(group.size), absent).astype(np.uint8)
-        await asyncio.gather(*(patient.send(is_absent, there) for there in np.flatnonzero(is_absent == 0)[1:].tolist()))
-
-    missing(absent)
-    await asyncio.gather(*(hear(rank) for rank in range(1, group.size)))
 
 
 async def run_job(group: Group, job: Job, observe: Observer) -> list[Lap]:

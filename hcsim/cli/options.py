@@ -27,16 +27,6 @@ T = TypeVar("T")
 TableT = TypeVar("TableT", Job, Training)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a real rank stands."""
-
-    peers: tuple[str, ...]
-    rank: int | None
-    tls: TlsFiles | None
-    insecure: bool
-    metrics_at: str | None = None
-
-
 class Others(msgspec.Struct, frozen=True):
     """Machines that are started from here."""
 

@@ -152,10 +152,12 @@ def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, 
 
 def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire) -> bool:
     """One rank of those that `--peers` lists."""
+    from hcsim.cli.place import Place
+
     asked.only("without --peers and --rank", *_IN_CLUSTER, "nodes")
     tls = options.tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
     metrics_at = options.metrics_at(asked.metrics_port)
-    place = options.Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
+    place = Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
     if settings is not None:
         from hcsim.cli.train import train_real
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from hcsim.cli import screen
-from hcsim.cli.options import Place
-from hcsim.cli.real import for_real, meet, our_rank
+from hcsim.cli.place import Place, for_real, joined
 from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.cli.virtual import tell_failures
-from hcsim.collectives.group import Options
 from hcsim.config import Scenario, Training
 from hcsim.errors import ConfigError
-from hcsim.launch import Outcome, real_group, simulate_training
+from hcsim.launch import Outcome, simulate_training
 from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.runtime.channel import Phantom
 from hcsim.training.run import Point, Report, Run
@@ -68,7 +66,7 @@ def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Out
 
 def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
     """Train as one rank of a real group, and show how it went."""
-    rank, ranks = our_rank(place), len(place.peers)
+    rank, ranks = place.rank, len(place.peers)
     check(settings, ranks, 1, save)
     if save is not None and rank != 0:
         raise ConfigError("--save: rank 0 saves the model; all ranks end with the same one")
@@ -84,19 +82,8 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
 async def _train(
     settings: Training, seed: int, place: Place, wire: Wire, device: str, progress: screen.Progress, save: Path | None
 ) -> tuple[Report, str]:
-    options = Options(timeout_s=settings.timeout_s)
     chosen = best_torch_device() if device == "auto" else device
-    async with real_group(
-        our_rank(place),
-        place.peers,
-        options=options,
-        wire=wire,
-        tls=place.tls,
-        insecure=place.insecure,
-        device=chosen,
-        metrics_at=place.metrics_at,
-    ) as group:
-        await meet(group, place, wire, progress)
+    async with joined(place, settings.timeout_s, wire, progress, chosen) as group:
         return await train(group, settings, seed, Onlooker(progress, save)), for_real(group)
 
 

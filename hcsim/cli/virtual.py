@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hcsim.cli import screen
 from hcsim.cli.recording import Files, recording, tell_fingerprint
+from hcsim.collectives.assemble import assemble
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Scenario
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
-from hcsim.jobs import Lap, assemble, check_job, run_job
+from hcsim.jobs import Lap, check_job, run_job
 from hcsim.launch import simulate
 from hcsim.transport.mesh import Wire
 

@@ -12,10 +12,11 @@ import asyncio
 from typing import Protocol
 
 from hcsim.cluster.messages import Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told, decode, encode
-from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import within
 from hcsim.transport.callers import Callers
 
 MESSAGE_LIMIT_BYTES = 256 * 1024
@@ -124,14 +125,13 @@ class Lines:
         channel = await self._host.connect(address, timeout_s=timeout_s)
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
-            async with self._host.clock.timeout(HELLO_TIMEOUT_S):
+            late = f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s"
+            async with within(self._host.clock, HELLO_TIMEOUT_S, late):
                 await say(channel, self._owner.hello())
                 theirs = _hello(await hear(channel), channel)
             await self._introduce(channel, theirs, self._owner.status().us.node)
-        except BaseException as error:
+        except BaseException:
             await channel.close()
-            if isinstance(error, TimeoutError) and not isinstance(error, HcsimError):
-                raise DeadlineExceeded(f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s") from None
             raise
         return theirs.status.us.node
 

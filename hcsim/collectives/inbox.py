@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hcsim.errors import ChannelBroken, HcsimError
+from hcsim.runtime.waiting import disappoint
 from hcsim.transport.link import Link, Tag
 
 
@@ -85,10 +86,7 @@ class Inbox:
     def fail(self, error: HcsimError) -> None:
         """Nobody gets anything any more."""
         while self._waiting:
-            matched = self._waiting.popleft().matched
-            if not matched.done():
-                matched.set_exception(error)
-                matched.exception()  # who waits will see it; who gave up need not be told again
+            disappoint(self._waiting.popleft().matched, error)
         self._look_away()
 
     def _there(self) -> int | None:

@@ -23,6 +23,7 @@ from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocol
 from hcsim.runtime.channel import Channel, Fold, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import disappoint
 
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
@@ -137,12 +138,11 @@ class Link:
             self._early_bytes -= header.length
             self._settle(header, payload, receipt)
         elif self._error is not None:
-            _disappoint(arrived, self._error)
+            disappoint(arrived, self._error)
         else:
             self._posted[tag] = receipt
         if self._wanted is not None:
-            self._wanted.set_result(None)
-            self._wanted = None
+            self._let_in()
         return arrived
 
     def look_out(self, tag: Tag, shown: Callable[[], None]) -> bool:
@@ -153,9 +153,7 @@ class Link:
             return True
         if self._error is None:
             self._sought[tag] = shown
-            if self._wanted is not None:
-                self._wanted.set_result(None)
-                self._wanted = None
+            self._let_in()
         return False
 
     def look_away(self, tag: Tag) -> None:
@@ -165,9 +163,8 @@ class Link:
     def attend(self, yes: bool) -> None:
         """Whether to take in what comes even if nobody has posted for anything: behind it the peer may give up."""
         self._attentive = yes
-        if yes and self._wanted is not None:
-            self._wanted.set_result(None)
-            self._wanted = None
+        if yes:
+            self._let_in()
 
     def check_over(self, group: int, operation: int, bucket: int) -> None:
         """An operation is over here: whatever else has come for it shows that the peer does another one."""
@@ -181,8 +178,7 @@ class Link:
             return
         self._error = error
         for receipt in self._posted.values():
-            if not receipt.arrived.done():
-                _disappoint(receipt.arrived, error)
+            disappoint(receipt.arrived, error)
         self._posted.clear()
         self._sought.clear()
         if self.on_failure is not None:
@@ -243,6 +239,12 @@ class Link:
         self._wanted = self._wanted or self._loop.create_future()
         return self._wanted
 
+    def _let_in(self) -> None:
+        """Somebody waits for something now: what came before that is looked at again."""
+        if self._wanted is not None:
+            self._wanted.set_result(None)
+            self._wanted = None
+
     def _landed(self, header: Header, payload: Payload) -> None:
         self.received_bytes += header.length
         self.received_frames += 1
@@ -271,7 +273,7 @@ class Link:
         if not receipt.fits(header):
             if header.signature != receipt.signature and self.on_stray is not None:
                 self.on_stray(self, header)
-            _disappoint(receipt.arrived, self._error or self._disagreement(header, receipt.total))
+            disappoint(receipt.arrived, self._error or self._disagreement(header, receipt.total))
             return
         into, fold = receipt.into, receipt.fold
         folded = fold is not None and payload is fold.into
@@ -298,11 +300,6 @@ class Link:
         elif header.kind is Kind.ABORT and self.on_abort is not None:
             text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
             self.on_abort(header, text)
-
-
-def _disappoint(arrived: asyncio.Future[Payload], error: HcsimError) -> None:
-    arrived.set_exception(error)
-    arrived.exception()  # whoever waits will see it; who gave up need not be told again
 
 
 def _left(rank: int) -> ChannelBroken:

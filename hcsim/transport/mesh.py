@@ -18,7 +18,6 @@ import msgspec
 from hcsim.errors import (
     ChannelBroken,
     ChannelError,
-    DeadlineExceeded,
     HcsimError,
     PeerRefused,
     RemoteProtocolError,
@@ -27,6 +26,7 @@ from hcsim.errors import (
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.callers import Callers
 from hcsim.transport.link import Link
 from hcsim.transport.traffic import Traffic
@@ -179,9 +179,7 @@ class Mesh:
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
-            if not opening.done():
-                opening.set_exception(error)
-                opening.exception()  # who waits for it will see it; nobody has to
+            disappoint(opening, error)
         try:
             await self._leave(parting, error)
         finally:
@@ -230,9 +228,7 @@ class Mesh:
         try:
             link = await self._opened(rank)
         except HcsimError as error:
-            if not opening.done():
-                opening.set_exception(error)
-                opening.exception()  # who waits for it will see it; nobody has to
+            disappoint(opening, error)
         else:
             if not opening.done():
                 opening.set_result(link)
@@ -245,13 +241,8 @@ class Mesh:
             return self.links[rank]
         called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._complete[rank] = called
-        try:
-            async with self.host.clock.timeout(limit_s):
-                return await called
-        except TimeoutError as error:
-            if isinstance(error, HcsimError):
-                raise
-            raise DeadlineExceeded(f"rank {rank} did not call within {limit_s:g} s") from None
+        async with within(self.host.clock, limit_s, f"rank {rank} did not call within {limit_s:g} s"):
+            return await called
 
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make channels a link, which from now on hears what the peer says."""
@@ -276,19 +267,14 @@ class Mesh:
     async def _dial(self, rank: int, stripe: int, until_s: float) -> Channel:
         """Call until somebody takes us in or says no; whoever is behind us by an epoch says: later."""
         clock, backoff_s = self.host.clock, FIRST_BACKOFF_S
+        late = f"rank {rank} did not answer within {self.us.wire.connect_timeout_s:g} s"
         while True:
             # It has its own deadline, and says why nobody could be reached.
             channel = await self.host.connect(self.dialled[rank], timeout_s=max(0.0, until_s - clock.elapsed()))
-            try:
-                async with clock.timeout(max(0.0, until_s - clock.elapsed())):
-                    if await self._is_taken_in(channel, rank, stripe):
-                        return channel
-                    await clock.sleep(backoff_s)
-            except TimeoutError as error:
-                if isinstance(error, HcsimError):
-                    raise
-                limit_s = self.us.wire.connect_timeout_s
-                raise DeadlineExceeded(f"rank {rank} did not answer within {limit_s:g} s") from None
+            async with within(clock, max(0.0, until_s - clock.elapsed()), late):
+                if await self._is_taken_in(channel, rank, stripe):
+                    return channel
+                await clock.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def _is_taken_in(self, channel: Channel, rank: int, stripe: int) -> bool:

@@ -22,6 +22,7 @@ from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Ros
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.rpc import Endpoint, Procedure, Registry
 
 T = TypeVar("T")
@@ -160,20 +161,16 @@ class Worker:
 
     async def _ask(self, procedure: Procedure[T], *args: Any, deadline_s: float | None = None) -> T:
         """Ask until there is an answer: whatever is asked here may be asked twice."""
-        try:
-            async with self.host.clock.timeout(deadline_s):
-                while True:
-                    await asyncio.shield(self._found)
-                    line = self._line
-                    assert line is not None
-                    try:
-                        return await line.call(procedure, *args)
-                    except ChannelError:
-                        self._not_registered(line)
-        except TimeoutError as error:
-            if isinstance(error, HcsimError):
-                raise
-            raise DeadlineExceeded(f"{procedure.name} was not answered within {deadline_s or 0:g} s") from None
+        late = f"{procedure.name} was not answered within {deadline_s or 0:g} s"
+        async with within(self.host.clock, deadline_s, late):
+            while True:
+                await asyncio.shield(self._found)
+                line = self._line
+                assert line is not None
+                try:
+                    return await line.call(procedure, *args)
+                except ChannelError:
+                    self._not_registered(line)
 
     async def _stay(self) -> None:
         """Be registered and alive, as long as there is a coordinator."""
@@ -251,8 +248,7 @@ class Worker:
     def _lost_for_good(self, error: HcsimError) -> None:
         if self._found.done():
             self._found = asyncio.get_running_loop().create_future()
-        self._found.set_exception(error)
-        self._found.exception()  # who asks will see it
+        disappoint(self._found, error)
         self._generation_over(f"the coordinator at {self._coordinator} is lost: {error}")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, RemoteProtocolError
+from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, RemoteProtocolError
+from hcsim.runtime import waiting
 from hcsim.transport.rpc.failures import revive
 from hcsim.transport.rpc.inbox import Incoming
 from hcsim.transport.rpc.line import Line
@@ -49,16 +50,11 @@ class Calling:
         late = f"{procedure.name} at {self._line.peer} was not answered within {allowed_s or 0:.3g} s"
         if allowed_s is not None and allowed_s <= 0:
             raise DeadlineExceeded(late)
-        try:
-            async with clock.timeout(allowed_s):
-                if within is not None:
-                    return await self._call(procedure, args, until_s, within.call.depth + 1)
-                async with self._slots:
-                    return await self._call(procedure, args, until_s, 0)
-        except TimeoutError as error:
-            if isinstance(error, HcsimError):
-                raise
-            raise DeadlineExceeded(late) from None
+        async with waiting.within(clock, allowed_s, late):
+            if within is not None:
+                return await self._call(procedure, args, until_s, within.call.depth + 1)
+            async with self._slots:
+                return await self._call(procedure, args, until_s, 0)
 
     async def _call(self, procedure: Procedure[Any], args: tuple[Any, ...], until_s: float | None, depth: int) -> Any:
         line = self._line
@@ -120,9 +116,7 @@ class Calling:
     def end(self) -> None:
         """The channel has ended, and with it every call."""
         for pending in self.pending.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(self._line.over(pending.procedure.name))
-                pending.answer.exception()  # who waits for it will see it
+            waiting.disappoint(pending.answer, self._line.over(pending.procedure.name))
 
 
 @lru_cache(1024)

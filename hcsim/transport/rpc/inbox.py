@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header
+from hcsim.runtime.waiting import disappoint
 from hcsim.transport.rpc.messages import Limits, Parcel
 from hcsim.transport.rpc.refs import Handles
 from hcsim.transport.rpc.values import DTYPES, arrays_bytes
@@ -93,7 +94,5 @@ class Inbox:
     def close(self, error: HcsimError) -> None:
         """The channel has ended: nothing more will come."""
         for incoming in self._open.values():
-            if not incoming.complete.done():
-                incoming.complete.set_exception(error)
-                incoming.complete.exception()  # who waits for it will see it
+            disappoint(incoming.complete, error)
         self._open.clear()

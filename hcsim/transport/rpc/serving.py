@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hcsim.errors import CallRefused, DeadlineExceeded, HcsimError, UsageError
+from hcsim.errors import CallRefused, UsageError
+from hcsim.runtime.waiting import within
 from hcsim.transport.rpc.failures import describe
 from hcsim.transport.rpc.inbox import Incoming
 from hcsim.transport.rpc.line import Line
@@ -120,17 +121,13 @@ class Serving:
         outbox.put(outgoing)
 
     async def _value(self, call: Call, incoming: Incoming) -> Any:
-        try:
-            async with self._line.host.clock.timeout(call.deadline_s):
-                await incoming.complete
-                found = self._registry.find(call.name)
-                procedure, function = found if found is not None else (FETCH, _value_of)
-                value = function(*_arguments(procedure, incoming))
-                return await value if inspect.isawaitable(value) else value
-        except TimeoutError as error:
-            if isinstance(error, HcsimError):
-                raise
-            raise DeadlineExceeded(f"{call.name} did not end within {call.deadline_s or 0:.3g} s") from None
+        late = f"{call.name} did not end within {call.deadline_s or 0:.3g} s"
+        async with within(self._line.host.clock, call.deadline_s, late):
+            await incoming.complete
+            found = self._registry.find(call.name)
+            procedure, function = found if found is not None else (FETCH, _value_of)
+            value = function(*_arguments(procedure, incoming))
+            return await value if inspect.isawaitable(value) else value
 
     def _result(self, call: Call, value: Any) -> Outgoing:
         line = self._line

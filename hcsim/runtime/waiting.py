@@ -1,0 +1,32 @@
+"""Waiting for somebody who may never come, and no longer being waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from hcsim.errors import DeadlineExceeded, HcsimError
+from hcsim.runtime.clock import Clock
+
+
+@asynccontextmanager
+async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterator[None]:
+    """What takes longer is cancelled, and raises `DeadlineExceeded` in these words.
+
+    Something in it that has a deadline of its own knows better what was late."""
+    try:
+        async with clock.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, HcsimError):
+            raise
+        raise DeadlineExceeded(late) from None
+
+
+def disappoint(waiting: asyncio.Future[Any], error: HcsimError) -> None:
+    """Tell who waits for something, unless it has come, that it will not. If nobody does, nobody has to know."""
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # or asyncio would complain that it was never retrieved

@@ -16,6 +16,7 @@ from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.config import Cluster, Scenario
 from hcsim.launch import RealNode
 from hcsim.real.keys import load_secret
+from hcsim.scripts.failures import ended_how
 from hcsim.scripts.member import Ended, Script, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
 from hcsim.transport.mesh import Wire
@@ -75,8 +76,7 @@ def run_script_together(here: RealNode, cluster: Cluster, path: Path, arguments:
     script = Script.read(path, arguments)
     ended = asyncio.run(_together(here, cluster, script))
     if ended.code:
-        how = f"was ended by {signal.Signals(-ended.code).name}" if ended.code < 0 else f"ended with {ended.code}"
-        screen.note(f"rank {ended.rank} of {ended.world}: the script {how}")
+        screen.note(f"rank {ended.rank} of {ended.world}: the script {ended_how(ended.code)}")
     return ended.code == 0
 
 

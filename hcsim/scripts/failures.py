@@ -1,10 +1,17 @@
-"""Errors of the simulator's side, as they reach a rank."""
+"""What has gone wrong, in words: errors of the simulator's side, as they reach a rank, and the ends of processes."""
 
 from __future__ import annotations
+
+import signal
 
 from hcsim import errors
 from hcsim.errors import ChannelError, CollectiveError, HcsimError
 from hcsim.scripts.conversation import Failure
+
+
+def ended_how(code: int) -> str:
+    """An exit status, or minus a signal, in words."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -29,7 +29,7 @@ from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Host
 from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
 from hcsim.scripts.environment import environment
-from hcsim.scripts.failures import failure_of
+from hcsim.scripts.failures import ended_how, failure_of
 from hcsim.scripts.store import Reply, StoreLine, StoreService
 from hcsim.training.elastic.train import next_view
 
@@ -201,11 +201,6 @@ async def _interrupt(process: asyncio.subprocess.Process, leaving: asyncio.Event
     _signal(process, signal.SIGKILL)
 
 
-def _how(code: int) -> str:
-    """An exit status, or minus a signal, in words."""
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
-
-
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
@@ -215,7 +210,7 @@ async def _end(store: StoreLine, rank: int, world: int, code: int) -> None:
     """Say that we are done, and how; who keeps the store waits for the others to say so."""
     with suppress(HcsimError, DeadlineExceeded):
         if code:
-            failed = Failed(rank, f"the script of rank {rank} failed: {_how(code)}")
+            failed = Failed(rank, f"the script of rank {rank} failed: it {ended_how(code)}")
             word = msgspec.msgpack.encode(failed)
             await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
         done = (await store.do(Stored("add", (f"{_ENDED}/count",), amount=1, timeout_s=_GRACE_S))).number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +13,7 @@ from hcsim.config import Scenario, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.rng import stream
 from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
+from hcsim.scripts.failures import ended_how
 from hcsim.scripts.lines import Directory, Lines
 from hcsim.scripts.nursery import Seat
 from hcsim.scripts.processes import Process, Processes
@@ -49,24 +49,65 @@ class ScriptRun(msgspec.Struct, frozen=True):
 
 
 class _ScriptWorld(World):
-    """A world in which a machine's crash ends its process."""
+    """A world of machines that each run one process; a machine's crash ends its own."""
 
-    def __init__(self, scenario: Scenario, sink: Sink | None, processes: Processes) -> None:
+    def __init__(self, scenario: Scenario, sink: Sink | None, processes: Processes, wire: Wire) -> None:
         super().__init__(scenario, sink=sink)
-        self.processes = processes
-        self.running: dict[str, Process] = {}
+        self._names = [node.name for node in scenario.nodes]
+        self._records = [Record(rank, name) for rank, name in enumerate(self._names)]
+        self._directory = Directory(self._names, wire)
+        self._lines: dict[VirtualHost, Lines] = {}
+        self._processes = processes
+        self._running: dict[str, Process] = {}
 
     def host_died(self, host: VirtualHost) -> None:
         """See `World.host_died`."""
-        process = self.running.pop(host.name, None)
+        process = self._running.pop(host.name, None)
         if process is not None:
-            self.processes.end(process, at_once=True)
+            self._processes.end(process, at_once=True)
         super().host_died(host)
 
     def end_processes(self) -> None:
         """End those that still run: something went wrong here."""
-        for process in self.running.values():
-            self.processes.end(process, at_once=True)
+        for process in self._running.values():
+            self._processes.end(process, at_once=True)
+
+    async def attend(self, host: VirtualHost, script: Path, arguments: tuple[str, ...], say: Say) -> None:
+        """Run the host's process to its end; the first host keeps the store that all meet at."""
+        names, rank = self._names, self._names.index(host.name)
+        store = f"{names[0]}:{STORE_PORT}"
+        if rank == 0:
+            host.spawn(StoreService().serve(host, store), name="store")
+        seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
+        seat = Seat(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
+        process = self._running[host.name] = self._processes.start(seat)
+        lines = self._lines[host] = Lines(host, rank, self._directory)
+        record = self._records[rank]
+        attendant = Attendant(host, process, lines, StoreLine(host, names[0], store), record)
+        left = await attendant.attend(partial(say, rank))
+        del self._running[host.name]
+        code = self._processes.end(process, at_once=False)
+        record.code, record.error = (left.code, left.error) if left is not None else (code or 1, _fate(code))
+        record.ended_s = self.loop.time()
+        host.trace("script ended", rank, record.code)
+        reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
+        for other, theirs in self._lines.items():  # as a launcher would: not all of them have a link to us
+            if reason and other is not host:
+                host.signal(other, theirs.peer_failed, rank, reason)
+        await attendant.end(reason)
+
+    def came_to(self, outcomes: Sequence[object]) -> ScriptRun:
+        """What is to be said of it, when all is over."""
+        records = self._records
+        for outcome, record, host in zip(outcomes, records, self.hosts, strict=True):
+            if host.alive and isinstance(outcome, Exception):
+                raise outcome  # no script's: that is in its record
+            record.sent_bytes = sent_bytes(host.metrics)
+            if not host.alive:
+                record.code, record.error = None, f"{host.name} crashed"
+        seconds = max((record.ended_s or 0.0 for record in records), default=0.0)
+        metrics = self.tell_metrics()
+        return ScriptRun(tuple(records), seconds, loads(self, seconds), self.trace.digest(), self.trace.count, metrics)
 
 
 def simulate_script(
@@ -84,59 +125,16 @@ def simulate_script(
     Whoever runs several scripts can have one `Processes` for all of them, which has loaded torch already."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
-    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    loaded = load_scenario(scenario)
     if not loaded.nodes:
         raise ConfigError(f"{loaded.name} has no [[node]]: there is nobody to run {script.name}")
-    path = str(script.resolve())
-    names = [node.name for node in loaded.nodes]
-    store = f"{names[0]}:{STORE_PORT}"
-    directory = Directory(names, wire or Wire())
-    records = [Record(rank, name) for rank, name in enumerate(names)]
-
+    path, given = script.resolve(), tuple(arguments)
     with ExitStack() as stack:
-        started = processes or stack.enter_context(Processes())
-        world = _ScriptWorld(loaded, sink, started)
+        world = _ScriptWorld(loaded, sink, processes or stack.enter_context(Processes()), wire or Wire())
         stack.callback(world.end_processes)
-        lines: dict[VirtualHost, Lines] = {}
-
-        async def on_host(host: VirtualHost) -> None:
-            rank = names.index(host.name)
-            if rank == 0:
-                host.spawn(StoreService().serve(host, store), name="store")
-            seed = stream(loaded.seed, "script", host.name, host.life).getrandbits(32)
-            seat = Seat(rank, len(names), names[0], path, tuple(arguments), flops_per_byte(host), seed, host.life)
-            process = world.running[host.name] = started.start(seat)
-            record = records[rank]
-            lines[host] = Lines(host, rank, directory)
-            attendant = Attendant(host, process, lines[host], StoreLine(host, names[0], store), record)
-            left = await attendant.attend(partial(say, rank))
-            del world.running[host.name]
-            code = started.end(process, at_once=False)
-            record.code, record.error = (left.code, left.error) if left is not None else (code or 1, _fate(code))
-            record.ended_s = world.loop.time()
-            host.trace("script ended", rank, record.code)
-            reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
-            for other in lines:  # as a launcher would: not all of them have a link to us
-                if reason and other is not host:
-                    host.signal(other, lines[other].peer_failed, rank, reason)
-            await attendant.end(reason)
-
-        outcomes = world.run_on_all(on_host)
-        for outcome, record, host in zip(outcomes, records, world.hosts, strict=True):
-            if host.alive and isinstance(outcome, Exception):
-                raise outcome  # no script's: that is in its record
-            record.sent_bytes = sent_bytes(host.metrics)
-            if not host.alive:
-                record.code, record.error = None, f"{host.name} crashed"
-        seconds = max((record.ended_s or 0.0 for record in records), default=0.0)
-        metrics = world.tell_metrics()
-        return ScriptRun(
-            tuple(records), seconds, loads(world, seconds), world.trace.digest(), world.trace.count, metrics
-        )
+        return world.came_to(world.run_on_all(lambda host: world.attend(host, path, given, say)))
 
 
 def _fate(code: int) -> str:
     """How a process ended that said nothing."""
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended without a word, with status {code}"
+    return f"its process {ended_how(code)}" if code < 0 else f"its process ended without a word, with status {code}"

@@ -24,7 +24,7 @@ from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.collectives.group import Group, Options
 from hcsim.config import Cluster, Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
-from hcsim.identity.handshake import Credentials
+from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.node import Plan, train_as_member
@@ -85,7 +85,7 @@ def simulate(
     sink: Sink | None = None,
 ) -> Outcome[T]:
     """Run a program on every host of a scenario (a file, or the name of a shipped one)."""
-    world = World(scenario if isinstance(scenario, Scenario) else load_scenario(scenario), sink=sink)
+    world = World(load_scenario(scenario), sink=sink)
     names = [host.name for host in world.hosts]
     addresses = tuple(f"{name}:{DEFAULT_PORT}" for name in names)
 
@@ -113,7 +113,7 @@ def simulate_training(
     """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`."""
     from hcsim.training.strategies import train
 
-    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    loaded = load_scenario(scenario)
     chosen = settings or loaded.training or Training()
     _refuse_tunnels(chosen)
     options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
@@ -140,39 +140,20 @@ def simulate_cluster(
     `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
     after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
     more, a `TrainingError`."""
-    loaded = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    loaded = load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
     _refuse_tunnels(plan.training)
     world = World(loaded, sink=sink, sealed=True)
-    homes = {node.name: node.home for node in loaded.nodes}
+    homes = {node.name: node.home for node in loaded.nodes} if len(loaded.homes) > 1 else {}
     said: dict[str, str] = {}
-
-    def moved() -> list[tuple[float, float]]:
-        """How far each host has come in its training, and in its views."""
-        return [
-            (host.metrics.value("hcsim_training_steps_total"), host.metrics.value("hcsim_view_epoch"))
-            for host in world.hosts
-        ]
-
-    healed_s = max((fault.over_s for fault in loaded.faults), default=0.0)
-    patience_s = max(STANDSTILL_S, 20 * plan.training.timeout_s)
-    standstill = Standstill(world.loop, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
+    standstill = _standstill(world, max(STANDSTILL_S, 20 * plan.training.timeout_s), limit_s)
 
     async def on_host(host: VirtualHost) -> Report:
         proved = _virtual_credentials(host, loaded.seed)
-        hosts = _virtual_hosts(host)
-        me = Self(
-            proved.key.node_id,
-            proved.boot,
-            host.name,
-            address_at(hosts, cluster.discovery_port),
-            address_at(hosts, cluster.gradient_port),
-            proved.secret.namespace.hex(),
-            homes[host.name] if len(loaded.homes) > 1 else "",
-        )
+        me = _introduced(host.name, _virtual_hosts(host), cluster, proved, homes.get(host.name, ""))
 
         def heard(what: str) -> None:
             said[host.name] = what
@@ -182,6 +163,33 @@ def simulate_cluster(
             return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
 
     return _outcome(world, world.run_on_all(on_host))
+
+
+def _standstill(world: World, patience_s: float, limit_s: float | None) -> Standstill:
+    """Ends a cluster in which nobody takes a step or forms a view any more, once all faults have healed."""
+
+    def moved() -> list[tuple[float, float]]:
+        """How far each host has come in its training, and in its views."""
+        return [
+            (host.metrics.value("hcsim_training_steps_total"), host.metrics.value("hcsim_view_epoch"))
+            for host in world.hosts
+        ]
+
+    healed_s = max((fault.over_s for fault in world.scenario.faults), default=0.0)
+    return Standstill(world.loop, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
+
+
+def _introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Self:
+    """A machine that is reached at these hosts, as it introduces itself to the others."""
+    return Self(
+        node=proved.key.node_id,
+        boot=proved.boot,
+        name=name,
+        control=address_at(hosts, cluster.discovery_port),
+        address=address_at(hosts, cluster.gradient_port),
+        namespace=proved.secret.namespace.hex(),
+        home=home,
+    )
 
 
 def _refuse_tunnels(settings: Training) -> None:
@@ -194,7 +202,7 @@ def _refuse_tunnels(settings: Training) -> None:
 
 def measure_topology(scenario: Scenario | str | Path) -> Topology:
     """Have every host of a scenario measure itself and its ways to the others, as real ones would."""
-    world = World(scenario if isinstance(scenario, Scenario) else load_scenario(scenario))
+    world = World(load_scenario(scenario))
 
     async def everybody() -> Topology:
         probers = [Prober(host, host.name) for host in world.hosts]
@@ -260,7 +268,7 @@ async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: fl
     The key is one of the moment: our own may be in use, by the node that runs here."""
     key, secret = NodeKey(secrets.token_bytes(SEED_BYTES)), load_secret(home, cluster)
     async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(key, secret))) as host:
-        admitted = AdmittedHost(host, credentials(key, secret, secrets.randbits(47)))
+        admitted = AdmittedHost(host, credentials(key, secret))
         survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
@@ -279,20 +287,12 @@ async def real_member(
     once = Once(tell)
     here = RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}"))
     async with here as host, _serving(node.metrics_at, host):
-        yield host, credentials(key, secret, secrets.randbits(47))
+        yield host, credentials(key, secret)
 
 
 def real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Self:
     """This machine, as it introduces itself to the others."""
-    hosts = node.hosts or reachable_at(host.interfaces())
-    return Self(
-        proved.key.node_id,
-        proved.boot,
-        host.name,
-        address_at(hosts, cluster.discovery_port),
-        address_at(hosts, cluster.gradient_port),
-        proved.secret.namespace.hex(),
-    )
+    return _introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
 
 
 def _virtual_hosts(host: VirtualHost) -> tuple[str, ...]:
@@ -311,7 +311,7 @@ def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
         host.store.save("node_key", kept)
     secret = ClusterSecret(rng.stream(seed, "cluster secret").randbytes(SECRET_BYTES))
     nonces = host.rng("nonces")
-    return Credentials(NodeKey(kept), secret, host.rng("boot").getrandbits(47), nonces.randbytes)
+    return Credentials(NodeKey(kept), secret, host.rng("boot").getrandbits(BOOT_BITS), nonces.randbytes)
 
 
 @asynccontextmanager

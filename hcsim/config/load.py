@@ -22,8 +22,10 @@ def shipped_scenarios() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_SCENARIOS.glob("*.toml"))}
 
 
-def load_scenario(where: str | Path) -> Scenario:
-    """Read a scenario from a file, or a shipped one by its name."""
+def load_scenario(where: Scenario | str | Path) -> Scenario:
+    """Read a scenario from a file, or a shipped one by its name; one that has been read is returned as it is."""
+    if isinstance(where, Scenario):
+        return where
     shipped = shipped_scenarios()
     path = shipped.get(str(where), Path(where))
     try:

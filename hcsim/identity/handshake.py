@@ -89,6 +89,10 @@ NEXT = {
 """All transitions, of both roles. The last is for a peer that is found too slow while our proof is under way."""
 
 
+BOOT_BITS = 47
+"""Of a boot that is drawn: no two lives of a node have the same, and JSON and floats hold it exactly."""
+
+
 class Credentials(msgspec.Struct, frozen=True):
     """What a node proves itself with."""
 

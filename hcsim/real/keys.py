@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hcsim.errors import ConfigError
-from hcsim.identity.handshake import Credentials
+from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.real.certificates import private_pem
@@ -88,9 +89,9 @@ def load_secret(home: Path, name: str) -> ClusterSecret:
         raise ConfigError(f"{path}: damaged; delete it and join the cluster again") from None
 
 
-def credentials(key: NodeKey, secret: ClusterSecret, boot: int) -> Credentials:
-    """What this machine proves itself with; its random bytes are the operating system's."""
-    return Credentials(key, secret, boot, os.urandom)
+def credentials(key: NodeKey, secret: ClusterSecret) -> Credentials:
+    """What this machine proves itself with in a new life; its random bytes are the operating system's."""
+    return Credentials(key, secret, secrets.randbits(BOOT_BITS), os.urandom)
 
 
 def _cluster_file(home: Path, name: str) -> Path:

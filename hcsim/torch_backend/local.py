@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -211,7 +210,7 @@ class LocalEngine:
         self._real = host
         if way.tls is None:
             return host
-        proved = credentials(way.tls.key, way.tls.secret, secrets.randbits(47))
+        proved = credentials(way.tls.key, way.tls.secret)
         return AdmittedHost(host, proved)
 
     def _stay_behind(self) -> None:

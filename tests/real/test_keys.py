@@ -112,4 +112,4 @@ def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> No
 
 def test_secrets_and_nonces_are_the_operating_systems_random_bytes(tmp_path: Path) -> None:
     assert len({new_secret().phrase() for _ in range(100)}) == 100
-    assert credentials(load_node_key(tmp_path), SECRET, 1).fresh is os.urandom
+    assert credentials(load_node_key(tmp_path), SECRET).fresh is os.urandom

@@ -174,7 +174,7 @@ def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind
         async with RealHost(RealOptions("stranger", tls=ClusterTls(key, other))) as host:
             assert behind.settings.server is not None
             with pytest.raises(AdmissionRefused) as caught:
-                await AdmittedHost(host, credentials(key, other, 1)).connect(behind.settings.server)
+                await AdmittedHost(host, credentials(key, other)).connect(behind.settings.server)
             refused.append(caught.value)
             line = Line(await host.connect(behind.settings.server), host.clock, answer, silence_s=5.0)
             await line.send(Join("elastic", "a", 1, task("convex").fingerprint))

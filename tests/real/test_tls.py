@@ -165,9 +165,9 @@ def test_admission_over_tls_is_bound_to_the_connection() -> None:
             RealHost(member(MIDDLE)) as middle,
         ):
             reasons: list[Reason | None] = []
-            keeper = AdmittedHost(right, credentials(RIGHT, OURS, 1), lambda verdict: reasons.append(verdict.reason))
+            keeper = AdmittedHost(right, credentials(RIGHT, OURS), lambda verdict: reasons.append(verdict.reason))
             listener = await keeper.listen("127.0.0.1:0")
-            honest = await AdmittedHost(left, credentials(LEFT, OURS, 1)).connect(listener.address)
+            honest = await AdmittedHost(left, credentials(LEFT, OURS)).connect(listener.address)
             assert honest.identity == RIGHT.node_id
             await honest.close()
 
@@ -182,7 +182,7 @@ def test_admission_over_tls_is_bound_to_the_connection() -> None:
 
             carrying = middle.spawn(carry(), name="carry")
             with pytest.raises(AdmissionRefused) as refused:
-                await AdmittedHost(left, credentials(LEFT, OURS, 1)).connect(relay.address)
+                await AdmittedHost(left, credentials(LEFT, OURS)).connect(relay.address)
             assert refused.value.reason == Reason.FOREIGN_PROOF.name
             assert reasons == [None, Reason.FOREIGN_PROOF]
             await carrying

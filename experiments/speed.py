@@ -37,7 +37,7 @@ from hcsim.collectives.group import Group
 from hcsim.config import Attachment, Ethernet, Node, Scenario, idealised
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
-from hcsim.transport.mesh import Membership
+from hcsim.transport.hello import Membership
 from hcsim.units import BitRate, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
     from hcsim.training.strategies import train
-    from hcsim.transport.mesh import Wire
+    from hcsim.transport.wire import Wire
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOMES = {
     "Scenario": "config",
     "TlsFiles": "real.tls",
     "Training": "config",
-    "Wire": "transport.mesh",
+    "Wire": "transport.wire",
     "load_scenario": "config",
     "real_group": "launch",
     "simulate": "launch",

@@ -40,7 +40,8 @@ from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.mesh import Membership, Wire
+from hcsim.transport.hello import Membership
+from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World

@@ -26,7 +26,7 @@ from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmittedHost, Verdict
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 
 class Plan(msgspec.Struct, frozen=True):

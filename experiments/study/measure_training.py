@@ -20,7 +20,7 @@ from hcsim.training.run import Report
 from hcsim.training.strategies import train
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
-from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
+from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds
 
 COARSE_BYTES = 1 << 30

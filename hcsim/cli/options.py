@@ -18,7 +18,7 @@ from hcsim.errors import ConfigError
 from hcsim.launch import RealNode
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.address import split_address
-from hcsim.transport.mesh import MAX_FRAME_BYTES, Wire
+from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you_mean
 
 _WAIT_S = 300.0

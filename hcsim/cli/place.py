@@ -13,7 +13,7 @@ from hcsim.collectives.group import Group, Options
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.launch import real_group
 from hcsim.real.tls import TlsFiles
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 _GRACE_S = 1.0
 """The wait for a link ends before the operation that needs it does, and its error says more."""

@@ -10,7 +10,7 @@ from hcsim.config import Job
 from hcsim.errors import ConfigError
 from hcsim.jobs import Lap, check_job, run_job
 from hcsim.training.agreement import agree
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 
 def run_real(job: Job, place: Place, wire: Wire) -> bool:

@@ -13,7 +13,7 @@ from hcsim.cli import options
 from hcsim.cli.attended import read_job
 from hcsim.cli.recording import Files
 from hcsim.config import Scenario, Training
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from hcsim.real.keys import load_secret
 from hcsim.scripts.failures import ended_how
 from hcsim.scripts.member import Ended, Script, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 _BUSIEST = 8
 

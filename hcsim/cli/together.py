@@ -23,7 +23,7 @@ from hcsim.real.keys import load_secret
 from hcsim.real.ssh import Remotes, remotes
 from hcsim.training.run import Point, Report
 from hcsim.training.tasks import task
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 _GRACE_S = 30.0
 """How long those that were started from here may take to end."""

@@ -19,7 +19,7 @@ from hcsim.training.run import Point, Report, Run
 from hcsim.training.saved import load_model, save_model
 from hcsim.training.strategies import check_training, train
 from hcsim.training.tasks import task
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 
 class Onlooker:

@@ -12,7 +12,7 @@ from hcsim.config import Scenario
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.jobs import Lap, check_job, run_job
 from hcsim.launch import simulate
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 
 
 def run_virtual(scenario: Scenario, wire: Wire, files: Files) -> bool:

@@ -45,7 +45,8 @@ from hcsim.errors import CollectiveError, HcsimError, UsageError
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
-from hcsim.transport.mesh import Membership, Mesh
+from hcsim.transport.hello import Membership
+from hcsim.transport.mesh import Mesh
 
 T = TypeVar("T")
 

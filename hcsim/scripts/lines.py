@@ -12,7 +12,8 @@ from hcsim.collectives.group import Group, Options
 from hcsim.errors import UsageError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.scripts.conversation import Opened
-from hcsim.transport.mesh import Membership, Wire
+from hcsim.transport.hello import Membership
+from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 
 

@@ -22,7 +22,7 @@ from hcsim.scripts.store import StoreLine, StoreService
 from hcsim.scripts.utilisation import Load, loads, sent_bytes
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

@@ -22,7 +22,8 @@ from hcsim.runtime.host import Host
 from hcsim.torch_backend.engine import Place
 from hcsim.torch_backend.way import Way, way_of
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.mesh import Membership, Wire
+from hcsim.transport.hello import Membership
+from hcsim.transport.wire import Wire
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -13,8 +13,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
-import msgspec
-
 from hcsim.errors import (
     ChannelBroken,
     ChannelError,
@@ -23,16 +21,26 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from hcsim.runtime.channel import Channel, Listener, Phantom
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.callers import Callers
+from hcsim.transport.hello import (
+    HELLO_LIMIT_BYTES,
+    HELLO_TIMEOUT_S,
+    Hello,
+    Membership,
+    decode_hello,
+    hear,
+    objection,
+    say,
+    say_hello,
+)
 from hcsim.transport.link import Link
 from hcsim.transport.traffic import Traffic
+from hcsim.transport.wire import MAX_FRAME_BYTES
 
-HELLO_LIMIT_BYTES = 4096
-HELLO_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 0.25
 BYE_TIMEOUT_S = 30.0
 """A goodbye waits behind what we sent before it, which the peer may still need: on a slow line that takes a while."""
@@ -40,54 +48,6 @@ LATE_S = 2.0
 """How long we stay for those who have not called yet, to tell them why there will be nobody to call."""
 FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
-MAX_FRAME_BYTES = 16 * 2**20
-
-
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """How messages travel. All members must agree on it."""
-
-    stripes: int = 1
-    """Connections per peer; more can help on fast links with long round trips."""
-    segment_bytes: int = 8 * 2**20
-    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
-    connect_timeout_s: float = 30.0
-    """How long the peers of an operation have, from its beginning on, to be reached or to call."""
-
-    def __post_init__(self) -> None:
-        if self.stripes < 1 or not 0 < self.segment_bytes <= MAX_FRAME_BYTES or self.connect_timeout_s <= 0:
-            raise UsageError(
-                f"a wire has at least one stripe, segments of 1 to {MAX_FRAME_BYTES} bytes, and time to connect: {self}"
-            )
-
-
-class Membership(msgspec.Struct, frozen=True):
-    """Which group this is, and who we are in it. All members must agree on all but `rank`."""
-
-    rank: int
-    addresses: tuple[str, ...]
-    """Where each rank listens."""
-    name: str = "hcsim"
-    epoch: int = 0
-    wire: Wire = Wire()
-    identities: tuple[str, ...] = ()
-    """Which node each rank is; a rank then has to be that node. Empty: a rank is whoever says so."""
-
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return len(self.addresses)
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """The first frame in each direction."""
-
-    name: str
-    epoch: int
-    world: int
-    segment_bytes: int
-    stripes: int
-    rank: int
-    stripe: int = 0
 
 
 class Mesh:
@@ -217,7 +177,7 @@ class Mesh:
         try:
             async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
                 for channel in link.channels:
-                    await _say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
+                    await say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
         except (ChannelError, TimeoutError):
             pass  # it will notice by itself that we are gone
         finally:
@@ -281,19 +241,19 @@ class Mesh:
         """Introduce ourselves on a new channel, which is closed unless we are taken in."""
         us = self.us
         try:
-            if _is_impostor(us, rank, channel):
+            if us.is_impostor(rank, channel):
                 proved = f"proved to be node {channel.identity}" if channel.identity else "proved nothing"
                 expected = f"should be rank {rank}, node {us.identities[rank]}"
                 raise PeerRefused(f"{us.addresses[rank]} {expected}, but {proved}", channel.peer)
-            await _say(channel, Kind.HELLO, us, msgspec.msgpack.encode(_hello(us, us.rank, stripe)))
+            await say_hello(channel, us, stripe)
             channel.limit(HELLO_LIMIT_BYTES)
-            kind, data = await _hear(channel)
+            kind, data = await hear(channel)
             if kind is Kind.LATER:
                 await channel.close()
                 return False
             if kind is Kind.ABORT:
                 raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {data.decode(errors='replace')}")
-            theirs = _decode_hello(data, channel.peer)
+            theirs = decode_hello(data, channel.peer)
             if theirs.rank != rank:
                 raise PeerRefused(f"{us.addresses[rank]} should be rank {rank}, but says it is rank {theirs.rank}")
             channel.limit(MAX_FRAME_BYTES)
@@ -318,23 +278,21 @@ class Mesh:
         try:
             channel.limit(HELLO_LIMIT_BYTES)
             async with self.host.clock.timeout(HELLO_TIMEOUT_S):
-                kind, data = await _hear(channel)
+                kind, data = await hear(channel)
                 if kind is not Kind.HELLO:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
-                theirs = _decode_hello(data, channel.peer)
+                theirs = decode_hello(data, channel.peer)
                 answer, reason = self._answer(theirs, channel)
                 self._traffic.greeted(answer)
                 if answer is Kind.HELLO:
                     self._take_in(theirs, channel)
                     taken_in = True
-                    reply = msgspec.msgpack.encode(_hello(self.us, self.us.rank, 0))
-                    await _say(channel, Kind.HELLO, self.us, reply)
+                    await say_hello(channel, self.us)
                 else:
-                    await _say(channel, answer, self.us, reason.encode())
+                    await say(channel, answer, self.us, reason.encode())
                     await channel.close()
-                    told = self._untold.get(theirs.rank)
-                    if told is not None and not told.done() and answer is Kind.ABORT and theirs.name == self.us.name:
-                        told.set_result(None)
+                    if answer is Kind.ABORT and theirs.name == self.us.name:
+                        self._told(theirs.rank)
         except BaseException as error:
             # One that has hung up meanwhile may have said why: that is for its link to read.
             if not (taken_in and isinstance(error, ChannelError)):
@@ -343,6 +301,12 @@ class Mesh:
                 raise
         finally:
             self._strangers.known()
+
+    def _told(self, rank: int) -> None:
+        """One has heard from us why there is nobody to call any more."""
+        told = self._untold.get(rank)
+        if told is not None and not told.done():
+            told.set_result(None)
 
     def _answer(self, theirs: Hello, channel: Channel) -> tuple[Kind, str]:
         """Take them in, refuse them and say why, or ask them to call again."""
@@ -359,18 +323,10 @@ class Mesh:
         return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 
     def _objection(self, theirs: Hello, channel: Channel) -> str:
-        us = self.us
-        ours = _hello(us, theirs.rank, theirs.stripe)
-        for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
-            if getattr(ours, what) != getattr(theirs, what):
-                return f"your {what} is {getattr(theirs, what)}, ours is {getattr(ours, what)}"
-        if not us.rank < theirs.rank < us.world or not 0 <= theirs.stripe < us.wire.stripes:
-            return f"rank {theirs.rank} (connection {theirs.stripe}) has no business calling rank {us.rank}"
-        if theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {}):
+        reason = objection(self.us, theirs, channel)
+        if not reason and (theirs.rank in self.links or theirs.stripe in self._called.get(theirs.rank, {})):
             return f"rank {theirs.rank} is connected already"
-        if _is_impostor(us, theirs.rank, channel):
-            return f"rank {theirs.rank} is node {us.identities[theirs.rank]}, and you are node {channel.identity}"
-        return ""
+        return reason
 
     def _take_in(self, theirs: Hello, channel: Channel) -> None:
         channel.limit(MAX_FRAME_BYTES)
@@ -382,29 +338,3 @@ class Mesh:
             awaited = self._complete.pop(theirs.rank, None)
             if awaited is not None and not awaited.done():
                 awaited.set_result(link)
-
-
-def _is_impostor(us: Membership, rank: int, channel: Channel) -> bool:
-    return bool(us.identities) and channel.identity != us.identities[rank]
-
-
-def _hello(us: Membership, rank: int, stripe: int) -> Hello:
-    return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
-
-
-def _decode_hello(data: bytes, peer: str) -> Hello:
-    try:
-        return msgspec.msgpack.decode(data, type=Hello)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # also no text, or nested without end
-        raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
-
-
-async def _say(channel: Channel, kind: Kind, us: Membership, data: bytes) -> None:
-    await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch), memoryview(data))
-
-
-async def _hear(channel: Channel) -> tuple[Kind, bytes]:
-    header, payload = await channel.recv(lambda header: None)
-    if isinstance(payload, Phantom):
-        raise RemoteProtocolError(f"{channel.peer} sent a greeting without content", channel.peer)
-    return header.kind, bytes(payload)

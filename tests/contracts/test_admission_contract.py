@@ -20,7 +20,7 @@ from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport import admission
 from hcsim.transport.admission import AdmittedHost, Verdict
-from hcsim.transport.mesh import Membership
+from hcsim.transport.hello import Membership
 from tests.contracts.conftest import Arena
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))

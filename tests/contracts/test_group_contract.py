@@ -10,7 +10,7 @@ import pytest
 from hcsim import Group, Options
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
-from hcsim.transport.mesh import Membership
+from hcsim.transport.hello import Membership
 
 
 def test_ranks_that_took_any_port_form_a_group_which_closes_their_listeners(arena):

@@ -35,7 +35,9 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.transport import throttle
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.mesh import Hello, Membership, Mesh, Wire
+from hcsim.transport.hello import Hello, Membership
+from hcsim.transport.mesh import Mesh
+from hcsim.transport.wire import Wire
 
 OURS = ClusterSecret(bytes(range(16)))
 HOST_KEY, FRIEND_KEY, THIEF_KEY = (NodeKey(bytes([number]) * 32) for number in (1, 2, 3))

@@ -9,7 +9,7 @@ from hcsim.config import Attachment, Scenario, load_scenario
 from hcsim.launch import measure_topology
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Medium
-from hcsim.transport.mesh import Membership
+from hcsim.transport.hello import Membership
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

@@ -9,8 +9,9 @@ from msgspec import Meta
 
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.errors import UsageError
-from hcsim.transport.mesh import Membership, Wire
+from hcsim.transport.hello import Membership
 from hcsim.transport.rpc import Procedure
+from hcsim.transport.wire import Wire
 
 Text = Annotated[str, Meta(min_length=1, max_length=256)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -40,7 +40,8 @@ from hcsim.training.elastic.trainee import Trainee
 from hcsim.training.run import Observer, Report, Run
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
-from hcsim.transport.mesh import Membership, Wire
+from hcsim.transport.hello import Membership
+from hcsim.transport.wire import Wire
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Partition, Pause, Reset, Training, load_scenario
 from hcsim.training.run import Report
-from hcsim.transport.mesh import Wire
+from hcsim.transport.wire import Wire
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from tests.switches import on_switch

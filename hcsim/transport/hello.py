@@ -1,0 +1,91 @@
+"""Hellos: the first frame in each direction of a channel, by which two members of a group make sure of each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hcsim.errors import RemoteProtocolError
+from hcsim.runtime.channel import Channel, Phantom
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.wire import Wire
+
+HELLO_LIMIT_BYTES = 4096
+HELLO_TIMEOUT_S = 5.0
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """Which group this is, and who we are in it. All members must agree on all but `rank`."""
+
+    rank: int
+    addresses: tuple[str, ...]
+    """Where each rank listens."""
+    name: str = "hcsim"
+    epoch: int = 0
+    wire: Wire = Wire()
+    identities: tuple[str, ...] = ()
+    """Which node each rank is; a rank then has to be that node. Empty: a rank is whoever says so."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.addresses)
+
+    def is_impostor(self, rank: int, channel: Channel) -> bool:
+        """Whether who is at the other end is not the node that this rank should be."""
+        return bool(self.identities) and channel.identity != self.identities[rank]
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """Which group a member means, and which of its ranks it is."""
+
+    name: str
+    epoch: int
+    world: int
+    segment_bytes: int
+    stripes: int
+    rank: int
+    stripe: int = 0
+
+
+def hello_of(us: Membership, rank: int, stripe: int) -> Hello:
+    """What a rank of our group says on one of its connections."""
+    return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
+
+
+def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
+    """Why we cannot have them, if we cannot."""
+    ours = hello_of(us, theirs.rank, theirs.stripe)
+    for what in ("name", "epoch", "world", "segment_bytes", "stripes"):
+        if getattr(ours, what) != getattr(theirs, what):
+            return f"your {what} is {getattr(theirs, what)}, ours is {getattr(ours, what)}"
+    if not us.rank < theirs.rank < us.world or not 0 <= theirs.stripe < us.wire.stripes:
+        return f"rank {theirs.rank} (connection {theirs.stripe}) has no business calling rank {us.rank}"
+    if us.is_impostor(theirs.rank, channel):
+        return f"rank {theirs.rank} is node {us.identities[theirs.rank]}, and you are node {channel.identity}"
+    return ""
+
+
+def decode_hello(data: bytes, peer: str) -> Hello:
+    """What a stranger has sent for a hello."""
+    try:
+        return msgspec.msgpack.decode(data, type=Hello)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # also no text, or nested without end
+        raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
+
+
+async def say_hello(channel: Channel, us: Membership, stripe: int = 0) -> None:
+    """Introduce ourselves."""
+    await say(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
+
+
+async def say(channel: Channel, kind: Kind, us: Membership, data: bytes) -> None:
+    """Send a frame that belongs to no operation."""
+    await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch), memoryview(data))
+
+
+async def hear(channel: Channel) -> tuple[Kind, bytes]:
+    """Receive one."""
+    header, payload = await channel.recv(lambda header: None)
+    if isinstance(payload, Phantom):
+        raise RemoteProtocolError(f"{channel.peer} sent a greeting without content", channel.peer)
+    return header.kind, bytes(payload)

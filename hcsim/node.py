@@ -20,7 +20,8 @@ from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, InStore
-from hcsim.training.elastic.train import Extras, follow, prepare
+from hcsim.training.elastic.part import Extras
+from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Observer, Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
+from hcsim.runtime.host import Host
 
 
 class Conductor(Protocol):
@@ -41,3 +42,27 @@ class Conductor(Protocol):
 
     async def leave(self) -> None:
         """Be in no further view; returns when the others know, or after a deadline."""
+
+
+async def next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
+    """The next view; None once this member wants to leave, while there is none."""
+    if leaving is None:
+        return await conductor.view(after=after)
+    looking: asyncio.Task[View] = host.spawn(conductor.view(after=after), name="next view")
+    giving_up = host.spawn(_cancel_once(leaving, looking), name="leave without a view")
+    us = asyncio.current_task()
+    assert us is not None
+    try:
+        return await looking
+    except asyncio.CancelledError:
+        if us.cancelling():  # it is we who are cancelled
+            raise
+        return None
+    finally:
+        looking.cancel()
+        giving_up.cancel()
+
+
+async def _cancel_once(event: asyncio.Event, task: asyncio.Task[View]) -> None:
+    await event.wait()
+    task.cancel()

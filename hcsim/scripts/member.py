@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hcsim.cluster.conductor import next_view
 from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
 from hcsim.config import Cluster
@@ -31,7 +32,6 @@ from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Sto
 from hcsim.scripts.environment import environment
 from hcsim.scripts.failures import ended_how, failure_of
 from hcsim.scripts.store import Reply, StoreLine, StoreService
-from hcsim.training.elastic.train import next_view
 
 _BEGUN = "hcsim/begun"
 _ENDED = "hcsim/ended"

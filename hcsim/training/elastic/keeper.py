@@ -6,7 +6,6 @@ When a view begins, whoever has the newest state hands it to those of the first 
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import msgspec
@@ -116,10 +115,9 @@ class Keeper:
 
     def _header(self, intent: bytes, pulled: int) -> Header:
         held = self.state
-        era = held.era if held is not None else Era(PULLED)
-        digest = int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
-        version = held.version if held is not None else pulled
-        return Header(era.generation, era.epoch, era.view, era.lineage, version, -1, digest)
+        if held is None:
+            return Header.of(Era(PULLED), pulled, -1, intent)
+        return Header.of(held.era, held.version, -1, intent)
 
     def _inherit(self, pulled: Pulled) -> None:
         """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""

@@ -23,7 +23,6 @@ The server saves now and then. When all have been lost, training goes on from th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from copy import copy
 
 import msgspec
@@ -40,9 +39,9 @@ from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.checkpoint import Checkpoints
 from hcsim.training.elastic.keeper import Keeper, Start
 from hcsim.training.elastic.parcel import Parcel
+from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.recovery import Recovery
 from hcsim.training.elastic.serving import JOB, Serving, remembered
 from hcsim.training.elastic.working import Working
@@ -54,7 +53,6 @@ from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.run import Run
 from hcsim.training.strategies import completed, optimizer, strategy
-from hcsim.training.task import Task
 from hcsim.training.tasks import task
 
 LOOK_S = 0.02
@@ -67,8 +65,8 @@ address, and it takes several round trips of the internet to get there."""
 class Served:
     """One member: a worker, and by turns the server or its standby."""
 
-    def __init__(self, host: Host, settings: Training, seed: int, what: Task | None, conductor: Conductor) -> None:
-        what = what or task(settings.task)
+    def __init__(self, host: Host, settings: Training, seed: int, conductor: Conductor, extras: Extras) -> None:
+        what = extras.what or task(settings.task)
         if isinstance(settings.batch, tuple):
             raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
         self.settings = completed(settings, what, 1)
@@ -77,10 +75,10 @@ class Served:
         self._seed = seed
         self._task = what
         self._conductor = conductor
-        self.leaving: asyncio.Event | None = None
-        self.observer = Recovery(host, None)
-        self.checkpoints: Checkpoints | None = None
-        self.began: Callable[[View, int], None] = lambda view, step: None
+        self.leaving = extras.leaving
+        self.observer = Recovery(host, extras.observer)
+        self._checkpoints = extras.checkpoints
+        self._began = extras.began
         self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
         learner = Learner(host, what, optimizer(self.settings), seed)
         self._keeper = Keeper(learner, optimizer(self.settings))
@@ -130,7 +128,7 @@ class Served:
                 self._gradients.compressor.restore(self._remembered)
             self._remembered = {}
             await self._start(group)
-            self.began(view, working.start.step)
+            self._began(view, working.start.step)
             if group.rank == standby.SERVER:
                 return await self._serve(group, view)
             return await self._stand_by(group, view)
@@ -144,9 +142,9 @@ class Served:
     async def save(self) -> None:
         """Save the server's state, if we hold it. Who leaves a view has paid what it owed; without one that is lost."""
         state = self._keeper.state
-        if self.checkpoints is not None and state is not None:
+        if self._checkpoints is not None and state is not None:
             start = self._working.after(state)
-            await self.checkpoints.save_last(self._host, self._keeper.saved(start, state.workers), start.step)
+            await self._checkpoints.save_last(self._host, self._keeper.saved(start, state.workers), start.step)
 
     # A view begins.
 
@@ -213,8 +211,8 @@ class Served:
 
     async def _serve(self, group: Group, view: View) -> bool:
         ours = Serving(group, self.run, self._keeper, self._working)
-        if self.checkpoints is not None:
-            ours.save_to(self.checkpoints)
+        if self._checkpoints is not None:
+            ours.save_to(self._checkpoints)
         server = ours.opened(view, self._ready)
         self._working.serves(server)
         listener, port = await listen(self._host, self.settings, group.addresses[0])

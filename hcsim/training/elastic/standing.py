@@ -10,6 +10,7 @@ eras are of the next generation.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from typing import NamedTuple
 
@@ -74,6 +75,12 @@ class Header(NamedTuple):
     """The step of an update that was exchanged and may count; or -1."""
     intent: int
     """A digest of the settings."""
+
+    @classmethod
+    def of(cls, era: Era, step: int, pending: int, intent: bytes) -> Header:
+        """What one says who holds this, and wants that."""
+        digest = int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
+        return cls(era.generation, era.epoch, era.view, era.lineage, step, pending, digest)
 
     @property
     def era(self) -> Era:

@@ -17,49 +17,29 @@ When this returns, the member has trained to the end or left; it is for the call
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 import msgspec
 
-from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.conductor import Conductor, next_view
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, CompressionError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, HcsimError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, load
-from hcsim.training.elastic.pact import Ballot, Votes
-from hcsim.training.elastic.parcel import Parcel, relay
-from hcsim.training.elastic.recovery import Recovery
+from hcsim.training.elastic.checkpoint import load
+from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.served import Served
-from hcsim.training.elastic.survey import follow_links, survey
-from hcsim.training.elastic.synchronise import synchronise
+from hcsim.training.elastic.survey import survey
 from hcsim.training.elastic.trainee import Trainee
-from hcsim.training.run import Observer, Report, Run
+from hcsim.training.elastic.voting import Voting
+from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
-from hcsim.training.task import Task
 from hcsim.transport.hello import Membership
 from hcsim.transport.wire import Wire
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
-
-
-class Extras(msgspec.Struct, frozen=True):
-    """What a training may have beside its settings."""
-
-    observer: Observer | None = None
-    what: Task | None = None
-    """A task of one's own."""
-    leaving: asyncio.Event | None = None
-    """Once it is set, this member leaves after the step that is under way."""
-    checkpoints: Checkpoints | None = None
-    began: Callable[[View, int], None] = lambda view, step: None
-    """Hears of each view in which all have come to hold the same, and how many steps had been taken by then."""
-    by_links: bool = False
-    """Whether the ring's order and `auto` follow what was measured of the links; the same for all."""
 
 
 async def elastic_train(
@@ -95,42 +75,6 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     if part.run.step < part.settings.steps:
         await part.save()
     return report
-
-
-class Part(Protocol):
-    """What a member does in a training, from view to view."""
-
-    @property
-    def settings(self) -> Training:
-        """What is trained, and how."""
-
-    @property
-    def observer(self) -> Recovery:
-        """Who looks on."""
-
-    @property
-    def leaving(self) -> asyncio.Event | None:
-        """Set once this member is to leave."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a run."""
-
-    @property
-    def run(self) -> Run:
-        """From the first view on."""
-
-    def options(self, view: View) -> Options:
-        """How a view's group works."""
-
-    async def train(self, group: Group, view: View) -> bool:
-        """Train in this view for as long as it lasts; whether that was all."""
-
-    async def close(self) -> None:
-        """Nothing goes on after this."""
-
-    async def save(self) -> None:
-        """Save what we hold, if checkpoints are kept: we leave before the end."""
 
 
 async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience) -> bool:
@@ -196,134 +140,14 @@ def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, ext
     """Load the data and build the model, which may take seconds."""
     saved = load(extras.checkpoints.vault) if extras.checkpoints is not None else None
     if isinstance(strategy(settings.strategy), ParameterServer):
-        served = Served(host, settings, seed, extras.what, conductor)
-        served.leaving, served.observer = extras.leaving, Recovery(host, extras.observer)
-        served.checkpoints, served.began = extras.checkpoints, extras.began
+        served = Served(host, settings, seed, conductor, extras)
         if saved is not None:
             served.reload(saved)
         return served
-    member = _Member(Trainee(host, settings, seed, extras.what, by_links=extras.by_links), conductor, settings, extras)
+    member = Voting(Trainee(host, settings, seed, extras.what, by_links=extras.by_links), conductor, settings, extras)
     if saved is not None:
         member.trainee.checkpoint = saved
     return member
-
-
-async def next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
-    """The next view; None once this member wants to leave, while there is none."""
-    if leaving is None:
-        return await conductor.view(after=after)
-    looking: asyncio.Task[View] = host.spawn(conductor.view(after=after), name="next view")
-    giving_up = host.spawn(_cancel_once(leaving, looking), name="leave without a view")
-    us = asyncio.current_task()
-    assert us is not None
-    try:
-        return await looking
-    except asyncio.CancelledError:
-        if us.cancelling():  # it is we who are cancelled
-            raise
-        return None
-    finally:
-        looking.cancel()
-        giving_up.cancel()
-
-
-async def _cancel_once(event: asyncio.Event, task: asyncio.Task[View]) -> None:
-    await event.wait()
-    task.cancel()
-
-
-class _Member:
-    """Holds a replica, and votes."""
-
-    def __init__(self, trainee: Trainee, conductor: Conductor, settings: Training, extras: Extras) -> None:
-        self.trainee = trainee
-        self.settings = settings
-        self.observer = Recovery(trainee.host, extras.observer)
-        self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
-        self.ballot.leaving = self.leaving = extras.leaving
-        self._checkpoints = extras.checkpoints
-        self._began = extras.began
-        self._conductor = conductor
-        self._by_links = extras.by_links
-        self._due = 0
-        """The step after which to save."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a run."""
-        return self.trainee.has_begun
-
-    @property
-    def run(self) -> Run:
-        """From the first view on."""
-        return self.trainee.run
-
-    def options(self, view: View) -> Options:
-        """How a view's group works."""
-        return self.trainee.options(view)
-
-    async def train(self, group: Group, view: View) -> bool:
-        """Train in this view for as long as it lasts; whether that was all."""
-        trainee = self.trainee
-        await synchronise(group, view, trainee)
-        if self._by_links and self._conductor.ways is not None:
-            await follow_links(group, view, self._conductor.ways)
-        run = trainee.run
-        self._began(view, run.step)
-        if self._checkpoints is not None:
-            self._due = self._checkpoints.after(run.step)
-        votes = run.pact = Votes(self.ballot, group, view, self._settled)
-        run.observer = self.observer
-        try:
-            await trainee.method.train(run)
-        except CompressionError as error:
-            # The others wait for what we cannot send: all try this step once more.
-            votes.cannot_send(run.step, error)
-            raise CollectiveError(f"{self._conductor.us.name} cannot send: {error}", peer=group.rank) from error
-        if run.step >= run.settings.steps:
-            return await votes.confirmed(run.step)
-        if not votes.leavers:
-            return False
-        try:
-            await self._hand_over(group, votes.leavers)
-        except CollectiveError:
-            if group.rank not in votes.leavers:
-                raise
-            # Whether it arrived is not known: whoever stayed now might owe it twice.
-        if group.rank not in votes.leavers:
-            return False
-        await self._conductor.leave()
-        return True
-
-    async def close(self) -> None:
-        """Nothing goes on between views."""
-
-    async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
-        """What those who leave still owe is owed by the first who stays."""
-        heirs = [rank for rank in range(group.size) if rank not in leavers]
-        if not heirs:
-            return
-        routes = [(leaver, heirs[0]) for leaver in leavers]
-        giving = {heirs[0]: Parcel(b"", self.trainee.owed())} if group.rank in leavers else {}
-        if giving:
-            self.trainee.forget_owed()
-        for parcel in await relay(group, routes, giving):
-            self.trainee.take_in(parcel.arrays)
-
-    async def _settled(self) -> None:
-        """A step is done: perhaps it is time to save."""
-        run, checkpoints = self.trainee.run, self._checkpoints
-        run.group.host.trace("applied", run.group.epoch, run.step)
-        if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
-            self._due = checkpoints.after(run.step)
-            await checkpoints.save(run.group.host, self.trainee.saved())
-
-    async def save(self) -> None:
-        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do
-        steps that we took alone since all last agreed: without a view there is nobody to tell of them."""
-        if self._checkpoints is not None and not self.trainee.is_on_the_way:
-            self.run.drop()
-            await self._checkpoints.save_last(self.trainee.host, self.trainee.saved(), self.run.step)
 
 
 async def _watch(group: Group, over: asyncio.Future[str]) -> None:

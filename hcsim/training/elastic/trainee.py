@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -170,10 +169,8 @@ class Trainee:
 
     def header(self) -> Header:
         """What the others are told first."""
-        run, era = self.run, self.era
-        pending = run.pending.step if run.pending is not None else -1
-        intent = int.from_bytes(hashlib.sha256(self.intent).digest()[:8], "big") >> 1
-        return Header(era.generation, era.epoch, era.view, era.lineage, run.step, pending, intent)
+        run = self.run
+        return Header.of(self.era, run.step, run.pending.step if run.pending is not None else -1, self.intent)
 
     async def resolve(self, truth: Header) -> None:
         """What we hold of an update counts if those who know say so. Of another era we hear more later."""

@@ -7,75 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from hcsim.cli import options
+from hcsim.cli.asked import Asked
 from hcsim.cli.attended import read_job
 from hcsim.cli.recording import Files
 from hcsim.config import Scenario, Training
 from hcsim.transport.wire import Wire
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """The arguments and options of `hcsim run`, as they were typed."""
-
-    scenario: str | None
-    arguments: list[str] | None
-    where: str | None
-    real: bool
-    seed: int | None
-    operation: str | None
-    size: str | None
-    dtype: str | None
-    repeat: int | None
-    task: str | None
-    strategy: str | None
-    compressor: str | None
-    steps: int | None
-    batch: int | None
-    lr: float | None
-    device: str | None
-    algorithm: str | None
-    timeout: str | None
-    stripes: int | None
-    segment: str | None
-    nodes: int | None
-    cluster: str | None
-    name: str | None
-    at: str | None
-    state: Path | None
-    hosts: str | None
-    remote_hcsim: str | None
-    peers: str | None
-    rank: int | None
-    wait: str | None
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_ca: Path | None
-    insecure: bool
-    save: Path | None
-    trace: Path | None
-    metrics: Path | None
-    metrics_port: str | None
-
-    def these(self, *names: str) -> dict[str, object]:
-        """Some of them by name; what was not given is None."""
-        return {name: None if (value := getattr(self, name)) is False else value for name in names}
-
-    def only(self, where: str, *names: str) -> None:
-        """These say something only there."""
-        options.only(where, {f"--{name.replace('_', '-')}": value for name, value in self.these(*names).items()})
-
-    @property
-    def wire(self) -> Wire:
-        """How messages travel."""
-        return options.wire(self.stripes, self.segment, self.wait)
-
-    @property
-    def files(self) -> Files:
-        """What a virtual run writes."""
-        return Files(self.trace, self.metrics)
-
 
 _JOB = ("operation", "size", "dtype", "repeat")
 _EXCHANGE = ("algorithm", "timeout")
@@ -88,10 +25,10 @@ _VIRTUAL = ("trace", "metrics")
 
 def perform(asked: Asked) -> bool:
     """Do it; whether all went well."""
-    wire = asked.wire
+    wire = options.wire(asked.stripes, asked.segment, asked.wait)
     if asked.scenario is not None and asked.scenario.endswith(".py"):
         theirs = (*_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
-        asked.only("without a script (what a script is given stands after --)", *theirs)
+        _only(asked, "without a script (what a script is given stands after --)", *theirs)
         return _script_together(asked) if asked.real else _script(asked, wire)
     options.only(
         "with a script (a file that ends with .py)", {"--scenario": asked.where, "--": asked.arguments or None}
@@ -102,15 +39,15 @@ def perform(asked: Asked) -> bool:
     given = chosen.training if chosen else None
     settings = options.training(given, asked.these(*_LEARNED), asked.these(*_EXCHANGE))
     if settings is None:
-        asked.only("where something is learned (--task)", "save", "device")
+        _only(asked, "where something is learned (--task)", "save", "device")
     else:
-        asked.only("where nothing is learned", *_JOB)
+        _only(asked, "where nothing is learned", *_JOB)
     if asked.hosts is None:
-        asked.only("with --hosts", "remote_hcsim")
+        _only(asked, "with --hosts", "remote_hcsim")
     if not asked.real:
         assert chosen is not None  # it was needed
         return _virtual(asked, chosen, settings, wire)
-    asked.only("in a virtual run", *_VIRTUAL)
+    _only(asked, "in a virtual run", *_VIRTUAL)
     if asked.rank is None and asked.peers is None:
         return _together(asked, chosen, settings, wire, attended)
     return _by_hand(asked, chosen, settings, wire)
@@ -120,9 +57,9 @@ def _script(asked: Asked, wire: Wire) -> bool:
     """A torch script on a scenario's machines."""
     from hcsim.cli.script import run_script
 
-    asked.only("with --real", "cluster", "name", "at")
+    _only(asked, "with --real", "cluster", "name", "at")
     home = options.script_scenario(asked.where, asked.seed, asked.nodes)
-    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, asked.files)
+    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, _files(asked))
 
 
 def _script_together(asked: Asked) -> bool:
@@ -130,8 +67,8 @@ def _script_together(asked: Asked) -> bool:
     from hcsim.cli.script import run_script_together
 
     options.only("in a virtual run", {"--scenario": asked.where})
-    asked.only("in a virtual run", *_VIRTUAL)
-    asked.only("without a script; start it on every machine", "hosts", "state")
+    _only(asked, "in a virtual run", *_VIRTUAL)
+    _only(asked, "without a script; start it on every machine", "hosts", "state")
     here = options.here(asked.cluster, asked.name, asked.at, None, "cpu", asked.metrics_port)
     cluster = options.cluster(None, asked.nodes)
     return run_script_together(here, cluster, Path(str(asked.scenario)), asked.arguments or [])
@@ -142,7 +79,7 @@ def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, 
     from hcsim.cli.together import train_together
     from hcsim.node import Plan
 
-    asked.only("with --peers and --rank", *_BY_HAND)
+    _only(asked, "with --peers and --rank", *_BY_HAND)
     here = options.here(asked.cluster, asked.name, asked.at, asked.state, asked.device, asked.metrics_port)
     others = options.others(asked.hosts, asked.remote_hcsim)
     cluster = options.cluster(chosen.cluster if chosen else None, asked.nodes, len(others.hosts))
@@ -154,7 +91,7 @@ def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, w
     """One rank of those that `--peers` lists."""
     from hcsim.cli.place import Place
 
-    asked.only("without --peers and --rank", *_IN_CLUSTER, "nodes")
+    _only(asked, "without --peers and --rank", *_IN_CLUSTER, "nodes")
     tls = options.tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
     metrics_at = options.metrics_at(asked.metrics_port)
     place = Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
@@ -164,7 +101,7 @@ def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, w
         return train_real(settings, _seed(asked, chosen), place, wire, asked.device or "auto", asked.save)
     from hcsim.cli.real import run_real
 
-    asked.only("in a virtual run", "seed")
+    _only(asked, "in a virtual run", "seed")
     return run_real(options.real_job(chosen, asked.these(*_JOB, *_EXCHANGE)), place, wire)
 
 
@@ -172,18 +109,27 @@ def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wi
     """A scenario's own machines: its job, its training, or its cluster."""
     from hcsim.cli.virtual import run_virtual
 
-    asked.only("with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
+    _only(asked, "with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
     if settings is None:
-        return run_virtual(chosen, wire, asked.files)
+        return run_virtual(chosen, wire, _files(asked))
     if chosen.cluster is not None or asked.nodes is not None:
         from hcsim.cli.together import simulate_together
 
-        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, asked.files, asked.save)
+        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, _files(asked), asked.save)
     from hcsim.cli.train import train_virtual
 
-    return train_virtual(chosen, settings, wire, asked.files, asked.save)
+    return train_virtual(chosen, settings, wire, _files(asked), asked.save)
 
 
 def _seed(asked: Asked, chosen: Scenario | None) -> int:
     """The seed: a scenario has taken over what was asked for."""
     return chosen.seed if chosen else 1 if asked.seed is None else asked.seed
+
+
+def _files(asked: Asked) -> Files:
+    return Files(asked.trace, asked.metrics)
+
+
+def _only(asked: Asked, where: str, *names: str) -> None:
+    """These say something only there."""
+    options.only(where, {f"--{name.replace('_', '-')}": value for name, value in asked.these(*names).items()})

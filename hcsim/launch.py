@@ -17,7 +17,7 @@ import msgspec
 
 from hcsim import rng
 from hcsim.cluster.inquiry import Survey
-from hcsim.cluster.node import Self
+from hcsim.cluster.node import Introduction
 from hcsim.cluster.once import Once
 from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
@@ -180,9 +180,9 @@ def _standstill(world: World, patience_s: float, limit_s: float | None) -> Stand
     return Standstill(world.loop, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
 
 
-def _introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Self:
+def _introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Introduction:
     """A machine that is reached at these hosts, as it introduces itself to the others."""
-    return Self(
+    return Introduction(
         node=proved.key.node_id,
         boot=proved.boot,
         name=name,
@@ -249,7 +249,7 @@ async def train_in_cluster(
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
     async with real_member(node, tell) as (host, credentials):
-        me = real_self(host, node, plan.cluster, credentials)
+        me = introduction(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
             host,
@@ -291,7 +291,7 @@ async def real_member(
         yield host, credentials(key, secret)
 
 
-def real_self(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Self:
+def introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
     """This machine, as it introduces itself to the others."""
     return _introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
 

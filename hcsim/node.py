@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from hcsim.cluster.node import Node, Self
+from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.once import Once
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
@@ -59,7 +59,7 @@ async def running(node: Node) -> AsyncIterator[None]:
 
 async def train_as_member(
     host: Host,
-    me: Self,
+    me: Introduction,
     plan: Plan,
     *,
     credentials: Credentials | None = None,

@@ -28,6 +28,7 @@ from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import News
 
 _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
@@ -35,8 +36,8 @@ _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
 
 
-class Self(msgspec.Struct, frozen=True):
-    """Who this node is."""
+class Introduction(msgspec.Struct, frozen=True):
+    """Who this node is, and where."""
 
     node: str
     boot: int
@@ -56,12 +57,13 @@ class Node:
     def __init__(
         self,
         host: Host,
-        me: Self,
+        me: Introduction,
         config: Cluster,
         tell: Callable[[str], None] = lambda text: None,
         terms: Terms | None = None,
     ) -> None:
         self._host = host
+        self._me = me
         self._terms = dict(terms or {})
         self._terms_of: dict[str, Terms] = {}
         self._config = config
@@ -73,7 +75,7 @@ class Node:
         self._sent: dict[int, float] = {}
         self._number = 1
         self._watch = Watch(math.inf, self._beat.interval_s / _LOOKS)
-        self._changed: list[asyncio.Future[None]] = []
+        self._news = News()
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
         self._waiting = ""
@@ -89,12 +91,10 @@ class Node:
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
         self._discovery = Discovery(host, config, announcement, self._lines.dial, self._on_line, self.told)
         self._figures = Figures(host, self._membership, self._lines, self._discovery, self._pulses, self._ways)
-        self._control = me.control
-        self._identified = bool(me.namespace)
 
     async def start(self) -> None:
         """Take calls, and look for the others."""
-        listener = await self._host.listen(self._control)
+        listener = await self._host.listen(self._me.control)
         self._carry_out()
         for name, work in (
             ("control", self._lines.serve(listener)),
@@ -124,7 +124,7 @@ class Node:
     @property
     def identified(self) -> bool:
         """In a cluster with a secret they do."""
-        return self._identified
+        return bool(self._me.namespace)
 
     @property
     def ways(self) -> Ways | None:
@@ -139,9 +139,7 @@ class Node:
             view = self._membership.view
             if view.epoch > after and view.formed and view.rank(self._us) is not None:
                 return view
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._changed.append(changed)
-            await changed
+            await self._news.next()
 
     def over(self, epoch: int) -> asyncio.Future[str]:
         """Done once the view of that epoch cannot work any more."""
@@ -165,9 +163,7 @@ class Node:
         try:
             async with self._host.clock.timeout(self._beat.timeout_s):
                 while len(self._membership.view.members) > 1:
-                    changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._changed.append(changed)
-                    await changed
+                    await self._news.next()
         except TimeoutError:
             pass  # the others will notice
 
@@ -353,7 +349,7 @@ class Node:
         elif len(view.members) > 1:
             self._tell(f"here so far: {names}; work begins with {self._config.needed}")
         self._compare_terms(view)
-        self._news()
+        self._news.tell()
 
     def _compare_terms(self, view: View) -> None:
         """Whoever was started otherwise than the leader ends, and the leader says why."""
@@ -368,17 +364,11 @@ class Node:
                 # The others must not wait for our part in this view.
                 self._membership.broken(view.epoch, f"{self._us.name} was started otherwise", self._now())
 
-    def _news(self) -> None:
-        changed, self._changed = self._changed, []
-        for waiter in changed:
-            if not waiter.done():
-                waiter.set_result(None)
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Without any of its tasks a node is none: whoever asks it for a view hears why."""
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
-            self._news()
+            self._news.tell()
 
     def _is_over(self, over: Over) -> None:
         future = self.over(over.epoch)

@@ -30,3 +30,23 @@ def disappoint(waiting: asyncio.Future[Any], error: HcsimError) -> None:
     if not waiting.done():
         waiting.set_exception(error)
         waiting.exception()  # or asyncio would complain that it was never retrieved
+
+
+class News:
+    """Something that happens again and again, and that several wait for."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def next(self) -> None:
+        """Returns when it has happened once more."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def tell(self) -> None:
+        """It has happened."""
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from hcsim.cluster.node import Node, Self
+from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.view import View
 from hcsim.config import AnyFault, Cluster
 from hcsim.virtual.host import VirtualHost
@@ -28,7 +28,7 @@ class Party:
 
     def node(self, host: VirtualHost) -> Node:
         boot = host.rng("boot").getrandbits(47)
-        me = Self(host.name, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        me = Introduction(host.name, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
         return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
     def run(self, seconds: float) -> Party:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.node import Node, Self
+from hcsim.cluster.node import Introduction, Node
 from hcsim.config import Cluster, Crash, Partition, Training
 from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
 from hcsim.node import Plan
@@ -127,7 +127,7 @@ def test_a_machine_with_a_copied_key_is_refused_and_counted() -> None:
     async def live(host: VirtualHost) -> None:
         identity = "b" if host.name == "c" else host.name
         await host.clock.sleep(2.0 if host.name == "c" else 0.0)
-        me = Self(identity, host.rng("boot").getrandbits(47), host.name, f"{host.name}:1", f"{host.name}:2")
+        me = Introduction(identity, host.rng("boot").getrandbits(47), host.name, f"{host.name}:1", f"{host.name}:2")
         node = Node(host, me, Cluster(nodes=2, preset="low_latency"))
         await node.start()
         await host.clock.sleep(8.0 - world.loop.time())

@@ -8,7 +8,7 @@ import pytest
 
 from hcsim.cluster.inquiry import Survey, ask
 from hcsim.cluster.messages import Told
-from hcsim.cluster.node import Node, Self
+from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.view import Member
 from hcsim.config import Crash
 from hcsim.errors import HcsimError
@@ -84,7 +84,7 @@ class Renamed(Party):
 
     def node(self, host: VirtualHost) -> Node:
         name = "a" if host.name == "c" else host.name
-        me = Self(host.name, host.rng("boot").getrandbits(47), name, f"{host.name}:52415", f"{host.name}:52416")
+        me = Introduction(host.name, host.rng("boot").getrandbits(47), name, f"{host.name}:52415", f"{host.name}:52416")
         return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 

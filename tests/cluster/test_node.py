@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cluster.discovery import Announcement
-from hcsim.cluster.node import Node, Self
+from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.view import View
 from hcsim.config import Cluster, Crash, Heartbeat, Partition, Pause, Reset, Restart
 from hcsim.units import PositiveSeconds, Seconds
@@ -221,7 +221,7 @@ class WithCopy(Party):
     def node(self, host: VirtualHost) -> Node:
         node = "a" if host.name == "d" else host.name
         boot = host.rng("boot").getrandbits(47)
-        me = Self(node, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        me = Introduction(node, boot, host.name, f"{host.name}:52415", f"{host.name}:52416")
         return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 

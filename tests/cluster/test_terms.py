@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from hcsim.cluster.node import Self
+from hcsim.cluster.node import Introduction
 from hcsim.cluster.terms import unlike
 from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError
@@ -34,7 +34,7 @@ def trained(
 
     async def on_host(host: VirtualHost) -> Report:
         await host.clock.sleep(late_s.get(host.name, 0.0))
-        me = Self(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
+        me = Introduction(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
         async with asyncio.timeout_at(LIMIT_S):
             return await train_as_member(host, me, plans[host.name], tell=told[host.name].append, durable=False)
 

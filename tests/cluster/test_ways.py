@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.messages import Link
-from hcsim.cluster.node import Self
+from hcsim.cluster.node import Introduction
 from hcsim.config import AnyFault, Cluster, Crash, Pause, Reset, Restart, Scenario, Training, parse_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch import Outcome, simulate_cluster
@@ -88,7 +88,7 @@ def asked_while_training(scenario: Scenario, at_s: float) -> tuple[dict[str, dic
         control, data = (address_at(hosts, port) for port in PORTS)
         if host.name == "mini":
             host.spawn(look(host), name="look")
-        return await train_as_member(host, Self(host.name, 1, host.name, control, data), plan, durable=False)
+        return await train_as_member(host, Introduction(host.name, 1, host.name, control, data), plan, durable=False)
 
     results = world.run_on_all(on_host)
     assert all(isinstance(result, Report) for result in results), results
@@ -253,7 +253,7 @@ def test_members_that_do_not_agree_on_whether_choices_follow_the_links_say_so() 
         cluster = Cluster(nodes=3, preset="low_latency", measure="order" if host.name == "c" else "links")
         control, data = (f"{host.name}:{port}" for port in PORTS)
         plan = Plan(cluster, scenario.training, SEED)
-        return await train_as_member(host, Self(host.name, 1, host.name, control, data), plan, durable=False)
+        return await train_as_member(host, Introduction(host.name, 1, host.name, control, data), plan, durable=False)
 
     results: Mapping[str, object] = dict(zip(ABC, world.run_on_all(on_host), strict=True))
     wrong = [result for result in results.values() if isinstance(result, ConfigError)]

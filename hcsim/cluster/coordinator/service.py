@@ -17,6 +17,7 @@ from hcsim.cluster.coordinator.state import State
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
+from hcsim.runtime.waiting import News
 from hcsim.transport.callers import Callers
 from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
 
@@ -41,7 +42,7 @@ class Coordinator:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._changed: asyncio.Future[None] | None = None
+        self._news = News()
         self._strangers = Callers()
         self._registry = self._served()
 
@@ -65,12 +66,12 @@ class Coordinator:
 
     async def _attend(self, channel: Channel) -> None:
         endpoint = Endpoint(self._host, channel, self._registry, LIMITS)
-        endpoint.ended.add_done_callback(lambda _: self._wake())
+        endpoint.ended.add_done_callback(lambda _: self._news.tell())
         try:
             try:
                 async with self._host.clock.timeout(HELLO_TIMEOUT_S):
                     while endpoint not in self._who and not endpoint.ended.done():
-                        await self._change()
+                        await self._news.next()
             except TimeoutError:
                 return
             finally:
@@ -178,7 +179,7 @@ class Coordinator:
                             answer.set_result(value)
                         else:
                             answer.set_exception(error)
-        self._wake()
+        self._news.tell()
 
     async def _tell(self, line: Endpoint, notice: Notice) -> None:
         try:
@@ -192,19 +193,9 @@ class Coordinator:
             self._do(self.state.tick(now))
             try:
                 async with self._host.clock.timeout(max(self.state.due_s(now) - now, SHORTEST_WAIT_S)):
-                    await self._change()
+                    await self._news.next()
             except TimeoutError:
                 continue
-
-    async def _change(self) -> None:
-        """Wait until something has happened."""
-        if self._changed is None or self._changed.done():
-            self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._changed)
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
 
     def _now(self) -> float:
         return self._host.clock.elapsed()

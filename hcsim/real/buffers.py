@@ -6,6 +6,9 @@ from hcsim.errors import ChannelError, UsageError
 from hcsim.runtime.channel import Fold, Payload, Phantom
 from hcsim.runtime.frame import Header
 
+FIRST_MAX_FRAME_BYTES = 64 * 1024
+"""What a peer may send before somebody raises the limit: enough to say hello."""
+
 
 def bytes_of(header: Header, payload: Payload) -> memoryview:
     """What is to be sent, if it is what the header announces."""

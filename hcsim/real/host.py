@@ -31,7 +31,7 @@ from hcsim.real.failures import is_distrust, translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
 from hcsim.real.store import FileStore, MemoryStore
-from hcsim.real.stream import StreamChannel
+from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.address import join_address

@@ -18,7 +18,7 @@ from hcsim.real.direction import readable
 from hcsim.real.doors import Door, guest, received
 from hcsim.real.failures import translated
 from hcsim.real.forked import own
-from hcsim.real.stream import StreamChannel
+from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address

@@ -11,8 +11,7 @@ import asyncio
 from typing import Protocol
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
-from hcsim.real.buffers import bytes_of, fresh, room_for
-from hcsim.real.stream import FIRST_MAX_FRAME_BYTES
+from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
 from hcsim.runtime.channel import EMPTY, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 

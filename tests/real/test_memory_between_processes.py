@@ -26,7 +26,7 @@ from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real import doors, shared
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
-from hcsim.real.stream import StreamChannel
+from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream
 from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header

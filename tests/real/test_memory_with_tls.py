@@ -19,7 +19,7 @@ from hcsim.real import shared
 from hcsim.real.certificates import ClusterTls, make_certificates
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
-from hcsim.real.stream import StreamChannel
+from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.channel import Channel, Listener

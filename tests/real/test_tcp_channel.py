@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, ConfigError, RemoteProtocolError, UsageError
-from hcsim.real import stream, tcp
-from hcsim.real.stream import StreamChannel
+from hcsim.real import stream_channel, tcp
+from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, tune
 from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.channel import Fold, Phantom
@@ -244,7 +244,7 @@ def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
 def test_a_send_cancelled_in_the_middle_of_a_frame_that_the_peer_takes_leaves_the_channel_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "_REST_S", 30.0)  # however busy this machine is
+    monkeypatch.setattr(stream_channel, "_REST_S", 30.0)  # however busy this machine is
 
     async def body(channel: StreamChannel, raw: socket.socket) -> None:
         big = memoryview(bytearray(64 * MIB))

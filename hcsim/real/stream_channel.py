@@ -1,0 +1,396 @@
+"""A channel over one stream of bytes.
+
+Throughput comes from doing little: no stream buffers, no transport. A frame leaves in one call with
+header and payload; a payload is received straight into its destination, or added to it, or passed on to another
+stream that shares memory with us. Each direction tries
+at once, and only when the stream would block does the event loop take over. The loop's callback then moves the bytes
+itself. Who receives a single frame is woken when its header is there, to say where the rest goes, and when all is; who
+pumps is not woken at all, since the callback hands over what has come.
+
+Headers are read through a small read-ahead buffer, so that a run of small frames costs one system
+call and a large one copies no more than the read-ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hcsim.errors import (
+    ChannelBroken,
+    ChannelClosed,
+    ChannelError,
+    RemoteProtocolError,
+    UsageError,
+)
+from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
+from hcsim.real.failures import translated, unexpected_tls
+from hcsim.real.stream import WOULD_BLOCK, Parts, Stream
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place, Relay
+from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
+
+_LARGE_BYTES = 64 * 1024
+_BYTES_PER_TURN = 4 * 2**20
+"""How much is read in a row before other tasks get their turn."""
+_SENDS_PER_TURN = 16
+_FRAMES_PER_TURN = 64
+"""How many are sent in a row, to a peer that keeps up, before other tasks get theirs."""
+_REST_S = 0.25
+"""How long who cancels a send waits for the rest of its frame."""
+
+
+class _Over(Exception):
+    """Nothing more can be received. Told apart from what whoever takes frames in raises."""
+
+    def __init__(self, why: ChannelError) -> None:
+        self.why = why
+
+
+class StreamChannel:
+    """A channel over a stream, which it owns from now on."""
+
+    def __init__(self, stream: Stream, peer: str, identity: str = "", binding: bytes = b"") -> None:
+        self._stream = stream
+        self._peer = peer
+        self._identity = identity
+        self._binding = binding
+        self._loop = asyncio.get_running_loop()
+        self._max_frame_bytes = FIRST_MAX_FRAME_BYTES
+        self._error: ChannelError | None = None
+
+        self._incoming = stream.incoming
+        self._ahead = memoryview(bytearray(stream.read_ahead_bytes))
+        self._ahead_start = 0
+        self._ahead_end = 0
+        self._header: Header | None = None
+        """Whose payload is being received."""
+        self._payload = self._into = EMPTY
+        self._fold: Fold | None = None
+        self._relay: Relay | None = None
+        self._missing_bytes = 0
+        self._turn_bytes = 0
+
+        self._outgoing = stream.outgoing
+        self._turn = asyncio.Lock()
+        self._unsent: Parts = []
+        self._unsent_bytes = 0
+        self._sent_in_a_row = 0
+        self._send_error: ChannelError | None = None
+
+    @property
+    def peer(self) -> str:
+        """The other end's address."""
+        return self._peer
+
+    @property
+    def carrier(self) -> str:
+        """The stream's."""
+        return self._stream.carrier
+
+    @property
+    def identity(self) -> str:
+        """What TLS has proved; nothing else proves anybody's."""
+        return self._identity
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The stream's."""
+        return self._stream.ends
+
+    @property
+    def binding(self) -> bytes:
+        """TLS's; nothing else encrypts."""
+        return self._binding
+
+    @property
+    def outlet(self) -> StreamChannel | None:
+        """Ourselves, as streams of one kind know each other."""
+        return self if self._stream.relays else None
+
+    def limit(self, max_frame_bytes: int) -> None:
+        """Refuse larger payloads from now on."""
+        self._max_frame_bytes = max_frame_bytes
+
+    async def send(self, header: Header, payload: Payload = EMPTY) -> None:
+        """Send one frame; see `Channel.send`."""
+        data, head = bytes_of(header, payload), encode_header(header)
+        async with self._turn:
+            self._sent_in_a_row += 1
+            if self._sent_in_a_row > _FRAMES_PER_TURN:
+                self._sent_in_a_row = 0
+                await asyncio.sleep(0)
+            self._raise_if_over(self._error or self._send_error)
+            self._unsent = [head, data]
+            self._unsent_bytes = frame_bytes = HEADER_BYTES + header.length
+            try:
+                if not self._push():
+                    await self._outgoing.finish(self._push)
+            except asyncio.CancelledError:
+                if self._unsent_bytes < frame_bytes or self._stream.reports_late:
+                    await self._complete_frame()
+                raise
+            except OSError as error:
+                # Only sending is over: what the peer said before it went can still be read.
+                self._send_error = translated(error, self._peer)
+                raise self._send_error from error
+            finally:
+                self._unsent = []
+
+    async def recv(self, place: Place) -> tuple[Header, Payload]:
+        """Receive the next frame; see `Channel.recv`. A `place` that fails leaves the frame unread."""
+        with self._receiving():
+            await self._until(self._has_header)
+            while (wanted := self._begin(place)) is not None:
+                await asyncio.shield(wanted)
+                self._raise_if_over(self._error)
+            await self._until(self._has_payload)
+        return self._whole()
+
+    async def pump(self, place: Place, landed: Landed) -> None:
+        """Receive all frames; see `Channel.pump`. The event loop's callback takes them, and wakes no task of ours."""
+        wanted: asyncio.Future[None] | None = None
+
+        def hand_over() -> bool:
+            """Take what is there; True when the place of a frame is to be waited for."""
+            nonlocal wanted
+            while self._header is not None or self._has_header():
+                if self._header is None and (wanted := self._begin(place)) is not None:
+                    return True
+                if not self._has_payload():
+                    break
+                landed(*self._whole())
+            return False
+
+        with self._receiving():
+            while True:
+                await self._until(hand_over)
+                assert wanted is not None
+                await asyncio.shield(wanted)
+                self._raise_if_over(self._error)
+
+    async def close(self) -> None:
+        """End it; see `Channel.close`."""
+        if self._error is None:
+            self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
+            try:
+                if self._stream.unread():
+                    await self._stream.drain()
+            finally:
+                self._stream.close()
+
+    # -- receiving
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """One task at a time. What breaks the stream ends the channel; what `place` and `landed` raise does not."""
+        self._raise_if_over(self._error)
+        if self._incoming.busy:
+            raise UsageError(f"two tasks receive from {self._peer} at once")
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._header is not None:
+                self._end(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+            raise
+        except _Over as over:
+            raise self._end(over.why) from over.__cause__
+
+    async def _until(self, pull: Callable[[], bool]) -> None:
+        """Returns when `pull` has what it wants. It is tried at once, and then whenever there may be more to read."""
+
+        def tried() -> bool:
+            if pull():
+                return True
+            self._turn_bytes = 0  # others get their turn before the next try
+            if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
+                self._loop.call_soon(self._incoming.ready)
+            return False
+
+        if not tried():
+            await self._incoming.finish(tried)
+
+    def _has_header(self) -> bool:
+        """Whether a header is there; reads one, and perhaps some of what follows."""
+        ahead, have = self._ahead, self._ahead_end - self._ahead_start
+        if have >= HEADER_BYTES:
+            return True
+        if self._turn_bytes >= _LARGE_BYTES:
+            return False  # who waited for what has come goes first: it will say where the next one goes
+        if have:
+            ahead[:have] = ahead[self._ahead_start : self._ahead_end]
+        self._ahead_start, self._ahead_end = 0, have
+        while self._ahead_end < HEADER_BYTES:
+            count = self._read(ahead[self._ahead_end :])
+            if not count:
+                return False
+            self._ahead_end += count
+            self._turn_bytes += count
+        return True
+
+    def _begin(self, place: Place) -> asyncio.Future[None] | None:
+        """A header is there: find out where its payload goes. Returns what has to be waited for before, if anything."""
+        start = self._ahead_start
+        try:
+            header = decode_header(
+                self._ahead[start : start + HEADER_BYTES], max_length=self._max_frame_bytes, peer=self._peer
+            )
+        except RemoteProtocolError as error:
+            raise _Over(unexpected_tls(self._received(), self._peer) or error) from None
+        where = place(header)
+        if isinstance(where, asyncio.Future):
+            return where
+        view = room_for(header, where)
+        start += HEADER_BYTES
+        have = min(self._ahead_end - start, header.length)
+        view[:have] = self._ahead[start : start + have]
+        self._ahead_start = start + have
+        self._missing_bytes = header.length - have
+        if isinstance(where, Fold) and where.element_bytes > 1 and self._stream.adds and have < header.length:
+            self._fold, self._payload = where, where.into
+        else:
+            self._into, self._payload = view[have:], view
+        self._relay = where if isinstance(where, Relay) and not have else None
+        self._header = header
+        return None
+
+    def _has_payload(self) -> bool:
+        """Whether the payload of the frame that has begun is there; reads on, as far as others need not wait."""
+        if self._relay is not None:
+            passed = self._pass_on(self._relay)
+            if passed is None:
+                return False
+            self._relay = None
+            if passed:
+                self._turn_bytes += self._missing_bytes
+                return True
+        while self._missing_bytes and self._turn_bytes < _BYTES_PER_TURN:
+            if self._fold is None:
+                count = self._read(self._into)
+                self._into = self._into[count:]
+            else:
+                count = self._add(self._fold)
+            if not count:
+                return False
+            self._turn_bytes += count
+            self._missing_bytes -= count
+        return not self._missing_bytes
+
+    def _whole(self) -> tuple[Header, Payload]:
+        """The frame that has come. We keep nothing of it: it is part of somebody's array."""
+        assert self._header is not None
+        frame = self._header, self._payload
+        self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
+        return frame
+
+    def _read(self, into: memoryview) -> int:
+        """Some bytes, if there are any."""
+        try:
+            count = self._stream.read(into)
+        except WOULD_BLOCK:
+            return 0
+        except OSError as error:
+            raise _Over(translated(error, self._peer)) from error
+        if count == 0:
+            raise _Over(self._end_of_stream())
+        return count
+
+    def _add(self, fold: Fold) -> int:
+        """The same for what is added up as it comes."""
+        have, most = len(fold.into) - self._missing_bytes, _BYTES_PER_TURN - self._turn_bytes
+        try:
+            return self._stream.add(fold, have, most)
+        except EOFError:
+            raise _Over(self._end_of_stream()) from None
+        except OSError as error:
+            raise _Over(translated(error, self._peer)) from error
+
+    def _pass_on(self, relay: Relay) -> bool | None:
+        """The whole payload, to where it goes next; None while it has not come, False where it is ours to receive."""
+        onward = relay.outlet
+        assert isinstance(onward, StreamChannel)
+        if not relay.is_due or not onward._is_idle:
+            return False
+        passed = self._stream.pass_on(onward._stream, encode_header(relay.header), relay)
+        if passed:
+            relay.passed()
+        return passed
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a frame can be sent here and now. It may overtake who is just getting its turn: frames are whole."""
+        return self._error is None and self._send_error is None and not self._turn.locked()
+
+    def _received(self) -> bytes:
+        """What has been read of a header."""
+        return bytes(self._ahead[self._ahead_start : self._ahead_end])
+
+    def _end_of_stream(self) -> ChannelError:
+        received = self._received()
+        where = "in the middle of a frame" if received or self._header is not None else "between two frames"
+        over = ChannelBroken(f"{self._peer} ended the connection {where}", self._peer)
+        return unexpected_tls(received, self._peer) or over
+
+    # -- sending
+
+    async def _complete_frame(self) -> None:
+        """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
+        try:
+            async with asyncio.timeout(_REST_S):
+                if self._unsent_bytes:
+                    await self._outgoing.finish(self._push)
+        except (OSError, ChannelError):  # TimeoutError is one
+            pass
+        finally:
+            if self._unsent_bytes:
+                self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+
+    def _push(self) -> bool:
+        """Write on; True when the frame has left, False when the loop has to call again."""
+        write = self._stream.write
+        for _ in range(_SENDS_PER_TURN):
+            try:
+                count = write(self._unsent)
+            except WOULD_BLOCK:
+                return False
+            self._unsent_bytes -= count
+            if not self._unsent_bytes:
+                return True
+            self._unsent = _without_first(count, self._unsent)
+        if self._stream.hides_room():
+            self._loop.call_soon(self._outgoing.ready)
+        return False
+
+    # -- ending
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used."""
+        return self._error is None
+
+    def _raise_if_over(self, error: ChannelError | None) -> None:
+        if error is not None:
+            raise fresh(error)
+
+    def _end(self, error: ChannelError) -> ChannelError:
+        """Close the stream; every later or waiting use raises the first error given here."""
+        if self._error is None:
+            self._stop(error)
+            self._stream.close()
+        return self._error or error
+
+    def _stop(self, error: ChannelError) -> None:
+        self._error = error
+        self._header, self._payload, self._into, self._fold, self._relay = None, EMPTY, EMPTY, None, None
+        self._incoming.abandon(error)
+        self._outgoing.abandon(error)
+        self._stream.finish()
+
+
+def _without_first(count: int, parts: Parts) -> Parts:
+    head = parts[0]
+    if count < len(head):
+        return [memoryview(head)[count:], *parts[1:]]
+    if len(parts) == 1:
+        return []
+    return _without_first(count - len(head), parts[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from hcsim.errors import RemoteProtocolError
@@ -39,7 +41,8 @@ class Hello(msgspec.Struct, frozen=True):
     """Which group a member means, and which of its ranks it is."""
 
     name: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """As large as a frame's header has room for."""
     world: int
     segment_bytes: int
     stripes: int

@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
+import msgspec
+
 from hcsim.errors import (
     ChannelBroken,
     ChannelError,
@@ -314,9 +316,12 @@ class Mesh:
         if us.identities and not channel.identity:
             return Kind.ABORT, "you have not proved who you are"
         if theirs.name == us.name and theirs.epoch > us.epoch:
-            # They gave our epoch up and went on; so must we.
-            self.newest_epoch = max(self.newest_epoch, theirs.epoch)
             if self.on_newer is not None:
+                # Only the epoch may be another one: a stranger does not end our group.
+                if reason := objection(us, msgspec.structs.replace(theirs, epoch=us.epoch), channel):
+                    return Kind.ABORT, reason
+                # They gave our epoch up and went on; so must we.
+                self.newest_epoch = max(self.newest_epoch, theirs.epoch)
                 self.on_newer(theirs.rank, theirs.epoch)
             return Kind.LATER, ""
         reason = self._closed or self._objection(theirs, channel)

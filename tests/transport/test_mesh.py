@@ -135,6 +135,39 @@ def test_a_caller_that_does_not_belong_here_is_told_why_and_let_go(what):
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("changes", "answered"),
+    [
+        ({"world": 99, "rank": 77}, "your world is 99"),
+        ({"rank": -5}, "rank -5 .* has no business"),
+        ({"rank": 0}, "rank 0 .* has no business"),
+        ({"stripes": 3}, "your stripes is 3"),
+        ({"epoch": 1 << 40}, None),
+    ],
+)
+def test_a_stranger_that_claims_a_later_epoch_does_not_end_a_group(changes, answered):
+    async def body(*hosts: VirtualHost) -> None:
+        groups = [await Group.open(host, membership(rank)) for rank, host in enumerate(hosts)]
+        await asyncio.gather(*(group.all_reduce(np.ones(1)) for group in groups))
+        hello = msgspec.to_builtins(HELLO) | {"epoch": 1} | changes
+        stranger = await hosts[2].connect("mac-1:1000")
+        data = msgspec.msgpack.encode(hello)
+        await stranger.send(Header(len(data), Kind.HELLO), memoryview(data))
+        if answered is not None:
+            header, payload = await stranger.recv(lambda _: None)
+            assert header.kind is Kind.ABORT
+            assert re.search(answered, bytes(payload).decode())
+        with pytest.raises(ChannelBroken):
+            await stranger.recv(lambda _: None)
+        found = await asyncio.gather(*(group.all_reduce(np.ones(1)) for group in groups))
+        assert [float(each[0]) for each in found] == [3.0] * 3
+        again = await asyncio.gather(*(group.reopen() for group in groups))
+        assert [group.epoch for group in again] == [1] * 3
+        await asyncio.gather(*(group.close() for group in groups))
+
+    run(body)
+
+
 def test_the_second_to_claim_a_rank_is_refused():
     async def body(ours: VirtualHost, first: VirtualHost, second: VirtualHost) -> None:
         mesh = await opened(ours, 0)

@@ -63,14 +63,20 @@ def dtype_named(name: str) -> np.dtype[Any]:
     raise UsageError(f"{name!r} is no dtype that we carry: there are {', '.join(d.name for d in DTYPES)}")
 
 
+@lru_cache(maxsize=256)
+def check_carried(dtype: np.dtype[Any]) -> None:
+    """Refuse what we do not carry: numbers in another machine's byte order, times, objects."""
+    if dtype not in DTYPES:
+        raise UsageError(f"{dtype} is no dtype that we carry: there are {', '.join(d.name for d in DTYPES)}")
+
+
 def check(operation: str, dtype: np.dtype[Any] | None = None) -> None:
     """Refuse what has no meaning: an operation that does not exist, or one that the dtype does not have."""
     if operation not in _UFUNCS:
         raise UsageError(f"{operation!r} is no reduction: there are {', '.join(OPERATIONS)}")
     if dtype is None:
         return
-    if dtype not in DTYPES:
-        raise UsageError(f"{dtype} cannot be reduced: there are {', '.join(d.name for d in DTYPES)}")
+    check_carried(dtype)
     if operation in _MEANINGLESS[dtype.kind]:
         if operation == "mean":
             raise UsageError(f"the mean of {dtype} has no exact meaning: use sum, and divide as you see fit")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from operator import index
+from typing import SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
-from hcsim.collectives.arithmetic import check, combiner, finisher
+from hcsim.collectives.arithmetic import check, check_carried, combiner, finisher
 from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory, flat
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
@@ -34,7 +35,15 @@ def array_of(data: Data) -> Array:
 
 def kind_of(memory: Memory) -> str:
     """What the elements are."""
-    return memory.dtype.char if isinstance(memory, ArrayMemory) else "phantom"
+    return memory.dtype.name if isinstance(memory, ArrayMemory) else "phantom"
+
+
+def whole(what: str, number: SupportsIndex) -> int:
+    """A number that may be numpy's, as the plain one that ranks compare and traces hold."""
+    try:
+        return index(number)
+    except TypeError:
+        raise UsageError(f"{what} is a whole number, not {number!r}") from None
 
 
 def writable(data: DataT) -> DataT:
@@ -63,6 +72,7 @@ def moving(parts: Sequence[Data], base: int = 0) -> Memory:
         return PhantomMemory(parts[0].itemsize)
     if len(arrays) < len(parts) or any(array.dtype != arrays[0].dtype for array in arrays):
         raise UsageError("the parts must all be arrays of one dtype, or all phantoms")
+    check_carried(arrays[0].dtype)
     return ArrayMemory(arrays, base=base)
 
 
@@ -103,11 +113,21 @@ def overlaps(whole: Data, parts: Sequence[Data]) -> bool:
 
 
 def copy_into(target: Data, source: Data) -> None:
-    """Copy all elements; the lengths must be the same."""
+    """Copy all elements; the lengths and the kind must be the same."""
     if length_of(target) != length_of(source):
         raise UsageError(f"a part has {length_of(source)} elements where {length_of(target)} are expected")
-    if not isinstance(target, Phantom) and not isinstance(source, Phantom) and not _is_same(target, source):
+    if isinstance(target, Phantom) or isinstance(source, Phantom):
+        if type(target) is not type(source):
+            raise UsageError(f"a part is {_named(source)} where {_named(target)} is expected")
+        return
+    if target.dtype != source.dtype:
+        raise UsageError(f"a part is {_named(source)} where {_named(target)} is expected")
+    if not _is_same(target, source):
         np.copyto(target.reshape(-1), source.reshape(-1))
+
+
+def _named(data: Data) -> str:
+    return "a phantom" if isinstance(data, Phantom) else f"an array of {data.dtype}"
 
 
 def _is_same(one: Array, other: Array) -> bool:

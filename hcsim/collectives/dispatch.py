@@ -56,6 +56,10 @@ class Message(msgspec.Struct, frozen=True):
     tag: int
     action: Send | Recv
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.tag < 1 << TAG_BITS:
+            raise UsageError(f"a tag is a number from 0 to {(1 << TAG_BITS) - 1}, not {self.tag}")
+
 
 class Dispatch:
     """Starts a group's operations."""
@@ -90,7 +94,7 @@ class Dispatch:
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
         """Start to send or receive a message."""
-        name, peer, tag = message.name, message.action.peer, _checked(message.tag)
+        name, peer, tag = message.name, message.action.peer, message.tag
         if name == "recv" and self._mail.is_awaited(tag):
             waiting = self._mail.wait(tag, peer)
             return self._fate.see_through(self._receipt(message, memory, waiting), result, timeout_s)
@@ -99,8 +103,8 @@ class Dispatch:
 
     def from_anybody(self, length: int, tag: int, memory: Memory, timeout_s: float) -> Pending[int]:
         """Start to receive a message from anybody; the result is who sent it."""
-        waiting = self._mail.wait(_checked(tag), None)
         message = Message("recv_any", tag, Recv(0, 0, length))
+        waiting = self._mail.wait(tag, None)
         return self._fate.see_through(
             self._receipt(message, memory, waiting), lambda: waiting.matched.result()[0], timeout_s
         )
@@ -162,12 +166,6 @@ class Dispatch:
         number = self._counts.get((kind, peer, bucket), 0)
         self._counts[kind, peer, bucket] = number + 1
         return number
-
-
-def _checked(tag: int) -> int:
-    if not 0 <= tag < 1 << TAG_BITS:
-        raise UsageError(f"a tag is a number from 0 to {(1 << TAG_BITS) - 1}, not {tag}")
-    return tag
 
 
 def _numbered(number: int, tag: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
 from hcsim.collectives.watch import watch
 from hcsim.collectives.wiring import Ticket
-from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError
+from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
@@ -167,8 +167,9 @@ class Fate:
 
     async def _heard_out(self, ticket: Ticket, error: CollectiveError) -> CollectiveError:
         """A peer that hangs up may have said why just before, and that its hanging up is not the reason."""
-        if not isinstance(error.__cause__, ChannelError):
-            return error
+        cause = error.__cause__
+        if not isinstance(cause, ChannelError) or isinstance(cause, RemoteProtocolError):
+            return error  # who says something wrong has not hung up, and that is the reason
         try:
             async with self.mesh.host.clock.timeout(ABORT_TIMEOUT_S):
                 await self._failing.wait()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from hcsim.collectives.data import (
     part_of,
     reducing,
     room_for,
+    whole,
     writable,
 )
 from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
@@ -51,6 +53,8 @@ from hcsim.transport.mesh import Mesh
 T = TypeVar("T")
 
 SHAPES_KEPT = 256
+_WHOLE = 0
+"""The number of a group that is nobody's subgroup."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     links: Links | None = None
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 
+    def __post_init__(self) -> None:
+        if not self.timeout_s >= 0:  # nor is it NaN
+            raise UsageError(f"a time limit is a number of seconds, not {self.timeout_s}")
+
+
+class _Shared:
+    """What a group is by whichever time limit one calls it."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.successor: Group | None = None
+        """Its next life, which ends with whoever owned this one."""
+        self.shapes: dict[tuple[int, int], Shape] = {}
+        """Of operations on a length and a root, kept: a training loop asks for the same few again and again."""
+
 
 class Group:
     """This rank's view of the group."""
@@ -82,12 +101,11 @@ class Group:
         self._fate = fate
         self._members = members
         self._number = number
-        self.options = options
+        self._shared = _Shared(options)
+        self._timeout_s = options.timeout_s
         self.rank = members.index(fate.mesh.us.rank)
         self.size = len(members)
         self._children: dict[tuple[int, ...], int] = {}
-        self._shapes: dict[tuple[int, int], Shape] = {}
-        """Of operations on a length and a root, kept: a training loop asks for the same few again and again."""
         self._dispatch = Dispatch(fate, members, number)
 
     @classmethod
@@ -111,21 +129,33 @@ class Group:
                 fate.fail(CollectiveError(f"rank {us.rank} gave up while it opened the group", peer=us.rank))
                 await fate.ended()
                 raise
-        return cls(fate, tuple(range(us.world)), 0, options or Options())
+        return cls(fate, tuple(range(us.world)), _WHOLE, options or Options())
 
     def within(self, timeout_s: float) -> Group:
         """This same group, with another time limit for the operations that are started through what this returns."""
-        same = object.__new__(Group)
-        same.__dict__.update(self.__dict__)
-        same.options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
+        same = copy(self)
+        same._timeout_s = msgspec.structs.replace(self.options, timeout_s=timeout_s).timeout_s
         return same
 
+    @property
+    def options(self) -> Options:
+        """How it works where a call does not say."""
+        options = self._shared.options
+        if options.timeout_s == self._timeout_s:
+            return options
+        return msgspec.structs.replace(options, timeout_s=self._timeout_s)
+
     async def reopen(self) -> Group:
-        """After a failure: the same group anew, under the next epoch. Every member has to call it."""
+        """After a failure: the same group anew, under the next epoch. Every member has to call it.
+
+        It is closed with the old one, if not before."""
+        if self._is_part:
+            raise UsageError("a subgroup has no life of its own: reopen the whole group, and make it from that")
         await self.close()
         mesh = self._fate.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
-        return await Group.open(mesh.host, us, self.options)
+        self._shared.successor = successor = await Group.open(mesh.host, us, self.options)
+        return successor
 
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
@@ -135,9 +165,9 @@ class Group:
 
     def follow(self, links: Links) -> None:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
-        order = order_over(links) if self.size > 2 else ()
-        self.options = msgspec.structs.replace(self.options, links=links, order=order)
-        self._shapes = {}
+        order, shared = order_over(links) if self.size > 2 else (), self._shared
+        shared.options = msgspec.structs.replace(shared.options, links=links, order=order)
+        shared.shapes = {}
 
     def dial(self, addresses: Sequence[str]) -> None:
         """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
@@ -164,8 +194,14 @@ class Group:
         self._fate.fail(CollectiveError(reason, peer=peer))
 
     async def close(self) -> None:
-        """Leave. Operations that are still under way fail, here and at the others."""
+        """Leave. Operations that are still under way fail, here and at the others.
+
+        A subgroup has nothing to leave: its links are the whole group's."""
+        if self._is_part:
+            return
         await self._fate.leave()
+        if self._shared.successor is not None:
+            await self._shared.successor.close()
 
     async def __aenter__(self) -> Group:
         return self
@@ -175,6 +211,10 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<group {self._number:x}, rank {self.rank} of {self.size}>"
+
+    @property
+    def _is_part(self) -> bool:
+        return self._number != _WHOLE
 
     @property
     def host(self) -> Host:
@@ -320,9 +360,9 @@ class Group:
 
         The data stay as they are, but for what of them is also `into`, where the result goes."""
         length = length_of(data)
-        cuts = offsets(counts) if counts is not None else split(length, self.size)
+        cuts = split(length, self.size) if counts is None else offsets(self._sizes("counts", counts))
         shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
-        if len(cuts) != self.size + 1 or cuts[-1] != length:
+        if cuts[-1] != length:
             raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         target = None if into is None else room_for(own.hi - own.lo, data, into)
@@ -355,10 +395,10 @@ class Group:
         if len(data) != self.size:
             raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
         sent = tuple(length_of(part) for part in data)
-        coming = tuple(received) if received is not None else sent
+        coming = sent if received is None else self._sizes("received", received)
         shape = self._shape(sent=sent, received=coming)
         cuts = offsets(coming)
-        if cuts[-1] and len(coming) == self.size and sent[self.rank] != coming[self.rank]:
+        if cuts[-1] and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
         whole = room_for(cuts[-1], data[0], into)
         if into is not None and overlaps(whole, data):
@@ -375,11 +415,13 @@ class Group:
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
-        return self._to_one("send", Send(self._peer(to), 0, length_of(data)), data, tag)
+        message = Message("send", whole("a tag", tag), Send(self._peer(to), 0, length_of(data)))
+        return self._dispatch.message(message, moving([data]), lambda: data, self._timeout_s)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
-        return self._to_one("recv", Recv(self._peer(source), 0, length_of(writable(data))), data, tag)
+        message = Message("recv", whole("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
+        return self._dispatch.message(message, moving([writable(data)]), lambda: data, self._timeout_s)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
         """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
@@ -388,13 +430,17 @@ class Group:
         if self.size == 1:
             raise UsageError("there is nobody to receive from in a group of one")
         memory = moving([writable(data)])
-        return self._dispatch.from_anybody(length_of(data), tag, memory, self.options.timeout_s)
+        return self._dispatch.from_anybody(length_of(data), whole("a tag", tag), memory, self._timeout_s)
 
-    async def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> DataT:
+    def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Send and receive at the same time."""
-        sending, receiving = self.send(data, to, tag=tag), self.recv(into, source, tag=tag)
-        await sending
-        return await receiving
+        number = whole("a tag", tag)
+        out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), moving([data])
+        back, place = Message("recv", number, Recv(self._peer(source), 0, length_of(into))), moving([writable(into)])
+        # Both were checked before either starts: a call that is refused has done nothing.
+        sending = self._dispatch.message(out, given, lambda: data, self._timeout_s)
+        receiving = self._dispatch.message(back, place, lambda: into, self._timeout_s)
+        return self.host.spawn(_both(sending, receiving), name="sendrecv", over=_seen)
 
     # What the operations have in common.
 
@@ -410,38 +456,35 @@ class Group:
     ) -> Pending[T]:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
-            algorithm = choose(operation, shape, memory.element_bytes, self.options.links, segment_bytes)
-        request = Request(operation, algorithm, shape, op, bucket)
-        return self._dispatch.collective(request, memory, result, self.options.timeout_s)
+            algorithm = choose(operation, shape, memory.element_bytes, self._shared.options.links, segment_bytes)
+        request = Request(operation, algorithm, shape, op, whole("a bucket", bucket))
+        return self._dispatch.collective(request, memory, result, self._timeout_s)
 
     def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
         """The algorithm, where it has to be known before there is memory."""
         if algorithm != "auto":
             return algorithm
         segment_bytes = self._fate.mesh.us.wire.segment_bytes
-        return choose(operation, shape, element_bytes_of(data), self.options.links, segment_bytes)
-
-    def _to_one(self, name: str, action: Send | Recv, data: DataT, tag: int) -> Pending[DataT]:
-        message = Message(name, tag, action)
-        return self._dispatch.message(message, moving([data]), lambda: data, self.options.timeout_s)
+        return choose(operation, shape, element_bytes_of(data), self._shared.options.links, segment_bytes)
 
     def _of_length(self, length: int, root: int = 0) -> Shape:
-        shape = self._shapes.get((length, root))
+        shapes = self._shared.shapes
+        shape = shapes.get((length, root))
         if shape is None:
-            if len(self._shapes) >= SHAPES_KEPT:
-                self._shapes.clear()
-            shape = self._shapes[length, root] = self._shape(length=length, root=root)
+            if len(shapes) >= SHAPES_KEPT:
+                shapes.clear()
+            shape = shapes[length, root] = self._shape(length=length, root=root)
         return shape
 
     def _shape(self, **sizes: Any) -> Shape:
-        o = self.options
+        o = self._shared.options
         return Shape(
             world=self.size, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes
         )
 
     def _parts(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Shape, tuple[int, ...]]:
         """How everybody's data lie one after the other."""
-        sizes = tuple(counts) if counts is not None else (length_of(data),) * self.size
+        sizes = (length_of(data),) * self.size if counts is None else self._sizes("counts", counts)
         shape = self._shape(counts=sizes, root=root)
         if sizes[self.rank] != length_of(data):
             raise UsageError(
@@ -449,12 +492,30 @@ class Group:
             )
         return shape, offsets(sizes)
 
+    def _sizes(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
+        """Somebody's list of lengths, one for each rank."""
+        if len(given) != self.size:
+            raise UsageError(f"{what} has one size for each of the {self.size} ranks, not {len(given)}")
+        return tuple(whole("a size", size) for size in given)
+
     def _rank(self, rank: int) -> int:
+        rank = whole("a rank", rank)
         if not 0 <= rank < self.size:
             raise UsageError(f"there is no rank {rank} in a group of {self.size}")
         return rank
 
     def _peer(self, rank: int) -> int:
-        if self._rank(rank) == self.rank:
+        rank = self._rank(rank)
+        if rank == self.rank:
             raise UsageError(f"rank {rank} cannot send to itself or receive from itself")
         return rank
+
+
+async def _both(sending: Pending[Any], receiving: Pending[T]) -> T:
+    await sending
+    return await receiving
+
+
+def _seen(task: Pending[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # as with any operation: who does not await it knows of the group's failure otherwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from operator import index
 from typing import Protocol, TypeAlias
 
 from hcsim.errors import UsageError
@@ -18,10 +19,12 @@ class Phantom:
     __slots__ = ("itemsize", "nbytes")
 
     def __init__(self, nbytes: int, itemsize: int = 1) -> None:
+        try:
+            self.nbytes, self.itemsize = index(nbytes), index(itemsize)  # numpy's become plain
+        except TypeError:
+            raise UsageError(f"a payload has a whole number of bytes, not {nbytes!r}") from None
         if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
             raise UsageError(f"a payload cannot have {nbytes} bytes, in elements of {itemsize}")
-        self.nbytes = nbytes
-        self.itemsize = itemsize
 
     def __repr__(self) -> str:
         return f"Phantom({self.nbytes})" if self.itemsize == 1 else f"Phantom({self.nbytes}, {self.itemsize})"

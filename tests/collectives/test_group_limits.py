@@ -46,6 +46,16 @@ def test_the_limit_holds_for_what_is_started_through_it_and_the_failure_is_the_g
     assert reason in told
 
 
+def test_what_was_measured_through_a_view_is_known_to_the_group_and_to_its_other_views(virtual):
+    async def program(group: Group) -> bool:
+        earlier = group.within(7.0)
+        links = await group.within(30.0).measure()
+        assert earlier.options.timeout_s == 7.0
+        return group.options.links == earlier.options.links == links and len(group.options.order) == 3
+
+    assert virtual.run(3, program) == [True] * 3
+
+
 def test_a_view_leaves_the_groups_own_limit_as_it_was(virtual):
     async def program(group: Group) -> tuple[float, float, float]:
         brief = group.within(0.5)

@@ -12,7 +12,7 @@ from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.dispatch import IN_FLIGHT
 from hcsim.collectives.measure import partners
 from hcsim.config import parse_scenario
-from hcsim.errors import ChannelBroken, CollectiveError
+from hcsim.errors import ChannelBroken, CollectiveError, UsageError
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
 from hcsim.transport.link import Link
@@ -139,6 +139,29 @@ def test_any_exception_on_one_rank_fails_the_operation_on_all_at_once(virtual, m
     assert ours == "no room"
     for text in others:
         assert "failed on rank 0: MemoryError('no room')" in text
+
+
+def test_a_reopened_group_is_closed_with_the_first_one(cluster):
+    async def program(group: Group) -> Group:
+        with pytest.raises(CollectiveError):
+            await group.within(0.3).recv(np.zeros(1), 1 - group.rank)
+        again = await (await group.reopen()).reopen()
+        assert float((await again.all_reduce(np.ones(1)))[0]) == 2.0
+        return again
+
+    for again in cluster.run(2, program):
+        assert str(again.error) == "the group is closed"
+
+
+def test_a_subgroup_leaves_the_whole_group_open_and_has_no_life_of_its_own(cluster):
+    async def program(group: Group) -> float:
+        async with group.subgroup([1, 0]) as pair:
+            await pair.barrier()
+            with pytest.raises(UsageError, match="reopen the whole group"):
+                await pair.reopen()
+        return float((await group.all_reduce(np.ones(1)))[0])
+
+    assert cluster.run(2, program) == [2.0, 2.0]
 
 
 def test_errors_of_a_subgroup_name_ranks_of_the_whole_group(virtual):

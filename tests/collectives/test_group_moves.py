@@ -12,6 +12,7 @@ import pytest
 from hcsim import Group, Wire
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import DTYPES
+from hcsim.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WORLDS = range(1, 10)
@@ -210,6 +211,32 @@ def test_sendrecv_around_a_ring(cluster):
         return is_part(into, before, 5000)
 
     assert cluster.run(5, program) == [True] * 5
+
+
+def test_sendrecv_starts_when_it_is_called(cluster):
+    async def program(group: Group) -> tuple[int, int]:
+        into, total = np.zeros(1, np.int32), np.ones(1, np.int32)
+        exchange = group.sendrecv(part(group.rank, 1), 1 - group.rank, into, 1 - group.rank)
+        if group.rank == 0:  # the other one awaits it first
+            await group.all_reduce(total)
+        assert await exchange is into
+        if group.rank == 1:
+            await group.all_reduce(total)
+        return int(is_part(into, 1 - group.rank, 1)), int(total[0])
+
+    assert cluster.run(2, program) == [(1, 2), (1, 2)]
+
+
+def test_a_sendrecv_that_is_refused_has_sent_nothing(cluster):
+    async def program(group: Group) -> float:
+        into = np.zeros(1)
+        if group.rank == 0:
+            with pytest.raises(UsageError, match="read-only"):
+                group.sendrecv(np.array([111.0]), 1, np.frombuffer(bytes(8)), 1)
+        await group.sendrecv(np.array([222.0]), 1 - group.rank, into, 1 - group.rank)
+        return float(into[0])
+
+    assert cluster.run(2, program) == [222.0, 222.0]
 
 
 def test_a_gathered_array_has_the_shape_of_its_part(cluster):

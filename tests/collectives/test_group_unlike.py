@@ -97,6 +97,19 @@ def test_a_frame_of_an_operation_that_is_over_is_noticed(virtual):
         assert seconds < SOON_S
 
 
+@pytest.mark.parametrize(("given", "expected"), [(3, "24 bytes, we expect 32"), (4, "its kind, dtype")])
+def test_a_message_of_another_kind_is_the_reason_also_where_its_sender_has_left(cluster, given, expected):
+    async def program(group: Group) -> str:
+        if group.rank == 0:
+            await group.send(np.zeros(given, np.float64 if given == 3 else np.int64), 1)
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            await group.recv(np.zeros(4), 0)
+        return str(caught.value)
+
+    assert expected in cluster.run(2, program)[1]
+
+
 def test_unlike_calls_in_a_subgroup_name_ranks_as_the_whole_group_does(virtual):
     async def program(group: Group) -> str:
         await group.barrier()

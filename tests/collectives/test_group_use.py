@@ -169,6 +169,7 @@ def test_phantoms_take_the_time_and_the_bytes_of_data(virtual):
     assert as_phantoms.seconds == as_data.seconds
 
 
+READ_ONLY = np.frombuffer(bytes(24))
 REFUSED = {
     "a root that does not exist": lambda g: g.broadcast(np.ones(3), 2),
     "a negative root": lambda g: g.reduce(np.ones(3), -1),
@@ -200,6 +201,22 @@ REFUSED = {
     "negative counts": lambda g: g.reduce_scatter(np.ones(5), counts=[-1, 6]),
     "a scatter without parts": lambda g: g.scatter(None, np.ones(3), g.rank),
     "parts of unequal length": lambda g: g.scatter([np.ones(3), np.ones(4)], np.ones(3), g.rank),
+    "no counts": lambda g: g.all_gather(np.ones(3), []),
+    "no counts of a gather": lambda g: g.gather(np.ones(3), 0, []),
+    "no lengths of what comes": lambda g: g.all_to_all([np.ones(3)] * 2, []),
+    "counts that are no whole numbers": lambda g: g.all_gather(np.ones(3), [3.0, 3.0]),
+    "a root that is no whole number": lambda g: g.broadcast(np.ones(3), 0.5),
+    "parts of another dtype": lambda g: g.scatter([np.ones(3, np.int64)] * 2, np.ones(3, np.int32), g.rank),
+    "floats for integers": lambda g: g.scatter([np.ones(3)] * 2, np.ones(3, np.int32), g.rank),
+    "phantoms for an array": lambda g: g.scatter([Phantom(24, 8)] * 2, np.ones(3), g.rank),
+    "parts whose own is of another dtype": lambda g: g.all_to_all([np.ones(3, np.int64), np.ones(3)]),
+    "a foreign byte order that is only moved": lambda g: g.broadcast(np.ones(3, ">f4")),
+    "times": lambda g: g.all_gather(np.zeros(3, "M8[s]")),
+    "objects": lambda g: g.send(np.array([None]), 1 - g.rank),
+    "an exchange into what cannot be written": lambda g: g.sendrecv(np.ones(3), 1 - g.rank, READ_ONLY, 1 - g.rank),
+    "an exchange with oneself": lambda g: g.sendrecv(np.ones(3), 1 - g.rank, np.ones(3), g.rank),
+    "an exchange of objects": lambda g: g.sendrecv(np.array([None]), 1 - g.rank, np.ones(3), 1 - g.rank),
+    "no time limit": lambda g: g.within(float("nan")),
     "a subgroup without us": lambda g: g.subgroup([1 - g.rank]),
     "a subgroup with a rank twice": lambda g: g.subgroup([0, 1, 0]),
     "a subgroup of strangers": lambda g: g.subgroup([0, 1, 2]),
@@ -251,6 +268,30 @@ def test_a_phantom_is_cut_between_elements_as_the_array_is_that_it_stands_for(vi
     for world in (3, 5):
         for phantom_bytes, array_bytes in virtual.run(world, program):
             assert phantom_bytes == array_bytes
+
+
+def test_numbers_may_be_numpys_and_ranks_that_write_them_otherwise_still_agree(cluster):
+    async def program(group: Group) -> list[float]:
+        number = np.int64 if group.rank else int
+        gathered = await group.all_gather(np.ones(2), np.full(2, 2) if group.rank else [2, 2], bucket=number(1))
+        await group.broadcast(np.ones(3), number(0))
+        dealt = await group.all_to_all([np.ones(2)] * 2, np.full(2, 2) if group.rank else None)
+        own = await group.reduce_scatter(np.ones(4), counts=np.array([1, 3]))
+        await group.sendrecv(np.ones(1), number(1 - group.rank), np.zeros(1), number(1 - group.rank), tag=number(7))
+        await group.all_reduce(np.ones(3, np.longlong if group.rank else np.int64))
+        return [float(part.sum()) for part in (*gathered, *dealt, own)]
+
+    assert cluster.run(2, program) == [[2.0, 2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0, 6.0]]
+
+
+def test_the_size_of_a_phantom_may_be_numpys(virtual):
+    async def program(group: Group) -> int:
+        await group.all_reduce(Phantom(np.int64(4096), np.int32(4)))
+        return (await group.broadcast(Phantom(np.prod((2, 3))))).nbytes
+
+    assert virtual.run(2, program) == [6, 6]
+    with pytest.raises(UsageError, match="whole number of bytes"):
+        Phantom(1.5)
 
 
 def test_a_phantom_has_whole_elements():

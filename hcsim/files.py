@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from pathlib import Path
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file by one with these bytes: all or nothing, also when the power goes."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there, and no file")  # a device must not be replaced by one
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
     try:
         with beside.open("wb") as file:

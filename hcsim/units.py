@@ -35,6 +35,7 @@ class Dimension(NamedTuple):
     example: str
     units: Mapping[str, Decimal]
     hint: str = ""
+    most: float = math.inf
 
 
 TIME = Dimension(
@@ -42,6 +43,7 @@ TIME = Dimension(
     "0.15 ms",
     {unit: Decimal(scale) for unit, scale in
      (("ns", "1e-9"), ("us", "1e-6"), ("µs", "1e-6"), ("ms", "1e-3"), ("s", "1"), ("min", "60"), ("h", "3600"))},
+    most=1e9,  # thirty years: the sum of several is still a number of nanoseconds that 64 bits hold
 )  # fmt: skip
 SIZE = Dimension(
     "a size",
@@ -95,7 +97,7 @@ class Quantity:
             raise ValueError(f'expected text with a unit such as "{cls.dimension.example}"')
         value = parse_quantity(text, cls.dimension)
         rounded = float(value)
-        if not math.isfinite(rounded):
+        if not math.isfinite(rounded) or abs(rounded) > cls.dimension.most:
             raise ValueError("this number is too large")
         if rounded < 0 and not cls.negative_allowed:
             raise ValueError(f"{cls.dimension.what} cannot be negative here")

@@ -344,6 +344,11 @@ def test_a_missing_file_is_answered_with_the_shipped_scenarios(tmp_path: Path) -
         load_scenario(tmp_path / "gone.toml")
 
 
+def test_a_file_that_is_nested_without_end_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse_scenario(f"name = {'[' * 5000}{']' * 5000}", "deep.toml")
+
+
 def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
     noise = tmp_path / "noise.toml"
     noise.write_bytes(b"\xff\xfe\x00")

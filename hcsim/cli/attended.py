@@ -24,7 +24,7 @@ SILENCE_S = 30.0
 def read_job() -> tuple[str, bool]:
     """The job from standard input, and whether it is attended: whether it ended with a line that says so."""
     lines: list[str] = []
-    for line in sys.stdin:
+    for line in sys.stdin or ():  # it may be closed
         if line.rstrip("\n") == END_OF_JOB:
             sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
             print(END_OF_JOB, flush=True)

@@ -26,6 +26,9 @@ def plainly() -> Iterator[None]:
     except HcsimError as error:
         screen.complain(str(error))
         raise typer.Exit(FAILED) from None
+    except MemoryError as error:
+        screen.complain(f"there is not enough memory for this: {error}" if str(error) else "there is not enough memory")
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         screen.note("interrupted")
         raise typer.Exit(INTERRUPTED) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Recording(msgspec.Struct, frozen=True):
 
     sink: Sink | None
     """Takes the trace's events."""
-    figures: BinaryIO | None
+    figures: _Output | None
 
     def keep(self, metrics: Mapping[str, HostMetrics]) -> None:
         """The hosts' figures at the end, as Prometheus reads them."""
@@ -35,6 +35,34 @@ class Recording(msgspec.Struct, frozen=True):
             from hcsim.telemetry.exposition import prometheus_text
 
             self.figures.write(prometheus_text(metrics).encode())
+
+
+class _Output:
+    """A file that is written; what cannot be is an error that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._named():
+            self._file = path.open("wb")
+
+    def write(self, data: bytes) -> None:
+        """Write some more."""
+        with self._named():
+            self._file.write(data)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._named():
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be written: {error.strerror}") from None
 
 
 class Ran(Protocol):
@@ -57,8 +85,8 @@ class Ran(Protocol):
 def recording(files: Files) -> Iterator[Recording]:
     """Open them: what cannot be written is found out before the run."""
     with ExitStack() as stack:
-        sink = None if files.trace is None else _lines(stack.enter_context(_writable(files.trace)))
-        yield Recording(sink, None if files.metrics is None else stack.enter_context(_writable(files.metrics)))
+        sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
+        yield Recording(sink, None if files.metrics is None else stack.enter_context(_Output(files.metrics)))
 
 
 def tell_fingerprint(run: Ran) -> None:
@@ -67,14 +95,7 @@ def tell_fingerprint(run: Ran) -> None:
     screen.say(f"trace sha256 {run.trace_sha256}")
 
 
-def _writable(path: Path) -> BinaryIO:
-    try:
-        return path.open("wb")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _lines(file: BinaryIO) -> Sink:
+def _lines(file: _Output) -> Sink:
     """Writes each event as a line of JSON."""
     encode = msgspec.json.Encoder().encode_lines
 

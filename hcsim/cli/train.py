@@ -112,6 +112,8 @@ def _check_saving(settings: Training, save: Path) -> None:
         raise ConfigError(f"--save: {settings.task} has shapes and no parameters, so there is nothing to save")
     if save.is_dir():
         raise ConfigError(f"--save {save}: this is a folder; give the name of a file")
+    if save.exists() and not save.is_file():
+        raise ConfigError(f"--save {save}: it is there, and no file that a model could replace")
     if not save.parent.is_dir():
         raise ConfigError(f"--save {save}: there is no folder {save.parent}")
     try:

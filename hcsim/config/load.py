@@ -47,6 +47,8 @@ def parse_scenario(text: str, source: str) -> Scenario:
         raise ConfigError(f"{source}: {explain(error, raw, Scenario)}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{source}: this is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: this is nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return idealised(scenario) if scenario.effects == "ideal" else scenario

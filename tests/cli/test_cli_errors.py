@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -65,3 +69,45 @@ def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "node[0].mashine" in result.stderr
     assert "machine" in result.stderr
+
+
+def hcsim_process(*arguments: str, **channels: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hcsim", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **channels)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no device that is full")
+@pytest.mark.parametrize("option", [None, "--trace", "--metrics"])
+def test_a_full_disk_is_told_plainly(option: str | None) -> None:
+    with Path("/dev/full").open("w") as full:
+        if option is None:
+            ended = hcsim_process("scenarios", stdout=full)
+        else:
+            ended = hcsim_process("run", "two-macs-wifi", option, "/dev/full", stdout=subprocess.DEVNULL)
+    assert ended.returncode in (1, 2)
+    assert "cannot be written: No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_closed_standard_input_is_an_empty_one() -> None:
+    ended = hcsim_process("run", "-", stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(0))
+    assert ended.returncode == 2
+    assert "standard input" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_more_than_fits_the_memory_is_told_plainly() -> None:
+    ended = hcsim_process("run", "two-macs-wifi", "--size", "100 TB", stdout=subprocess.DEVNULL)
+    assert ended.returncode == 1
+    assert "not enough memory" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_model_does_not_replace_what_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    arguments = ["run", "two-macs-wifi", "--task", "convex", "--steps", "1", "--save", str(pipe)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "no file" in result.stderr
+    assert pipe.is_fifo()

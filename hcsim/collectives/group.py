@@ -495,7 +495,7 @@ class Group:
     def _sizes(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
         """Somebody's list of lengths, one for each rank."""
         if len(given) != self.size:
-            raise UsageError(f"{what} has one size for each of the {self.size} ranks, not {len(given)}")
+            raise UsageError(f"{what} has one size per rank: {self.size} of them, not {len(given)}")
         return tuple(whole("a size", size) for size in given)
 
     def _rank(self, rank: int) -> int:

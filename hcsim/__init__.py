@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hcsim.collectives.cost import Links
-    from hcsim.collectives.group import Group, Options
+    from hcsim.collectives.group import Group
+    from hcsim.collectives.options import Options
     from hcsim.config import Scenario, Training, load_scenario
     from hcsim.errors import HcsimError
     from hcsim.launch import Outcome, real_group, simulate, simulate_cluster, simulate_training
@@ -46,7 +47,7 @@ _HOMES = {
     "Group": "collectives.group",
     "HcsimError": "errors",
     "Links": "collectives.cost",
-    "Options": "collectives.group",
+    "Options": "collectives.options",
     "Outcome": "launch",
     "Phantom": "runtime.channel",
     "Report": "training.run",

@@ -21,7 +21,8 @@ from hcsim.cluster.node import Introduction
 from hcsim.cluster.once import Once
 from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import Cluster, Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials

@@ -11,7 +11,8 @@ import numpy as np
 from experiments.clusters import Cluster, cluster
 from experiments.study.cell import AllReduce, AnyCell, Result
 from hcsim.collectives.cost import closed_form
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import Scenario
 from hcsim.launch import simulate
 from hcsim.runtime.channel import Phantom

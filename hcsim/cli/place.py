@@ -9,7 +9,8 @@ import msgspec
 
 from hcsim.cli import screen
 from hcsim.collectives.assemble import assemble
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.launch import real_group
 from hcsim.real.tls import TlsFiles

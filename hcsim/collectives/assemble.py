@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 
 Missing: TypeAlias = Callable[[list[int]], None]
 """Told which ranks we still wait for, whenever that changes."""

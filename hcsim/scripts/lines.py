@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.errors import UsageError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.scripts.conversation import Opened

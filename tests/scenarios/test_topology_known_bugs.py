@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import Attachment, Scenario, load_scenario
 from hcsim.launch import measure_topology
 from hcsim.runtime.channel import Phantom

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from hcsim import real_group
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions

@@ -9,7 +9,8 @@ from typing import Protocol
 import msgspec
 
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config.training import Training
 from hcsim.training.elastic.checkpoint import Checkpoints
 from hcsim.training.elastic.recovery import Recovery

@@ -30,7 +30,8 @@ import numpy as np
 
 from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training

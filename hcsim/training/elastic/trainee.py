@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hcsim.cluster.conductor import Conductor
 from hcsim.cluster.view import View
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CompressionError
 from hcsim.training.elastic.pact import Ballot, Votes

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hcsim.cluster.coordinator import Policy, Roster, Worker
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import Pause, Reset
 from hcsim.errors import CallRefused, CollectiveError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
 from tests.cluster.coordinator.conftest import run_virtual

@@ -14,7 +14,8 @@ _RUN = """
 import asyncio
 import numpy as np
 from hcsim.cluster.coordinator import Coordinator, Policy, Worker
-from hcsim.collectives.group import Group, Options
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
 from hcsim.config import Crash
 from hcsim.errors import CollectiveError, WorkerLost
 from hcsim.transport.rpc import Endpoint, Procedure, Registry, RemoteRef

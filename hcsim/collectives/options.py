@@ -1,0 +1,34 @@
+"""What a group's members decide once, rather than with every call."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hcsim.collectives.cost import Links
+from hcsim.errors import UsageError
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a group works where a call does not say."""
+
+    timeout_s: float = 60.0
+    """How long an operation may take before it fails on every rank."""
+    arity: int = 2
+    """Branches of a tree: higher is flatter, with busier inner ranks."""
+    order: tuple[int, ...] = ()
+    """The ring's order; empty for 0, 1, 2, …"""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Hierarchical: who is close to whom."""
+    local: str = "tree"
+    cross: str = "ring"
+    conducted: bool = False
+    """Somebody else says when this group is over. Otherwise it is when a member calls from a later epoch."""
+    watch_s: float | None = None
+    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before anybody
+    needed them; None: they are noticed when frames show it, or at the time limit."""
+    links: Links | None = None
+    """Measured links, the same on all ranks: `auto` then chooses by price."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s >= 0:  # nor is it NaN
+            raise UsageError(f"a time limit is a number of seconds, not {self.timeout_s}")

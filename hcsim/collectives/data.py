@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import index
-from typing import SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,7 +36,13 @@ def array_of(data: Data) -> Array:
 
 def kind_of(memory: Memory) -> str:
     """What the elements are."""
-    return memory.dtype.name if isinstance(memory, ArrayMemory) else "phantom"
+    return _name_of(memory.dtype) if isinstance(memory, ArrayMemory) else "phantom"
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """The same for dtypes that are equal, as int64 and long long are; numpy takes microseconds to make it up."""
+    return dtype.name
 
 
 def whole(what: str, number: SupportsIndex) -> int:

@@ -18,6 +18,6 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        complain(f"the output cannot be written: {error.strerror}")
+        complain(f"{error.filename or 'the output'}: cannot be written: {error.strerror}")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python would try once more when it ends)
         sys.exit(FAILED)

@@ -38,31 +38,39 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 class _Output:
-    """A file that is written; what cannot be is an error that names it."""
+    """A file that is written; what cannot be is an error that names it, from then on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._named():
+        self._failed: ConfigError | None = None
+        try:
             self._file = path.open("wb")
+        except OSError as error:
+            raise self._failure(error) from None
 
     def write(self, data: bytes) -> None:
         """Write some more."""
-        with self._named():
-            self._file.write(data)
+        if self._failed is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._failed = self._failure(error)
+        if self._failed is not None:
+            raise self._failed
 
     def __enter__(self) -> _Output:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with self._named():
-            self._file.close()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            yield
+            self._file.close()
         except OSError as error:
-            raise ConfigError(f"{self._path}: cannot be written: {error.strerror}") from None
+            self._failed = self._failed or self._failure(error)
+        if self._failed is not None and kind is None:  # else something else has ended the run
+            raise self._failed
+
+    def _failure(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self._path}: cannot be written: {error.strerror}")
 
 
 class Ran(Protocol):

@@ -63,10 +63,15 @@ class _Shared:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.successor: Group | None = None
-        """Its next life, which ends with whoever owned this one."""
         self.shapes: dict[tuple[int, int], Shape] = {}
         """Of operations on a length and a root, kept: a training loop asks for the same few again and again."""
+
+
+class _Lives:
+    """What the lives of a group have in common."""
+
+    newest: Group | None = None
+    """The one that was opened last; it ends with whoever owned the first."""
 
 
 class Group:
@@ -77,6 +82,7 @@ class Group:
         self._members = members
         self._number = number
         self._shared = _Shared(options)
+        self._lives = _Lives()
         self._timeout_s = options.timeout_s
         self.rank = members.index(fate.mesh.us.rank)
         self.size = len(members)
@@ -129,8 +135,10 @@ class Group:
         await self.close()
         mesh = self._fate.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
-        self._shared.successor = successor = await Group.open(mesh.host, us, self.options)
-        return successor
+        again = await Group.open(mesh.host, us, self.options)
+        again._lives = self._lives
+        self._lives.newest = again
+        return again
 
     async def measure(self) -> Links:
         """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
@@ -174,9 +182,12 @@ class Group:
         A subgroup has nothing to leave: its links are the whole group's."""
         if self._is_part:
             return
-        await self._fate.leave()
-        if self._shared.successor is not None:
-            await self._shared.successor.close()
+        newest = self._lives.newest
+        try:
+            await self._fate.leave()
+        finally:
+            if newest is not None and newest._fate is not self._fate:
+                await newest.close()
 
     async def __aenter__(self) -> Group:
         return self
@@ -338,7 +349,7 @@ class Group:
         cuts = split(length, self.size) if counts is None else offsets(self._sizes("counts", counts))
         shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if cuts[-1] != length:
-            raise UsageError(f"counts {list(counts or ())} do not divide {length} elements among {self.size} ranks")
+            raise UsageError(f"counts {list(shape.counts)} do not divide {length} elements among {self.size} ranks")
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         target = None if into is None else room_for(own.hi - own.lo, data, into)
         changed = Span(0, length)
@@ -415,7 +426,15 @@ class Group:
         # Both were checked before either starts: a call that is refused has done nothing.
         sending = self._dispatch.message(out, given, lambda: data, self._timeout_s)
         receiving = self._dispatch.message(back, place, lambda: into, self._timeout_s)
-        return self.host.spawn(_both(sending, receiving), name="sendrecv", over=_seen)
+
+        def over(task: Pending[DataT]) -> None:
+            if task.cancelled():  # perhaps before it waited for either
+                sending.cancel()
+                receiving.cancel()
+            else:
+                task.exception()  # as of any operation: who does not await it learns of the group's failure otherwise
+
+        return self.host.spawn(_both(sending, receiving), name="sendrecv", over=over)
 
     # What the operations have in common.
 
@@ -489,8 +508,3 @@ class Group:
 async def _both(sending: Pending[Any], receiving: Pending[T]) -> T:
     await sending
     return await receiving
-
-
-def _seen(task: Pending[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # as with any operation: who does not await it knows of the group's failure otherwise

@@ -22,7 +22,9 @@ class Phantom:
         try:
             self.nbytes, self.itemsize = index(nbytes), index(itemsize)  # numpy's become plain
         except TypeError:
-            raise UsageError(f"a payload has a whole number of bytes, not {nbytes!r}") from None
+            raise UsageError(
+                f"a payload has a whole number of bytes, not {nbytes!r} in elements of {itemsize!r}"
+            ) from None
         if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
             raise UsageError(f"a payload cannot have {nbytes} bytes, in elements of {itemsize}")
 

@@ -13,6 +13,8 @@ from hcsim.transport.wire import Wire
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
+MOST_EPOCHS = 1 << 32
+"""As many as a frame's header has room for."""
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -41,8 +43,7 @@ class Hello(msgspec.Struct, frozen=True):
     """Which group a member means, and which of its ranks it is."""
 
     name: str
-    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    """As large as a frame's header has room for."""
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
     world: int
     segment_bytes: int
     stripes: int

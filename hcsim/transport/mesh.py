@@ -31,6 +31,7 @@ from hcsim.transport.callers import Callers
 from hcsim.transport.hello import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
+    MOST_EPOCHS,
     Hello,
     Membership,
     decode_hello,
@@ -60,6 +61,8 @@ class Mesh:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
         if us.identities and len(us.identities) != us.world:
             raise UsageError(f"a group of {us.world} has as many identities, not {len(us.identities)}")
+        if not 0 <= us.epoch < MOST_EPOCHS:
+            raise UsageError(f"an epoch is a number below {MOST_EPOCHS}, not {us.epoch}")
         self.host = host
         self.us = us
         self.links: dict[int, Link] = {}
@@ -316,10 +319,9 @@ class Mesh:
         if us.identities and not channel.identity:
             return Kind.ABORT, "you have not proved who you are"
         if theirs.name == us.name and theirs.epoch > us.epoch:
-            if self.on_newer is not None:
-                # Only the epoch may be another one: a stranger does not end our group.
-                if reason := objection(us, msgspec.structs.replace(theirs, epoch=us.epoch), channel):
-                    return Kind.ABORT, reason
+            # Nobody whose group differs in more than that ends ours: it may be a stranger.
+            ours = msgspec.structs.replace(theirs, epoch=us.epoch)
+            if self.on_newer is not None and not objection(us, ours, channel):
                 # They gave our epoch up and went on; so must we.
                 self.newest_epoch = max(self.newest_epoch, theirs.epoch)
                 self.on_newer(theirs.rank, theirs.epoch)

@@ -97,7 +97,7 @@ def test_a_closed_standard_input_is_an_empty_one() -> None:
 
 
 def test_more_than_fits_the_memory_is_told_plainly() -> None:
-    ended = hcsim_process("run", "two-macs-wifi", "--size", "100 TB", stdout=subprocess.DEVNULL)
+    ended = hcsim_process("run", "two-macs-wifi", "--size", "1000000 TB", stdout=subprocess.DEVNULL)
     assert ended.returncode == 1
     assert "not enough memory" in ended.stderr
     assert "Traceback" not in ended.stderr

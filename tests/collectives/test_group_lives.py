@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,18 @@ def test_a_reopened_group_is_closed_with_the_first_one(cluster):
 
     for again in cluster.run(2, program):
         assert str(again.error) == "the group is closed"
+
+
+def test_a_group_that_was_reopened_often_keeps_none_of_its_old_lives(virtual):
+    async def program(group: Group) -> int:
+        lives, again = [], group
+        for _ in range(20):
+            again = await again.reopen()
+            lives.append(weakref.ref(again))
+        gc.collect()
+        return sum(life() is not None for life in lives)
+
+    assert virtual.run(1, program) == [1]
 
 
 def test_a_subgroup_leaves_the_whole_group_open_and_has_no_life_of_its_own(cluster):

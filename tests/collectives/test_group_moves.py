@@ -227,6 +227,23 @@ def test_sendrecv_starts_when_it_is_called(cluster):
     assert cluster.run(2, program) == [(1, 2), (1, 2)]
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_a_sendrecv_that_is_cancelled_leaves_nothing_behind(virtual, turns):
+    async def program(group: Group) -> bool:
+        into = np.zeros(5000)
+        exchange = group.sendrecv(np.ones(5000), 1 - group.rank, into, 1 - group.rank)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        exchange.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await exchange
+        before = into.copy()
+        await group.host.clock.sleep(1.0)
+        return group.error is not None and bool((into == before).all())
+
+    assert virtual.run(2, program) == [True, True]
+
+
 def test_a_sendrecv_that_is_refused_has_sent_nothing(cluster):
     async def program(group: Group) -> float:
         into = np.zeros(1)

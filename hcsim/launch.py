@@ -250,7 +250,7 @@ async def train_in_cluster(
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
     async with real_member(node, tell) as (host, credentials):
-        me = introduction(host, node, plan.cluster, credentials)
+        me = real_introduction(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
             host,
@@ -292,7 +292,7 @@ async def real_member(
         yield host, credentials(key, secret)
 
 
-def introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
+def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
     """This machine, as it introduces itself to the others."""
     return _introduced(host.name, node.hosts or reachable_at(host.interfaces()), cluster, proved)
 

@@ -45,7 +45,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-def whole(what: str, number: SupportsIndex) -> int:
+def whole_number(what: str, number: SupportsIndex) -> int:
     """A number that may be numpy's, as the plain one that ranks compare and traces hold."""
     try:
         return index(number)
@@ -123,11 +123,9 @@ def copy_into(target: Data, source: Data) -> None:
     """Copy all elements; the lengths and the kind must be the same."""
     if length_of(target) != length_of(source):
         raise UsageError(f"a part has {length_of(source)} elements where {length_of(target)} are expected")
-    if isinstance(target, Phantom) or isinstance(source, Phantom):
-        if type(target) is not type(source):
-            raise UsageError(f"a part is {_named(source)} where {_named(target)} is expected")
+    if isinstance(target, Phantom) and isinstance(source, Phantom):
         return
-    if target.dtype != source.dtype:
+    if isinstance(target, Phantom) or isinstance(source, Phantom) or target.dtype != source.dtype:
         raise UsageError(f"a part is {_named(source)} where {_named(target)} is expected")
     if not _is_same(target, source):
         np.copyto(target.reshape(-1), source.reshape(-1))

@@ -30,7 +30,7 @@ from hcsim.collectives.data import (
     part_of,
     reducing,
     room_for,
-    whole,
+    whole_number,
     writable,
 )
 from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
@@ -401,12 +401,12 @@ class Group:
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
-        message = Message("send", whole("a tag", tag), Send(self._peer(to), 0, length_of(data)))
+        message = Message("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
         return self._dispatch.message(message, moving([data]), lambda: data, self._timeout_s)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
-        message = Message("recv", whole("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
+        message = Message("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
         return self._dispatch.message(message, moving([writable(data)]), lambda: data, self._timeout_s)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
@@ -416,11 +416,11 @@ class Group:
         if self.size == 1:
             raise UsageError("there is nobody to receive from in a group of one")
         memory = moving([writable(data)])
-        return self._dispatch.from_anybody(length_of(data), whole("a tag", tag), memory, self._timeout_s)
+        return self._dispatch.from_anybody(length_of(data), whole_number("a tag", tag), memory, self._timeout_s)
 
     def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Send and receive at the same time."""
-        number = whole("a tag", tag)
+        number = whole_number("a tag", tag)
         out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), moving([data])
         back, place = Message("recv", number, Recv(self._peer(source), 0, length_of(into))), moving([writable(into)])
         # Both were checked before either starts: a call that is refused has done nothing.
@@ -451,7 +451,7 @@ class Group:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, memory.element_bytes, self._shared.options.links, segment_bytes)
-        request = Request(operation, algorithm, shape, op, whole("a bucket", bucket))
+        request = Request(operation, algorithm, shape, op, whole_number("a bucket", bucket))
         return self._dispatch.collective(request, memory, result, self._timeout_s)
 
     def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
@@ -490,10 +490,10 @@ class Group:
         """Somebody's list of lengths, one for each rank."""
         if len(given) != self.size:
             raise UsageError(f"{what} has one size per rank: {self.size} of them, not {len(given)}")
-        return tuple(whole("a size", size) for size in given)
+        return tuple(whole_number("a size", size) for size in given)
 
     def _rank(self, rank: int) -> int:
-        rank = whole("a rank", rank)
+        rank = whole_number("a rank", rank)
         if not 0 <= rank < self.size:
             raise UsageError(f"there is no rank {rank} in a group of {self.size}")
         return rank

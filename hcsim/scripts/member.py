@@ -24,7 +24,7 @@ from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
 from hcsim.config import Cluster
 from hcsim.errors import ConfigError, DeadlineExceeded, HcsimError
-from hcsim.launch import RealNode, introduction, real_member
+from hcsim.launch import RealNode, real_introduction, real_member
 from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import Host
@@ -79,7 +79,7 @@ async def run_in_cluster(
 ) -> Ended:
     """Find the other machines, run our rank of the script, and leave when it ends, or ends early with `leaving`."""
     async with real_member(here, tell) as (host, credentials):
-        me = introduction(host, here, cluster, credentials)
+        me = real_introduction(host, here, cluster, credentials)
         inside = admitted(host, credentials, tell)
         node = Node(inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"})
         async with running(node):

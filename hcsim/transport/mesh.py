@@ -320,8 +320,8 @@ class Mesh:
             return Kind.ABORT, "you have not proved who you are"
         if theirs.name == us.name and theirs.epoch > us.epoch:
             # Nobody whose group differs in more than that ends ours: it may be a stranger.
-            ours = msgspec.structs.replace(theirs, epoch=us.epoch)
-            if self.on_newer is not None and not objection(us, ours, channel):
+            in_our_epoch = msgspec.structs.replace(theirs, epoch=us.epoch)
+            if self.on_newer is not None and not objection(us, in_our_epoch, channel):
                 # They gave our epoch up and went on; so must we.
                 self.newest_epoch = max(self.newest_epoch, theirs.epoch)
                 self.on_newer(theirs.rank, theirs.epoch)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import msgspec
 
@@ -77,12 +77,29 @@ Round: TypeAlias = tuple[Action, ...]
 Rounds: TypeAlias = tuple[Round, ...]
 
 
+class Survey(NamedTuple):
+    """What whoever executes a plan has to know of it beforehand."""
+
+    numbers: tuple[int, ...]
+    """By which it names its peers, in the order in which it does."""
+    sent: int
+    """Elements that it sends."""
+    longest: int
+    """The longest message."""
+    beside: int
+    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
+    patient: frozenset[tuple[int, int]] = frozenset()
+    """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """What one rank does."""
 
     rounds: Rounds
     peers: tuple[int, ...] | None = None
     """Which rank is meant by each number; None where the numbers are ranks."""
+    survey: Survey | None = None
+    """Where the planner knows it; else whoever executes the plan goes through all of it once to find out."""
 
     def rank(self, number: int) -> int:
         """Who is meant by a number."""
@@ -90,7 +107,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     def among(self, members: Sequence[int]) -> Plan:
         """The same for some members of a larger group, of whom number i has played rank i so far."""
-        return Plan(self.rounds, tuple(members if self.peers is None else [members[peer] for peer in self.peers]))
+        peers = members if self.peers is None else [members[peer] for peer in self.peers]
+        return Plan(self.rounds, tuple(peers), self.survey)
 
     def by_rank(self) -> Rounds:
         """The rounds with every peer named by its rank."""

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Rounds, Send, offsets, split
+from hcsim.collectives.plan import Plan, Recv, Reduce, Rounds, Send, Survey, offsets, split
 from hcsim.collectives.shape import Shape, finished
 
 _BEFORE, _AFTER = 0, 1
@@ -34,9 +34,9 @@ class _Seat(NamedTuple):
     before: int
     after: int
 
-    def plan(self, rounds: Rounds) -> Plan:
+    def plan(self, rounds: Rounds, survey: Survey | None = None) -> Plan:
         """Of rounds that name the neighbours."""
-        return Plan(rounds, (self.before, self.after))
+        return Plan(rounds, (self.before, self.after), survey)
 
 
 def _seat(rank: int, shape: Shape) -> _Seat:
@@ -85,7 +85,15 @@ def _twice_around(chunks: _Chunks, take: type[Reduce | Recv]) -> Rounds:
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, finish the own chunk, all-gather."""
     seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    return seat.plan(finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks))
+    rounds = finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
+    return seat.plan(rounds, _survey(seat, chunks) if shape.world > 1 else None)
+
+
+def _survey(seat: _Seat, chunks: _Chunks) -> Survey:
+    """Every chunk is sent but our own, then all but that of the next; what comes disturbs nothing still in use."""
+    kept = sum(hi - lo for lo, hi in (chunks[seat.position], chunks[(seat.position + 1) % len(chunks)]))
+    length = chunks[-1][1]
+    return Survey((_AFTER, _BEFORE), 2 * length - kept, chunks[0][1], length)
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:

@@ -22,11 +22,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Send
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Rounds, Send, Survey
 from hcsim.collectives.relays import Onwards, onwards
 
 
@@ -83,16 +82,6 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
         return onwards(self.plan)
 
 
-class _Survey(NamedTuple):
-    names: dict[int, int]
-    sent: int
-    longest: int
-    """The longest message."""
-    beside: int
-    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
-    patient: frozenset[tuple[int, int]]
-
-
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
     """Cut a range into segments."""
     for start in range(lo, hi, segment):
@@ -101,7 +90,8 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    names, sent, longest, beside, patient = _survey(plan)
+    numbers, sent, longest, beside, patient = plan.survey or survey(plan.rounds)
+    names = {number: plan.rank(number) for number in numbers}
     if longest <= segment:
         return Schedule(names, beside, plan, patient, sent=sent)
     cuts = _cuts(plan, segment)
@@ -134,16 +124,16 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     return Schedule(names, beside, lanes=made, cells=len(cuts), sent=sent, combined=combined)
 
 
-def _survey(plan: Plan) -> _Survey:
+def survey(rounds: Rounds) -> Survey:
     """One pass, in one piece: a ring over hundreds of ranks has a thousand rounds on each of them.
 
     A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
     received does not disturb the sends of the round before, which are over by then."""
-    names: dict[int, int] = {}
+    numbers: dict[int, None] = {}
     patient: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
     before: Round = ()
-    for step, actions in enumerate(plan.rounds):
+    for step, actions in enumerate(rounds):
         sends = reduces = 0
         for number, action in enumerate(actions):
             kind, lo, hi = type(action), action.lo, action.hi
@@ -154,8 +144,7 @@ def _survey(plan: Plan) -> _Survey:
                 end = hi
             if type(action) is Finish:
                 continue
-            if action.peer not in names:
-                names[action.peer] = plan.rank(action.peer)
+            numbers[action.peer] = None
             if kind is Send:
                 sends += 1
                 sent += length
@@ -186,7 +175,7 @@ def _survey(plan: Plan) -> _Survey:
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
         before = actions
-    return _Survey(names, sent, longest, max(end, most_exchanged * largest), frozenset(patient))
+    return Survey(tuple(numbers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:

@@ -12,7 +12,7 @@ from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, 
 from hcsim.collectives.hierarchical import CROSS, LOCAL
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, offsets
 from hcsim.collectives.relays import onwards
-from hcsim.collectives.schedule import schedule
+from hcsim.collectives.schedule import schedule, survey
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
@@ -240,6 +240,14 @@ def test_the_ranks_of_a_ring_have_their_rounds_in_common(operation: str) -> None
     assert sum(len(one.rounds) for one in made) >= 64 * 63
     apart = {id(actions): None for one in made for actions in one.rounds if not isinstance(actions[-1], Finish)}
     assert len(apart) <= 2 * 64
+
+
+@given(world=st.integers(2, 40), beyond=st.integers(0, 100), data=st.data())
+def test_a_planner_says_of_its_plan_what_one_would_find_out(world: int, beyond: int, data: st.DataObject) -> None:
+    shape = Shape(world=world, length=world + beyond, order=tuple(data.draw(st.permutations(range(world)))))
+    for rank in range(world):
+        made = plan("all_reduce", "ring", rank, shape)
+        assert made.survey == survey(made.rounds)
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)

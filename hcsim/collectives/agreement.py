@@ -8,6 +8,7 @@ else, for which nobody here will ever post a place.
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 from typing import TypeAlias
 
 from hcsim.collectives.algorithms import PLANNERS
@@ -23,6 +24,7 @@ Key: TypeAlias = tuple[int, int, int]
 """(group, bucket, operation)"""
 
 
+@lru_cache(maxsize=64)
 def signature_of(operation: str, agreed: object) -> int:
     """A digest of what all ranks must agree on; its upper bits say which operation it is."""
     digest = zlib.crc32(repr((operation, agreed)).encode())

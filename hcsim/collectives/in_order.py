@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import TypeAlias
 
 from hcsim.collectives.memory import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
@@ -19,24 +20,27 @@ from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Wiring
 from hcsim.runtime.channel import Fold, Payload
 
+_Posted: TypeAlias = list[tuple[asyncio.Future[Payload], int] | None]
+"""What comes, for each action of a round, and the elements of space that its room takes: as many as the largest before
+it, which may be used again for less."""
+
 
 class InOrder:
     """One operation's rounds, and what of them is posted."""
 
     __slots__ = (
-        "_largest", "_names", "_onwards", "_patient", "_posted", "_roomless", "_rounds", "_sends", "_space", "_wiring",
+        "_ahead", "_largest", "_links", "_onwards", "_patient", "_roomless", "_rounds", "_sends", "_space", "_wiring",
     )  # fmt: skip
 
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
         self._rounds = schedule.plan.rounds
-        self._names = schedule.names
+        self._links = {number: wiring.links[rank] for number, rank in schedule.names.items()}
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
-        self._posted: dict[tuple[int, int], tuple[asyncio.Future[Payload], int]] = {}
-        """What comes, by round and number in it, and the elements of space that its room takes: as many as the largest
-        before it, which may be used again for less."""
-        self._roomless: deque[tuple[int, int, Reduce]] = deque()
+        self._ahead: _Posted = []
+        """Of the round that was posted last."""
+        self._roomless: deque[tuple[_Posted, int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
         self._onwards = schedule.onwards if wiring.may_relay(schedule.sent) else {}
@@ -44,19 +48,21 @@ class InOrder:
 
     async def run(self, state: Progress) -> None:
         """Run all rounds."""
-        wiring, names, posted, roomless, sends = self._wiring, self._names, self._posted, self._roomless, self._sends
+        wiring, links, roomless, sends = self._wiring, self._links, self._roomless, self._sends
         rank = wiring.ticket.rank
-        self._post(0)
-        for step, actions in enumerate(self._rounds):
+        step = 0
+        self._post(step)
+        for actions in self._rounds:
             state.step = step
+            posted = self._ahead
             sending = True
             for number, action in enumerate(actions):
                 if type(action) is Send:
                     if sends.through >= step:
                         continue  # it was passed on as it came
-                    peer = names[action.peer]
-                    state.doing, state.peer = "sending to", peer
-                    await wiring.send(peer, action, step)
+                    link = links[action.peer]
+                    state.doing, state.peer = "sending to", link.peer_rank
+                    await wiring.send(link, action, step)
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
@@ -64,21 +70,21 @@ class InOrder:
                 if type(action) is Finish:
                     await wiring.finish(action.lo, action.hi)
                     continue
-                peer = names[action.peer]
-                state.doing, state.peer = "receiving from", peer
-                which = (step, number)
-                if which in posted:
-                    arrived, taken = posted.pop(which)
+                link = links[action.peer]
+                state.doing, state.peer = "receiving from", link.peer_rank
+                if (ahead := posted[number]) is not None:
+                    arrived, taken = ahead
                 else:
-                    arrived = wiring.post(peer, action, step, wiring.memory.place(action.lo, action.hi))
+                    arrived = wiring.post(link, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if type(action) is Reduce:
-                    await wiring.combine(which, action, payload, received_left=peer < rank)
+                    await wiring.combine((step, number), action, payload, received_left=link.peer_rank < rank)
                     self._space += taken
                     while roomless and self._post_reduce(*roomless[0]):
                         roomless.popleft()
+            step += 1
             if sending:
-                self._post(step + 1)
+                self._post(step)
 
     def _post(self, step: int) -> None:
         """Say where a round's messages go, once the round before it has sent all it sends.
@@ -91,20 +97,22 @@ class InOrder:
             sends.through = step - 1
         if step == len(self._rounds):
             return
-        wiring, patient, roomless = self._wiring, self._patient, self._roomless
-        for number, action in enumerate(self._rounds[step]):
+        wiring, patient, roomless, actions = self._wiring, self._patient, self._roomless, self._rounds[step]
+        posted: _Posted = [None] * len(actions)
+        self._ahead = posted
+        for number, action in enumerate(actions):
             if type(action) is Send:
                 continue
             if type(action) is Reduce:
-                if roomless or not self._post_reduce(step, number, action):
-                    roomless.append((step, number, action))
+                if roomless or not self._post_reduce(posted, step, number, action):
+                    roomless.append((posted, step, number, action))
             elif type(action) is Recv and not (patient and (step, number) in patient):
                 place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)
-                self._posted[step, number] = wiring.post(self._names[action.peer], action, step, place), 0
+                posted[number] = wiring.post(self._links[action.peer], action, step, place), 0
 
-    def _post_reduce(self, step: int, number: int, action: Reduce) -> bool:
+    def _post_reduce(self, posted: _Posted, step: int, number: int, action: Reduce) -> bool:
         """Whether there was room for the one that comes next. One whose turn it is finds all the space free."""
         largest = self._largest = max(self._largest, action.hi - action.lo)
         if largest > self._space:
@@ -114,7 +122,7 @@ class InOrder:
         room = wiring.scratch(which, action, now=which not in self._patient)
         if step in self._onwards and isinstance(room, Fold):
             room = self._onward(step, number, action, room)
-        self._posted[which] = wiring.post(self._names[action.peer], action, step, room), largest
+        posted[number] = wiring.post(self._links[action.peer], action, step, room), largest
         return True
 
     def _onward(
@@ -123,5 +131,4 @@ class InOrder:
         """Where a message goes, and perhaps from there."""
         if into is None or number < len(self._rounds[step]) - 1:
             return into
-        peer, onward = self._names[action.peer], self._onwards[step]
-        return self._wiring.onward(peer, action, step, into, onward, self._sends)
+        return self._wiring.onward(self._links[action.peer], action, step, into, self._onwards[step], self._sends)

@@ -47,12 +47,13 @@ class Lanes:
         return self._receive(state, lane)
 
     async def _send(self, state: Progress, lane: Lane) -> None:
+        link = self._wiring.links[lane.peer]
         for number, segment in enumerate(lane.segments):
             if not self._is_ready(segment, sends=False):
                 state.doing = ""
                 await self._ready(segment, sends=False)
             _enter(state, "sending to", lane, number)
-            await self._wiring.send(lane.peer, segment, segment.step, segment.offset, segment.total)
+            await self._wiring.send(link, segment, segment.step, segment.offset, segment.total)
             self._count(self._sends, segment)
 
     async def _receive(self, state: Progress, lane: Lane) -> None:
@@ -102,7 +103,7 @@ class Lanes:
             into = wiring.scratch((lane.peer, number), segment, now=self._is_ready(segment, sends=True))
         else:
             into = wiring.memory.place(segment.lo, segment.hi)
-        return wiring.post(lane.peer, segment, segment.step, into, segment.offset, segment.total)
+        return wiring.post(wiring.links[lane.peer], segment, segment.step, into, segment.offset, segment.total)
 
     # Which segments may go ahead.
 

@@ -94,15 +94,15 @@ class Wiring:
         self._rooms: dict[tuple[int, int], tuple[memoryview, Fold | None]] = {}
 
     def send(
-        self, peer: int, part: Range, step: int, offset: int = 0, total: int | None = None
+        self, link: Link, part: Range, step: int, offset: int = 0, total: int | None = None
     ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
         header = self._header(part, step, offset, total)
-        return self.links[peer].send(header, self.memory.payload(part.lo, part.hi))
+        return link.send(header, self.memory.payload(part.lo, part.hi))
 
     def post(
         self,
-        peer: int,
+        link: Link,
         part: Range,
         step: int,
         into: memoryview | Fold | None,
@@ -112,9 +112,7 @@ class Wiring:
         """Say where a range goes that the peer will send."""
         size, ticket = self._size, self.ticket
         tag = (ticket.group, ticket.operation, ticket.bucket, step, offset * size)
-        return self.links[peer].post(
-            tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size
-        )
+        return link.post(tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size)
 
     def may_relay(self, sent: int) -> bool:
         """Whether something that comes may be passed on without a stop, where so many elements are sent in all."""
@@ -123,13 +121,13 @@ class Wiring:
         return any(link.outlet is not None for link in self.links.values())
 
     def onward(
-        self, peer: int, part: Range, step: int, into: memoryview | Fold, to: Onward, sends: Sends
+        self, link: Link, part: Range, step: int, into: memoryview | Fold, to: Onward, sends: Sends
     ) -> memoryview | Fold:
         """The place of a range that comes in one round and goes on in the next: as a relay where that is possible."""
-        link, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
-        if len(fold.into) < WORTH_RELAYING_BYTES or link.outlet is None or self.links[peer].outlet is None:
+        out, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
+        if len(fold.into) < WORTH_RELAYING_BYTES or out.outlet is None or link.outlet is None:
             return into
-        return RoundRelay(fold, link, self._header(part, step + 1, 0, None), sends, stays=to.stays)
+        return RoundRelay(fold, out, self._header(part, step + 1, 0, None), sends, stays=to.stays)
 
     def _header(self, part: Range, step: int, offset: int, total: int | None) -> Header:
         size, ticket = self._size, self.ticket

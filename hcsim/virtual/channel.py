@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
@@ -31,12 +30,25 @@ Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None
 """Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
 
 
+class _Pump:
+    """Somebody who takes frames as they arrive, and the context in which that happens."""
+
+    __slots__ = ("context", "landed", "place", "wanted")
+
+    def __init__(self, place: Place, landed: Landed) -> None:
+        self.place = place
+        self.landed = landed
+        self.context = copy_context()
+        self.wanted: asyncio.Future[None] | None = None
+        """What the frame at the head of the inbox waits for."""
+
+
 class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_deliver", "_end", "_ends", "_far", "_hand_over", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes",
-        "_out", "_peer", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
+        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes",
+        "_out", "_peer", "_pump", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
     )  # fmt: skip
     carrier = "the simulated network"
     outlet = None
@@ -55,8 +67,8 @@ class VirtualChannel:
         self._inbox: deque[tuple[Header, Payload]] = deque()
         self._reader: asyncio.Future[BaseException | None] | None = None
         """Whoever receives; its result is the error that ends it, if there is one."""
-        self._hand_over: Callable[[], None] | None = None
-        """Takes what is in the inbox, for whoever pumps."""
+        self._pump: _Pump | None = None
+        """Its reader takes frames as they arrive."""
         self._writers: deque[asyncio.Future[None]] = deque()
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
@@ -133,31 +145,15 @@ class VirtualChannel:
 
     async def pump(self, place: Place, landed: Landed) -> None:
         """See `runtime.channel.Channel.pump`."""
-        inbox = self._inbox
-        wanted: asyncio.Future[None] | None = None
-
-        def take_all() -> None:
-            nonlocal wanted
-            wanted = None
-            while inbox:
-                header, payload = inbox[0]  # where it stays until it has a place
-                if header.length > self._max_frame_bytes:
-                    raise self._too_long(header)
-                where = place(header)
-                if isinstance(where, asyncio.Future):
-                    wanted = where
-                    return
-                if inbox:  # else `place` has ended the channel
-                    inbox.popleft()
-                    landed(header, self._taken(header, payload, where))
-
-        hand_over: Callable[[], None] = partial(copy_context().run, take_all)
+        inbox, pump = self._inbox, _Pump(place, landed)
         while True:
-            hand_over()
-            if wanted is None:
-                await self._until_arrived(hand_over)
-            if wanted is not None:
-                await asyncio.shield(wanted)
+            while inbox and pump.wanted is None:
+                pump.context.run(self._hand_over, pump, *inbox.popleft())
+            if pump.wanted is None:
+                await self._until_arrived(pump)
+            if pump.wanted is not None:
+                await asyncio.shield(pump.wanted)
+                pump.wanted = None
 
     def limit(self, max_frame_bytes: int) -> None:
         """See `runtime.channel.Channel.limit`."""
@@ -233,7 +229,7 @@ class VirtualChannel:
         self.broken(why)
         self._far.broken(why)
 
-    async def _until_arrived(self, hand_over: Callable[[], None] | None = None) -> None:
+    async def _until_arrived(self, pump: _Pump | None = None) -> None:
         """Wait until there is a frame in the inbox. One that is handed over is none to wake up for."""
         while not self._inbox:
             if self._end is not None:
@@ -241,31 +237,50 @@ class VirtualChannel:
             if self._reader is not None:
                 raise UsageError(f"two tasks receive from {self!r} at once")
             self._reader = asyncio.Future(loop=self._loop)
-            self._hand_over = hand_over
+            self._pump = pump
             try:
                 failure = await self._reader
             finally:
-                self._reader = self._hand_over = None
+                self._reader = self._pump = None
             if failure is not None:
                 raise failure
 
     def _arrived(self, header: Header, payload: Payload) -> None:
         if self._end is not None:
             return
-        self._inbox.append((header, payload))
-        hand_over, reader = self._hand_over, self._reader
-        if hand_over is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
+        pump, reader = self._pump, self._reader
+        if pump is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
+            self._inbox.append((header, payload))
             self._wake()
             return
         failure = None
         self._reader = None  # what happens meanwhile does not wake it
         try:
-            hand_over()
+            pump.context.run(self._hand_over, pump, header, payload)
         except BaseException as error:
             failure = error
         self._reader = reader
         if not reader.done() and (failure is not None or self._inbox or self._end is not None):
             reader.set_result(failure)
+
+    def _hand_over(self, pump: _Pump, header: Header, payload: Payload) -> None:
+        """Give a frame to whoever pumps; it is kept while it has no place."""
+        if header.length > self._max_frame_bytes:
+            raise self._too_long(header)
+        end = self._end
+        try:
+            where = pump.place(header)
+        except BaseException:
+            if self._end is end:
+                self._inbox.appendleft((header, payload))
+            raise
+        if self._end is not end:  # by `place`
+            return
+        if isinstance(where, asyncio.Future):
+            pump.wanted = where
+            self._inbox.appendleft((header, payload))
+        else:
+            pump.landed(header, self._taken(header, payload, where))
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

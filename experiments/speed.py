@@ -9,6 +9,9 @@ framing, back-pressure, fair sharing, a trace with its hash. hcsim and SimPy tak
 the cases; each figure is a median over the turns, so that noise hits all alike. `ratio` is hcsim's
 rate over SimPy's: above one, hcsim is faster.
 
+A rank sends as many messages in each turn of an all-reduce case, among however many ranks: few do more all-reduces.
+So what a rank's start costs weighs the same in all of them.
+
 How much more a message costs among many ranks than among few is measured apart: the many stop now and then, and the
 few take a turn. On a machine whose speed changes from one second to the next both then had the same seconds.
 """
@@ -59,9 +62,7 @@ TENSOR_BYTES = 8 << 20
 LINK_BPS = 1e9
 PORT = 52416
 CASE_S = 60.0
-FEW, MANY = 8, 512
-FEW_COUNT = 200
-"""All-reduces among few in one turn: enough that their start hardly counts."""
+FEW, SOME, MANY = 8, 64, 512
 TURNS_BESIDE = 10
 
 
@@ -238,8 +239,14 @@ def ring_scenario(rates_bps: Sequence[float]) -> Scenario:
     return Scenario("ring", nodes, media=(switch,))
 
 
-def all_reduce_case(ranks: int, count: int) -> Case:
-    """`count` ring all-reduces of a phantom; each takes 2(n − 1) rounds of n messages."""
+def all_reduces(ranks: int, many: int = MANY) -> int:
+    """How many all-reduces take about as many rounds as one among many does."""
+    return ring_rounds(many)[0] // ring_rounds(ranks)[0]
+
+
+def all_reduce_case(ranks: int) -> Case:
+    """Ring all-reduces of a phantom; each takes 2(n − 1) rounds of n messages."""
+    count = all_reduces(ranks)
     rounds, delay_s = ring_rounds(ranks)
     return Case(
         "all-reduces",
@@ -277,9 +284,7 @@ def cases() -> list[Case]:
             lambda: our_ring(flows // RING, UNLIKE_BPS, Phantom(FLOW_BYTES), ideal=False),
             RING,
         ),
-        all_reduce_case(FEW, FEW_COUNT),
-        all_reduce_case(64, 3),
-        all_reduce_case(MANY, 1),
+        *(all_reduce_case(ranks) for ranks in (FEW, SOME, MANY)),
     ]
 
 
@@ -341,8 +346,9 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
-def growth(few: int, many: int, few_count: int) -> dict[str, float]:
+def growth(few: int, many: int) -> dict[str, float]:
     """How many times as much a message costs among many ranks as among few, of hcsim and of SimPy."""
+    few_count = all_reduces(few, many)
     (few_rounds, few_delay_s), (many_rounds, many_delay_s) = ring_rounds(few), ring_rounds(many)
     ours = Beside(lambda: our_all_reduces(few_count, few))
     bare = Beside(lambda: bare_free_ring(few_count * few_rounds, few, few_delay_s))
@@ -375,7 +381,7 @@ def main(
         with_growth = "all-reduces" in wanted
         task = progress.add_task("measuring", total=turns * len(chosen) + with_growth)
         rows = measure(chosen, turns, lambda: progress.advance(task))
-        grown = growth(FEW, MANY, FEW_COUNT) if with_growth else {}
+        grown = growth(FEW, MANY) if with_growth else {}
     Console().print(table(rows))
     if grown:
         among = f"among {MANY} ranks as among {FEW}, in the same seconds"

@@ -54,7 +54,14 @@ def test_growth_compares_what_messages_cost_without_the_turns_of_the_few(monkeyp
     monkeypatch.setattr(speed, "perf_counter", lambda: now_s)
     monkeypatch.setattr(speed, "our_all_reduces", ours)
     monkeypatch.setattr(speed, "bare_free_ring", bare)
-    assert speed.growth(8, 512, 200) == pytest.approx({"hcsim": 1.5, "simpy": 4.0})
+    assert speed.growth(8, 512) == pytest.approx({"hcsim": 1.5, "simpy": 4.0})
+
+
+def test_a_rank_sends_as_many_messages_among_few_as_among_many():
+    cases = [case for case in speed.cases() if case.name == "all-reduces"]
+    each = [case.messages / case.ranks for case in cases]
+    assert [case.ranks for case in cases] == [8, 64, 512]
+    assert max(each) < 1.02 * min(each)
 
 
 def test_the_few_take_all_their_turns_while_the_many_run():

@@ -87,8 +87,19 @@ class Path:
 
     @property
     def rate_bytes_ps(self) -> float:
-        """What it could carry alone."""
-        return min((hop.rate_bytes_ps for hop in self.hops), default=inf)
+        """What it could carry alone. Hops that share a resource take turns there: two of one air have half of it each.
+
+        It follows from what the hops can carry, not from what a resource has now: a shut gate is no slow link."""
+        slowest = inf
+        so_far: dict[str, float] = {}
+        for hop in self.hops:
+            rate = hop.rate_bytes_ps
+            for resource, _ in hop.uses:
+                if resource.name in so_far:
+                    rate = 1.0 / (1.0 / so_far[resource.name] + 1.0 / rate)
+                so_far[resource.name] = rate
+            slowest = min(slowest, rate)
+        return slowest
 
     @property
     def weight(self) -> float:

@@ -134,6 +134,27 @@ def test_from_station_to_station_every_byte_crosses_the_air_twice():
     assert between_s == pytest.approx(100 * (1 / 97.5 + 1 / 9.75) + 0.001)
 
 
+BOTH_WAYS = ", ".join(f"{{ name = '{name}', machine = 'ideal', links = ['air', 'switch'] }}" for name in "ab")
+
+
+def test_the_fastest_way_counts_that_two_stations_share_one_air():
+    # A station has 0.8 Gb/s to itself, two that talk to each other 0.4 Gb/s: less than the cable.
+    air = wifi(extra="gate = false, efficiency = 0.6667").replace("10 Gb/s", "500 Mb/s")
+    topology = World(home(air, BOTH_WAYS)).topology
+    assert topology.path("a", "b").medium == "switch"
+    assert topology.path("a", "b").rate_bytes_ps == 62.5e6
+    over_air = topology.route("a", "b", ("air", "air"))
+    assert over_air is not None
+    assert over_air.rate_bytes_ps == pytest.approx(1.2e9 * 0.6667 / 2 / 8)
+
+
+def test_what_a_way_can_carry_does_not_depend_on_whether_its_air_is_shut():
+    world = World(home(wifi(), STATIONS))
+    open_rate = world.topology.path("near", "far").rate_bytes_ps
+    world.net.shut(world.topology.resources["air.air"])
+    assert world.topology.path("near", "far").rate_bytes_ps == open_rate == pytest.approx(1e6 / (1 / 97.5 + 1 / 9.75))
+
+
 def test_the_gate_only_delays():
     extra = "gate_every = '1 s', gate_min = '100 ms', gate_max = '250 ms'"
     flows = [("near", "wired", SIZE), ("near", "wired", SIZE), ("wired", "near", SIZE)]
@@ -241,6 +262,13 @@ def test_loss_caps_the_rate(model):
     scenario = long_line(f"{without('loss_model')}, loss_model = '{model}'", f"loss = {LOSS / 2:f}")
     (took_s,) = arrivals_s(scenario, [("a", "b", SIZE)])
     assert 0 <= took_s - (100e6 / CAPS[model] + 0.05) <= 0.2 + 1e-3
+
+
+def test_between_stations_loss_caps_the_rate_of_the_air_that_they_share():
+    tcp = f"{without('loss_model')}, loss_model = 'bbr'"
+    lossy = wifi().replace("loss = 0", "loss = 0.4")
+    (took_s,) = arrivals_s(home(lossy, f"{node('a', 'air')}, {node('b', 'air')}", tcp), [("a", "b", SIZE)])
+    assert 0 <= took_s - (100 / (97.5 / 2 * 0.6) + 0.001) <= 0.2 + 1e-3  # a hit in the tail costs a time-out
 
 
 def test_headers_leave_941_of_1000_megabits():

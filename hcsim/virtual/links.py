@@ -45,7 +45,8 @@ class Hop:
     loss: float = 0.0
     mtu: int = 1500
     rate_bytes_ps: float = inf
-    weight: float = 1.0
+    weight: float | None = None
+    """Where stations share air: this one's part of it. A wire has no say in how the air is shared."""
     queue: tuple[Resource, float] | None = None
     """A resource whose full buffer delays everything behind it, and the buffer's size in bytes."""
 
@@ -104,7 +105,7 @@ class Path:
     @property
     def weight(self) -> float:
         """Its share where it competes."""
-        return min((hop.weight for hop in self.hops), default=1.0)
+        return min((hop.weight for hop in self.hops if hop.weight is not None), default=1.0)
 
     @property
     def uses(self) -> tuple[tuple[Resource, float], ...]:

@@ -129,6 +129,14 @@ def test_with_airtime_fairness_each_station_has_half_its_own_rate():
     assert far_s == pytest.approx(2.0513 + (100 - 2.0513 * 4.875) / 9.75 + 0.0005, rel=1e-4)
 
 
+def test_airtime_fairness_holds_for_a_station_that_is_faster_than_the_nominal_rate():
+    nodes = f"{node('fast', 'air', '2.4 Gb/s')}, {node('slow', 'air')}, {node('wired', 'switch')}"
+    fast_s, slow_s = arrivals_s(home(wifi("airtime"), nodes), [("fast", "wired", SIZE), ("slow", "wired", SIZE)])
+    assert fast_s == pytest.approx(100 / 97.5 + 0.0005)  # half of 195 MB/s
+    # By then 50 MB of the slow one's are through, at half of 97.5 MB/s.
+    assert slow_s == pytest.approx(100 / 97.5 + 50 / 97.5 + 0.0005)
+
+
 def test_from_station_to_station_every_byte_crosses_the_air_twice():
     (between_s,) = arrivals_s(home(wifi(), STATIONS), [("near", "far", SIZE)])
     assert between_s == pytest.approx(100 * (1 / 97.5 + 1 / 9.75) + 0.001)

@@ -144,7 +144,8 @@ class Topology:
         self.capacities: dict[str, float] = {}
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
-        self._cables = nx.Graph()
+        self._cables: dict[str, nx.Graph] = {}
+        """Of each Thunderbolt medium, the cables that its bridge uses. A host does not forward from one to another."""
         self._routes: dict[tuple[str, str, tuple[str, str] | None], Path | None] = {}
         media = {medium.name: medium for medium in self.scenario.media}
         for node in self.scenario.nodes:
@@ -157,7 +158,7 @@ class Topology:
         self._uplinks = {wan.home: self._wan(wan) for wan in self.scenario.wan}
         for medium in self.scenario.media:
             if isinstance(medium, Thunderbolt):
-                self._thunderbolt(medium)
+                self._cables[medium.name] = self._thunderbolt(medium)
 
     def path(self, source: str, target: str) -> Path:
         """The best route; `ConfigError` where there is none."""
@@ -180,8 +181,9 @@ class Topology:
             _interface(name, port.medium.name, _medium(port.medium), port.out.rate_bytes_ps * 8)
             for port in self._ports[name]
         ]
-        if name in self._cables:
-            rate = max(float(data["rate_bps"]) for _, _, data in self._cables.edges(name, data=True))
+        trees = [tree for tree in self._cables.values() if name in tree]
+        if trees:
+            rate = max(float(data["rate_bps"]) for tree in trees for _, _, data in tree.edges(name, data=True))
             found.append(_interface(name, BRIDGE, Medium.THUNDERBOLT, rate))
         return fastest_first(found)
 
@@ -225,7 +227,7 @@ class Topology:
 
         return hop("up", wan.up_bps), hop("down", wan.down_bps)
 
-    def _thunderbolt(self, medium: Thunderbolt) -> None:
+    def _thunderbolt(self, medium: Thunderbolt) -> nx.Graph:
         graph = nx.Graph()
         for cable in medium.cables:
             a, b = cable.between
@@ -234,14 +236,14 @@ class Topology:
                 rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
                 wire = self.resource(f"{medium.name}.{source}→{target}", rate)
                 hops[source] = Hop(((wire, 1.0),), cable.latency_s, mtu=medium.mtu, rate_bytes_ps=rate)
-            graph.add_edge(a, b, medium=medium.name, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
+            graph.add_edge(a, b, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
         tree = nx.minimum_spanning_tree(graph, weight="weight")
         for node in sorted(tree.nodes):
             if medium.forwarding_bps and tree.degree(node) > 1:
                 rate = goodput_bytes_ps(medium.forwarding_bps, medium.mtu, self.scenario.tcp)
                 forwards = Hop(((self.resource(f"{medium.name}.{node}.forwards", rate), 1.0),), 0.0, rate_bytes_ps=rate)
                 tree.nodes[node]["forwards"] = forwards
-        self._cables = nx.compose(self._cables, tree)
+        return tree
 
     def _find(self, source: str, target: str, over: tuple[str, str] | None) -> Path | None:
         if source == target:
@@ -270,17 +272,17 @@ class Topology:
         return paths
 
     def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
-        graph = self._cables
-        if source not in graph or target not in graph or not nx.has_path(graph, source, target):
-            return []
-        nodes = nx.shortest_path(graph, source, target)
-        hops: list[Hop] = []
-        for here, there in pairwise(nodes):
-            if here != source and "forwards" in graph.nodes[here]:
-                hops.append(graph.nodes[here]["forwards"])
-            hops.append(graph.edges[here, there]["hops"][here])
-        first, last = graph.edges[nodes[0], nodes[1]], graph.edges[nodes[-2], nodes[-1]]
-        return [Path(tuple(hops), first["medium"], last["medium"], BRIDGE)]
+        paths = []
+        for medium, tree in self._cables.items():
+            if source not in tree or target not in tree or not nx.has_path(tree, source, target):
+                continue
+            hops: list[Hop] = []
+            for here, there in pairwise(nx.shortest_path(tree, source, target)):
+                if here != source and "forwards" in tree.nodes[here]:
+                    hops.append(tree.nodes[here]["forwards"])
+                hops.append(tree.edges[here, there]["hops"][here])
+            paths.append(Path(tuple(hops), medium, medium, BRIDGE))
+        return paths
 
 
 def half(loss: float) -> float:

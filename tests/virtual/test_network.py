@@ -193,6 +193,30 @@ def test_a_host_forwards_between_cables_and_pays_for_it():
     assert arrivals_s(home(chain, nodes), [("a", "c", SIZE)]) == pytest.approx([0.2])
 
 
+def test_a_host_with_two_thunderbolt_networks_does_not_join_them():
+    def desk(name: str, ends: str) -> str:
+        cable = f"{{ between = {list(ends)}, forward = '8 Gb/s', latency = '0 ms' }}"
+        return f"{{ kind = 'thunderbolt', name = '{name}', cable = [{cable}] }}"
+
+    nodes = f"{TWO}, {node('c', 'switch')}"
+    topology = World(home(f"{desk('left', 'ab')}, {desk('right', 'bc')}, {ethernet('1 Gb/s')}", nodes)).topology
+    assert [topology.path(*ends).medium for ends in ("ab", "bc", "ac")] == ["left", "right", "switch"]
+    assert [interface.name for interface in topology.interfaces("b")] == ["bridge0", "switch"]
+
+
+def test_of_two_thunderbolt_networks_between_two_hosts_the_faster_one_is_taken():
+    desks = ", ".join(
+        f"{{ kind = 'thunderbolt', name = '{name}', cable = [{{ between = ['a', 'b'], forward = '{rate}' }}] }}"
+        for name, rate in (("old", "8 Gb/s"), ("new", "16 Gb/s"))
+    )
+    topology = World(home(desks, f"{node('a')}, {node('b')}")).topology
+    assert topology.path("a", "b").medium == topology.path("b", "a").medium == "new"
+    assert [interface.rate_bps for interface in topology.interfaces("a")] == [16e9]
+    slower = topology.route("a", "b", ("old", "old"))
+    assert slower is not None
+    assert slower.rate_bytes_ps == 1e9
+
+
 # TCP.
 
 

@@ -322,6 +322,15 @@ def test_cables_join_only_the_nodes_they_lead_to() -> None:
     assert 'no route between "m-1" and "m-3"' in complaint(separate)
 
 
+@pytest.mark.parametrize("again", ['["m-1", "m-2"]', '["m-2", "m-1"]'])
+def test_two_nodes_are_joined_by_one_cable_of_a_medium(again: str) -> None:
+    ring = DESK.replace('["m-2", "m-3"]', '["m-1", "m-3"]')
+    cable = f'[[medium.cable]]\nbetween = {again}\nforward = "1 Gb/s"\n'
+    says = 'medium[0].cable[2].between: medium[0].cable[0].between joins "m-1" and "m-2" already'
+    assert says in complaint(changed("[[node]]", f"{cable}[[node]]", ring))
+    parse(changed("[[node]]", f'[[medium]]\nkind = "thunderbolt"\nname = "tb-2"\n{cable}[[node]]', ring))
+
+
 def test_a_host_does_not_route_between_thunderbolt_and_ethernet() -> None:
     lan = '[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\n'
     both = '[[node]]\nname = "gate"\nmachine = "M1"\nlinks = ["s"]\n'

@@ -33,6 +33,7 @@ def complete(scenario: Scenario) -> Scenario:
         for j, cable in enumerate(medium.cables if isinstance(medium, Thunderbolt) else ()):
             check_pair(f"medium[{i}].cable[{j}].between", cable.between, names)
     plugged = [(path, _plugged_in(path, node, scenario.media)) for path, node in copies]
+    _refuse_parallel_cables(scenario.media)
     homes = list(dict.fromkeys(m.home for m in scenario.media if not isinstance(m, Thunderbolt)))
     _refuse_twice((f"wan[{i}].home", line.home) for i, line in enumerate(scenario.wan))
     for i, line in enumerate(scenario.wan):
@@ -50,6 +51,20 @@ def _refuse_twice(named: Iterable[tuple[str, str]]) -> None:
         if name in taken:
             raise ConfigError(f'{path} = "{name}": {taken[name]} is the same; each can be there once')
         taken[name] = path
+
+
+def _refuse_parallel_cables(media: Sequence[AnyMedium]) -> None:
+    """A bridge would use one of two cables between the same hosts, and nothing says which."""
+    for i, medium in enumerate(media):
+        laid: dict[tuple[str, ...], str] = {}
+        for j, cable in enumerate(medium.cables if isinstance(medium, Thunderbolt) else ()):
+            path, ends = f"medium[{i}].cable[{j}].between", tuple(sorted(cable.between))
+            if ends in laid:
+                raise ConfigError(
+                    f'{path}: {laid[ends]} joins "{ends[0]}" and "{ends[1]}" already; '
+                    "between two nodes there can be one cable of a medium"
+                )
+            laid[ends] = path
 
 
 def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:

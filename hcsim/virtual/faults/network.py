@@ -111,8 +111,10 @@ def change_interface(fault: InterfaceChange, world: World) -> None:
 
 
 def _move_back(world: World, fault: InterfaceChange) -> None:
-    _drop(world, fault.node, fault.to)
+    """Go back; what the host was on before the move, or is on by another one, it does not leave."""
     _restore(world, fault)
+    if all(interface.name != fault.to for interface in world.topology.interfaces(fault.node)):
+        _drop(world, fault.node, fault.to)
 
 
 def _drop(world: World, node: str, medium: str) -> None:

@@ -277,6 +277,25 @@ def test_a_host_that_moves_to_another_medium_loses_its_connections_and_its_peers
     world.run(main())
 
 
+def test_a_host_that_moves_back_keeps_its_connections_over_a_medium_that_it_does_not_leave():
+    world = home_with(
+        CablePulled(at_s=0.0, node="laptop", medium="switch", duration_s=0.5),
+        InterfaceChange(at_s=1.0, node="laptop", medium="switch", to="air", duration_s=5.0),
+    )
+
+    async def main() -> None:
+        await until(0.1)
+        before, one = await connected(world, "laptop", "pro")
+        await until(2.0)
+        during, other = await connected(world, "laptop", "pro")
+        assert before.streams[0].interfaces == during.streams[0].interfaces == ("air", "switch")
+        await until(7.0)
+        assert await echo_s(world, before, one) == about(3e-3)
+        assert await echo_s(world, during, other) == about(3e-3)
+
+    world.run(main())
+
+
 # The router.
 
 

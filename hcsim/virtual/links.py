@@ -200,7 +200,7 @@ class Topology:
 
         def hop(way: str) -> Hop:
             # The wire's latency belongs to the medium; each end carries half of it.
-            uses = ((self.resource(f"{node.name}.{medium.name}.{way}", rate), 1.0),) if rate < inf else ()
+            uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
             return Hop(uses, latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate)
 
         return _Port(medium, hop("out"), hop("in"))
@@ -234,15 +234,15 @@ class Topology:
             hops = {}
             for source, target, rate_bps in ((a, b, cable.forward_bps), (b, a, cable.backward_bps)):
                 rate = goodput_bytes_ps(rate_bps, medium.mtu, self.scenario.tcp)
-                wire = self.resource(f"{medium.name}.{source}→{target}", rate)
+                wire = self.resource(_name(medium.name, f"{source}→{target}"), rate)
                 hops[source] = Hop(((wire, 1.0),), cable.latency_s, mtu=medium.mtu, rate_bytes_ps=rate)
             graph.add_edge(a, b, hops=hops, rate_bps=max(cable.forward_bps, cable.backward_bps))
         tree = nx.minimum_spanning_tree(graph, weight="weight")
         for node in sorted(tree.nodes):
             if medium.forwarding_bps and tree.degree(node) > 1:
                 rate = goodput_bytes_ps(medium.forwarding_bps, medium.mtu, self.scenario.tcp)
-                forwards = Hop(((self.resource(f"{medium.name}.{node}.forwards", rate), 1.0),), 0.0, rate_bytes_ps=rate)
-                tree.nodes[node]["forwards"] = forwards
+                passed_on = self.resource(_name(medium.name, node, "forwards"), rate)
+                tree.nodes[node]["forwards"] = Hop(((passed_on, 1.0),), 0.0, rate_bytes_ps=rate)
         return tree
 
     def _find(self, source: str, target: str, over: tuple[str, str] | None) -> Path | None:
@@ -295,6 +295,11 @@ def goodput_bytes_ps(rate_bps: float, mtu: int, tcp: Tcp) -> float:
     if not tcp.headers:
         return rate_bps / 8
     return rate_bps / 8 * (mtu - tcp.header_bytes) / (mtu + tcp.framing_bytes)
+
+
+def _name(*parts: str) -> str:
+    """What a resource is called. A part with a dot of its own is quoted, so that no two resources have one name."""
+    return ".".join(f'"{part}"' if "." in part else part for part in parts)
 
 
 def _interface(host: str, name: str, medium: Medium, rate_bps: float) -> Interface:

@@ -172,6 +172,26 @@ def test_the_gate_only_delays():
     assert all(0.1 <= added <= 0.25 * 20 for added in added_s)
 
 
+def test_names_with_dots_do_not_make_two_cards_one():
+    media = ", ".join(
+        f"{{ kind = 'ethernet', name = '{name}', rate = '1 Gb/s', latency = '0 s' }}" for name in ("c", "b.c")
+    )
+    nodes = f"{node('a', 'b.c')}, {node('a.b', 'c')}, {node('x', 'c')}, {node('y', 'c')}"
+    assert arrivals_s(home(media, nodes), [("a", "x", SIZE), ("a.b", "y", SIZE)]) == pytest.approx([0.8, 0.8])
+
+
+def test_names_with_dots_do_not_make_two_cables_one():
+    media = ", ".join(
+        f"{{ kind = 'thunderbolt', name = '{name}', forwarding = '4 Gb/s', cable = ["
+        f"{{ between = ['{ends[0]}', '{ends[1]}'], forward = '8 Gb/s', latency = '0 s' }},"
+        f"{{ between = ['{ends[1]}', '{ends[2]}'], forward = '8 Gb/s', latency = '0 s' }}] }}"
+        for name, ends in (("t", ("o.a", "o.b", "o.c")), ("t.o", ("a", "b", "c")))
+    )
+    nodes = ", ".join(node(name, "switch") for name in ("o.a", "o.b", "o.c", "a", "b", "c"))
+    flows = [("o.a", "o.c", SIZE), ("a", "c", SIZE)]
+    assert arrivals_s(home(f"{media}, {ethernet('1 Gb/s')}", nodes), flows) == pytest.approx([0.2, 0.2])
+
+
 def test_a_cable_can_be_faster_one_way():
     cables = (
         "{ kind = 'thunderbolt', name = 'desk', cable = "

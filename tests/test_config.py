@@ -332,6 +332,23 @@ def test_two_nodes_are_joined_by_one_cable_of_a_medium(again: str) -> None:
     parse(changed("[[node]]", f'[[medium]]\nkind = "thunderbolt"\nname = "tb-2"\n{cable}[[node]]', ring))
 
 
+def test_what_a_thunderbolt_cable_cannot_have_is_refused() -> None:
+    change = '[[fault]]\nat = "1 s"\nkind = "link_change"\nmedium = "tb"\n'
+    assert 'fault[0].loss: "tb" is Thunderbolt, whose cables lose nothing' in complaint(DESK + change + "loss = 0.1")
+    assert "fault[0].loss" in complaint(DESK + change + 'node = "m-1"\nrate = "1 Gb/s"\nloss = 0.1')
+    assert parse(DESK + change + 'node = "m-1"\nrate = "1 Gb/s"').faults
+    assert parse(DESK + 'links = ["tb"]').nodes[0].links == (Attachment("tb"),)
+    for figure in ('rate = "1 Gb/s"', 'latency = "1 ms"', "loss = 0.1"):
+        text = complaint(DESK + f'links = [{{ medium = "tb", {figure} }}]')
+        assert 'node[0].links[0]: "tb" is Thunderbolt: rate and latency are those of its cables' in text
+
+
+def test_an_ideal_scenario_forgets_the_losses_of_single_links() -> None:
+    lossy = changed('rate = "433 Mb/s"', "loss = 0.1")
+    assert parse(lossy).nodes[1].links == (Attachment("air", loss=0.1),)
+    assert idealised(parse(lossy)).nodes[1].links == (Attachment("air"),)
+
+
 def test_a_host_does_not_route_between_thunderbolt_and_ethernet() -> None:
     lan = '[[medium]]\nkind = "ethernet"\nname = "s"\nrate = "1 Gb/s"\n'
     both = '[[node]]\nname = "gate"\nmachine = "M1"\nlinks = ["s"]\n'

@@ -77,6 +77,11 @@ def _settled(path: str, node: Node, media: dict[str, AnyMedium]) -> Node:
         medium = media[link.medium]
         if not isinstance(medium, Thunderbolt):
             homes.append(medium.home)
+        elif link != Attachment(link.medium):
+            raise ConfigError(
+                f'{path}.links[{i}]: "{link.medium}" is Thunderbolt: rate and latency are those of its cables, '
+                "which are set with forward, backward and latency of each [[medium.cable]]"
+            )
         if homes and homes[-1] != homes[0]:
             raise ConfigError(f'{path}.links[{i}]: "{link.medium}" is in {homes[-1]}, but "{node.name}" in {homes[0]}')
     _refuse_twice((f"{path}.links[{i}]", link.medium) for i, link in enumerate(node.links))

@@ -60,8 +60,14 @@ def _check_interfaces(path: str, fault: AnyFault, nodes: Mapping[str, Node], med
         mine = [name for name in _links(nodes[fault.node]) if name in bridged]
         check_known(f"{path}.medium", fault.medium, mine, f"Ethernet or Wi-Fi link of {fault.node}")
         check_known(f"{path}.to", fault.to, bridged, f"Ethernet or Wi-Fi medium in {home}")
-    elif isinstance(fault, LinkChange) and fault.node is not None:
-        check_known(f"{path}.medium", fault.medium, _links(nodes[fault.node]), f"link of {fault.node}")
+    elif isinstance(fault, LinkChange):
+        if fault.node is not None:
+            check_known(f"{path}.medium", fault.medium, _links(nodes[fault.node]), f"link of {fault.node}")
+        if fault.loss is not None and isinstance(media[fault.medium], Thunderbolt):
+            raise ConfigError(
+                f'{path}.loss: "{fault.medium}" is Thunderbolt, whose cables lose nothing; '
+                "it can have another rate or latency, and Ethernet and Wi-Fi a loss"
+            )
 
 
 def _links(node: Node) -> list[str]:

@@ -22,6 +22,7 @@ class Attachment(Table, frozen=True):
     medium: str
     rate_bps: BitRate | None = None
     latency_s: Seconds | None = None
+    loss: Share | None = None
 
 
 class Node(Table, frozen=True):
@@ -125,5 +126,8 @@ def idealised(scenario: Scenario) -> Scenario:
         restart_after_idle=False, loss_model="none", headers=False,
     )  # fmt: skip
     wan = tuple(replace(line, **quiet, buffer_bytes=None) for line in scenario.wan)
-    nodes = tuple(replace(node, machine="ideal") for node in scenario.nodes)
+    nodes = tuple(
+        replace(node, machine="ideal", links=tuple(replace(link, loss=None) for link in node.links))
+        for node in scenario.nodes
+    )
     return replace(scenario, effects="ideal", media=media, wan=wan, tcp=tcp, nodes=nodes)

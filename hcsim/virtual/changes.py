@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -32,11 +33,7 @@ def changed(scenario: Scenario, change: Change) -> Scenario:
     if isinstance(change, RouterReboot):
         down = [m.name for m in scenario.media if not isinstance(m, Thunderbolt) and m.home == change.home]
         return replace(scenario, nodes=tuple(_without(node, down) for node in scenario.nodes))
-    if change.node is None:
-        media = tuple(_other_figures(m, change) if m.name == change.medium else m for m in scenario.media)
-        return replace(scenario, media=media)
-    nodes = tuple(_other_attachment(n, change) if n.name == change.node else n for n in scenario.nodes)
-    return replace(scenario, nodes=nodes)
+    return _with_other_figures(scenario, change)
 
 
 def _unplugged(scenario: Scenario, change: CablePulled) -> Scenario:
@@ -44,8 +41,7 @@ def _unplugged(scenario: Scenario, change: CablePulled) -> Scenario:
     if isinstance(medium, Thunderbolt):
         ends = [change.node] if change.to is None else [change.node, change.to]
         cables = tuple(cable for cable in medium.cables if not all(end in cable.between for end in ends))
-        left = replace(medium, cables=cables)
-        return replace(scenario, media=tuple(left if m is medium else m for m in scenario.media))
+        return _with_medium(scenario, medium, replace(medium, cables=cables))
     nodes = tuple(_without(n, [change.medium]) if n.name == change.node else n for n in scenario.nodes)
     return replace(scenario, nodes=nodes)
 
@@ -60,18 +56,36 @@ def _moved(node: Node, change: InterfaceChange) -> Node:
     return replace(node, links=left if there else (*left, Attachment(change.to)))
 
 
-def _other_figures(medium: AnyMedium, change: LinkChange) -> AnyMedium:
-    figures = _given(latency_s=change.latency_s)
+def _with_other_figures(scenario: Scenario, change: LinkChange) -> Scenario:
+    """Of one host's link, or of a medium: then all links to it have them, also those that had figures of their own."""
+    medium = next(medium for medium in scenario.media if medium.name == change.medium)
     if isinstance(medium, Thunderbolt):
-        figures |= _given(forward_bps=change.rate_bps, backward_bps=change.rate_bps)
-        return replace(medium, cables=tuple(replace(cable, **figures) for cable in medium.cables))
-    rate = "phy_rate_bps" if isinstance(medium, Wifi) else "rate_bps"
-    return replace(medium, **figures, **_given(**{rate: change.rate_bps, "loss": change.loss}))
+        return _with_medium(scenario, medium, _other_cables(medium, change))
+    figures = _given(rate_bps=change.rate_bps, latency_s=change.latency_s, loss=change.loss)
+    if change.node is not None:
+        nodes = (_other_link(n, change.medium, figures) if n.name == change.node else n for n in scenario.nodes)
+        return replace(scenario, nodes=tuple(nodes))
+    as_the_medium = dict.fromkeys(figures)
+    nodes = (_other_link(node, change.medium, as_the_medium) for node in scenario.nodes)
+    if isinstance(medium, Wifi) and change.rate_bps is not None:
+        figures["phy_rate_bps"] = figures.pop("rate_bps")
+    return _with_medium(replace(scenario, nodes=tuple(nodes)), medium, replace(medium, **figures))
 
 
-def _other_attachment(node: Node, change: LinkChange) -> Node:
-    figures = _given(rate_bps=change.rate_bps, latency_s=change.latency_s)
-    links = tuple(replace(link, **figures) if link.medium == change.medium else link for link in node.links)
+def _with_medium(scenario: Scenario, old: AnyMedium, new: AnyMedium) -> Scenario:
+    return replace(scenario, media=tuple(new if medium is old else medium for medium in scenario.media))
+
+
+def _other_cables(medium: Thunderbolt, change: LinkChange) -> Thunderbolt:
+    figures = _given(forward_bps=change.rate_bps, backward_bps=change.rate_bps, latency_s=change.latency_s)
+    cables = tuple(
+        replace(cable, **figures) if change.node in (None, *cable.between) else cable for cable in medium.cables
+    )
+    return replace(medium, cables=cables)
+
+
+def _other_link(node: Node, medium: str, figures: Mapping[str, float | None]) -> Node:
+    links = tuple(replace(link, **figures) if link.medium == medium else link for link in node.links)
     return replace(node, links=links)
 
 

@@ -196,22 +196,22 @@ class Topology:
 
     def _ethernet(self, node: Node, medium: Ethernet, link: Attachment) -> _Port:
         rate = goodput_bytes_ps(link.rate_bps or medium.rate_bps, medium.mtu, self.scenario.tcp)
-        latency = link.latency_s if link.latency_s is not None else medium.latency_s
+        latency, loss = _latency_and_loss(medium, link)
 
         def hop(way: str) -> Hop:
             # The wire's latency belongs to the medium; each end carries half of it.
             uses = ((self.resource(_name(node.name, medium.name, way), rate), 1.0),) if rate < inf else ()
-            return Hop(uses, latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate)
+            return Hop(uses, latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate)
 
         return _Port(medium, hop("out"), hop("in"))
 
     def _wifi(self, node: Node, medium: Wifi, link: Attachment) -> _Port:
         rate = (link.rate_bps or medium.phy_rate_bps) * medium.efficiency / 8
-        latency = link.latency_s if link.latency_s is not None else medium.latency_s
+        latency, loss = _latency_and_loss(medium, link)
         air = self.resource(f"{medium.name}.air", 1.0)
         nominal = medium.phy_rate_bps * medium.efficiency / 8
         weight = rate / nominal if medium.fairness == "airtime" else 1.0
-        hop = Hop(((air, 1.0 / rate),), latency / 2, medium.jitter_s / 2, half(medium.loss), medium.mtu, rate, weight)
+        hop = Hop(((air, 1.0 / rate),), latency / 2, medium.jitter_s / 2, half(loss), medium.mtu, rate, weight)
         return _Port(medium, hop, hop)
 
     def _wan(self, wan: Wan) -> tuple[Hop, Hop]:
@@ -283,6 +283,14 @@ class Topology:
                 hops.append(tree.edges[here, there]["hops"][here])
             paths.append(Path(tuple(hops), medium, medium, BRIDGE))
         return paths
+
+
+def _latency_and_loss(medium: Ethernet | Wifi, link: Attachment) -> tuple[float, float]:
+    """The link's own, or else its medium's."""
+    return (
+        medium.latency_s if link.latency_s is None else link.latency_s,
+        medium.loss if link.loss is None else link.loss,
+    )
 
 
 def half(loss: float) -> float:

@@ -20,7 +20,10 @@ class Partition(Fault, frozen=True, tag="partition"):
 
 
 class LinkChange(Fault, frozen=True, tag="link_change"):
-    """A medium, or one node's attachment to it, gets other properties."""
+    """A medium, or one node's attachment to it, gets other properties.
+
+    Those of a medium hold for every node on it. A node's attachment to Thunderbolt are its cables, both ways; they
+    lose nothing."""
 
     medium: str
     node: str | None = None

@@ -17,6 +17,8 @@ from hcsim.config import (
     LinkChange,
     RouterReboot,
     WifiGate,
+    parse_scenario,
+    write_faults,
 )
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
@@ -246,6 +248,84 @@ def test_a_connection_keeps_its_interfaces_when_another_way_becomes_faster():
         assert await echo_s(world, near, far) == about(0.2e-3 + HEADER_BYTES * 8 / 1e6)
         new, _ = await connected(world, "studio", "mini")
         assert new.streams[0].interfaces == ("switch", "switch")
+
+    world.run(main())
+
+
+# Other figures for links.
+
+
+def lossy_home(*faults: AnyFault, links: str = '"switch"') -> World:
+    """Two hosts on a lossless gigabit switch, whose TCP takes notice of losses and of nothing else."""
+    nodes = ", ".join(f'{{ name = "{name}", machine = "ideal", links = [{links}] }}' for name in "ab")
+    return World(
+        parse_scenario(
+            f"""
+            name = "lossy"
+            tcp = {{ slow_start = false, ack_share = 0, headers = false, window = "1 TB" }}
+            medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s", latency = "1 ms" }}]
+            node = [{nodes}]
+            {write_faults(faults)}
+            """,
+            "lossy",
+        )
+    )
+
+
+async def rate_bps(world: World, at_s: float) -> float:
+    """What a new connection has for itself at that time."""
+    await until(at_s)
+    near, _ = await connected(world)
+    await near.send(Header(SECOND), Phantom(SECOND))
+    await asyncio.sleep(1e-3)
+    flow = near.streams[0].flow
+    near.reset("it has told its rate")
+    assert flow is not None
+    return flow.rate * 8
+
+
+def test_a_loss_on_one_hosts_link_is_half_of_one_on_the_whole_way():
+    # Each end of a wire has its half of the loss: of 0.75, the square root of 0.25 gets through.
+    mine = LinkChange(at_s=1.0, medium="switch", node="a", loss=0.75, duration_s=2.0)
+    everybodys = LinkChange(at_s=4.0, medium="switch", loss=0.75, duration_s=2.0)
+    world = lossy_home(mine, everybodys)
+
+    async def main() -> list[float]:
+        return [await rate_bps(world, at_s) for at_s in (0.0, 1.5, 3.5, 4.5, 6.5)]
+
+    assert world.run(main()) == pytest.approx([1e9, 0.5e9, 1e9, 0.25e9, 1e9])
+
+
+def test_a_change_of_a_medium_holds_for_links_with_figures_of_their_own():
+    own = '{ medium = "switch", rate = "500 Mb/s", latency = "2 ms", loss = 0.5 }'
+    change = LinkChange(at_s=1.0, medium="switch", rate_bps=1e8, latency_s=10e-3, loss=0.75, duration_s=2.0)
+    world = lossy_home(change, links=own)
+
+    async def main() -> list[tuple[float, float, float]]:
+        found = []
+        for at_s in (0.5, 1.5, 3.5):
+            await until(at_s)
+            path = world.topology.path("a", "b")
+            found.append((path.rate_bytes_ps * 8, path.latency_s, path.loss))
+        return found
+
+    before, during, after = world.run(main())
+    assert before == after == pytest.approx((5e8, 2e-3, 0.5))
+    assert during == pytest.approx((1e8, 10e-3, 0.75))
+
+
+def test_a_change_of_a_hosts_thunderbolt_is_one_of_its_cables():
+    world = home_with(LinkChange(at_s=1.0, medium="desk", node="pro", rate_bps=2e9, latency_s=5e-3, duration_s=2.0))
+
+    async def main() -> None:
+        for at_s, changed in ((0.5, False), (1.5, True), (3.5, False)):
+            await until(at_s)
+            mine = [world.topology.path(*ends) for ends in (("pro", "studio"), ("studio", "pro"))]
+            theirs = world.topology.path("studio", "mini")
+            assert [path.medium for path in (*mine, theirs)] == ["desk"] * 3
+            assert {path.rate_bytes_ps * 8 for path in mine} == {2e9 if changed else 10e9}
+            assert {path.latency_s for path in mine} == {5e-3 if changed else 0.2e-3}
+            assert (theirs.rate_bytes_ps * 8, theirs.latency_s) == (10e9, 0.2e-3)
 
     world.run(main())
 

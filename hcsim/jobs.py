@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -63,12 +64,21 @@ Observer: TypeAlias = Callable[[Lap], None]
 
 
 def check_job(job: Job) -> None:
-    """Refuse an algorithm that its operation does not have."""
+    """Refuse an algorithm that its operation does not have, and a size that the job could not have."""
     names = ("auto", *algorithms(job.operation))
     if job.algorithm not in names:
         hint = did_you_mean(job.algorithm, names)
         raise ConfigError(
             f'algorithm = "{job.algorithm}": {job.operation} has no such algorithm{hint}; it has {", ".join(names)}'
+        )
+    if job.size_bytes > sys.maxsize:
+        raise ConfigError(f'job.size = "{job.size_bytes} B": this is more than can be addressed, {sys.maxsize} B')
+    element_bytes = dtype_named(job.dtype).itemsize
+    if job.payload == "data" and job.size_bytes % element_bytes:
+        below = job.size_bytes - job.size_bytes % element_bytes
+        raise ConfigError(
+            f'job.size = "{job.size_bytes} B": no whole number of {job.dtype}, which have {element_bytes} B each; '
+            f"{below} B and {below + element_bytes} B are"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -9,7 +11,8 @@ from msgspec.structs import replace
 from experiments.clusters import ideal
 from hcsim.collectives.group import Group
 from hcsim.config import ClockJump, Job
-from hcsim.jobs import Lap, _examined, run_job
+from hcsim.errors import ConfigError
+from hcsim.jobs import Lap, _examined, check_job, run_job
 from hcsim.launch import simulate
 from hcsim.units import Bytes, Seconds
 
@@ -25,6 +28,37 @@ def test_the_sum_is_exact_in_narrow_dtypes_on_any_number_of_ranks(ranks: int, dt
     reports = simulate(ideal(ranks, ()).scenario, program).values()
     assert [lap.wrong for lap in reports[0]] == [0]
     assert all(report == reports[0] for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (
+            Job(size_bytes=Bytes(3)),
+            'job.size = "3 B": no whole number of float32, which have 4 B each; 0 B and 4',
+        ),
+        (Job(size_bytes=Bytes(1004), dtype="float64"), "1000 B and 1008 B are"),
+        (Job(size_bytes=Bytes(10**30)), "more than can be addressed"),
+        (Job(size_bytes=Bytes(10**30), payload="phantom"), "more than can be addressed"),
+        (Job(algorithm="rign"), "did you mean ring?"),
+    ],
+)
+def test_a_job_that_cannot_be_as_it_is_written_is_refused(job: Job, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_job(job)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(size_bytes=Bytes(0)),
+        Job(size_bytes=Bytes(1000), dtype="float64"),
+        Job(size_bytes=Bytes(3), dtype="uint8"),
+        Job(size_bytes=Bytes(3), payload="phantom"),
+    ],
+)
+def test_a_job_of_whole_elements_or_of_bytes_without_any_is_not_refused(job: Job) -> None:
+    check_job(job)
 
 
 def test_setting_a_clock_in_the_middle_changes_no_figure() -> None:

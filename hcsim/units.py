@@ -35,6 +35,8 @@ class Dimension(NamedTuple):
     example: str
     units: Mapping[str, Decimal]
     hint: str = ""
+    least: float = 0.0
+    """Of what is more than zero."""
     most: float = math.inf
 
 
@@ -56,6 +58,7 @@ RATE = Dimension(
     "2.5 Gb/s",
     _decimal("b/s") | _decimal("B/s", base=8) | _binary("B/s", base=8),
     "Mb/s are megabits, MB/s megabytes: both are accepted for a rate",
+    least=1.0,  # whatever is sent takes a number of seconds that can be counted
 )
 MEMORY_RATE = Dimension("a memory bandwidth", "400 GB/s", _decimal("B/s") | _binary("B/s"), "GB/s are gigabytes")
 WORK = Dimension("an amount of work", "200 GFLOP", _decimal("FLOP", "kMGTP"), "GFLOPS would be a speed")
@@ -103,6 +106,9 @@ class Quantity:
             raise ValueError(f"{cls.dimension.what} cannot be negative here")
         if rounded == 0 and not cls.zero_allowed:
             raise ValueError(f"{cls.dimension.what} must be more than zero here")
+        if 0 < abs(rounded) < cls.dimension.least:
+            base = next(iter(cls.dimension.units))
+            raise ValueError(f"{cls.dimension.what} must be at least {cls.dimension.least:g} {base}")
         return value
 
 

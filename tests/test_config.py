@@ -165,6 +165,7 @@ def test_every_fault_of_the_showcase_heals() -> None:
         ('name = "air"', 'name = "air"\nloss = nan', "medium[1].loss = NaN: expected a number from 0 to 1"),
         ('name = "air"', 'name = "air"\ngate_min = "2 s"', "medium[1]: gate_min (2.0 s) is longer than gate_max"),
         ('name = "air"', 'name = "air"\nmtu = 100', "medium[1].mtu = 100: expected a whole number, at least 576"),
+        ('name = "air"', 'name = "air"\ngate_every = "1 ns"', "medium[1]: gate_every (1e-09 s) must be at least"),
         ('name = "air"', 'name = "switch"', 'medium[1].name = "switch": medium[0].name is the same'),
         ('name = "b"', 'name = "a"', 'node[1].name = "a": node[0].name is the same'),
         ('name = "b"', 'name = "b b"', 'node[1].name = "b b"'),
@@ -234,6 +235,7 @@ def test_a_mistake_is_named_with_its_place_and_what_would_be_valid(old: str, new
         ('kind = "router_reboot"\nhome = "anna"\nduration = "1 s"', "no such home with a medium; known: home"),
         ('kind = "flipped_bit"\nbetween = ["a", "b"]\nof = "bits"', "valid: any, control, data"),
         ('kind = "wrong_size"\nbetween = ["a", "b"]\nby = "0 B"', "fault[0].by"),
+        ('kind = "wrong_size"\nbetween = ["a", "b"]\nby = "1000 TB"', "fault[0]: by (1000000000000000 B) is more than"),
         ('kind = "nan_gradient"\nnode = "a"\nnth = 0', "fault[0].nth = 0"),
         ('kind = "multicast_loss"\nnode = "a"\nshare = 0\nduration = "1 s"', "fault[0].share = 0"),
         ('kind = "copied_identity"\nnode = "a"\nof = "a"', "a node cannot be a copy of itself"),
@@ -310,6 +312,18 @@ def test_two_homes_reach_each_other_when_both_have_a_wan_line() -> None:
     apart = changed('name = "air"', 'name = "air"\nhome = "shed"')
     assert "no route" in complaint(apart + WAN.format("home"))
     assert len(parse(apart + WAN.format("home") + WAN.format("shed")).wan) == 2
+
+
+def test_headers_have_to_leave_room_in_every_packet() -> None:
+    tcp = '[tcp]\nheader = "{} B"\n'
+    assert parse(HOME + tcp.format(1499)).tcp.header_bytes == 1499
+    says = (
+        "tcp.header: 1500 B of headers fill the packets of 1500 B that medium[0].mtu says; less than 1500 B would fit"
+    )
+    assert says in complaint(HOME + tcp.format(1500))
+    line = WAN.format("home")
+    assert "of 600 B that wan[0].mtu says" in complaint(HOME + tcp.format(600) + line + "mtu = 600")
+    assert "that wan[0].tunnel.mtu says" in complaint(HOME + tcp.format(600) + line + "tunnel = { mtu = 600 }")
 
 
 def test_cables_join_only_the_nodes_they_lead_to() -> None:

@@ -38,6 +38,7 @@ def complete(scenario: Scenario) -> Scenario:
     _refuse_twice((f"wan[{i}].home", line.home) for i, line in enumerate(scenario.wan))
     for i, line in enumerate(scenario.wan):
         check_known(f"wan[{i}].home", line.home, homes, "home with a medium")
+    _check_headers(scenario)
     nodes = {node.name: node for _, node in plugged}
     for i, fault in enumerate(scenario.faults):
         check_fault(f"fault[{i}]", fault, nodes, media)
@@ -107,6 +108,19 @@ def _plugged_in(path: str, node: Node, media: Sequence[AnyMedium]) -> Node:
                 place = f"{path}.links[{linked.index(medium.name)}]"
                 raise ConfigError(f'{place} = "{medium.name}": none of its cables goes to "{node.name}"')
     return replace(node, links=tuple(plugged))
+
+
+def _check_headers(scenario: Scenario) -> None:
+    """A packet has to hold its headers and something else."""
+    packets = [(f"medium[{i}].mtu", medium.mtu) for i, medium in enumerate(scenario.media)]
+    for i, line in enumerate(scenario.wan):
+        packets.append((f"wan[{i}].tunnel.mtu", line.tunnel.mtu) if line.tunnel else (f"wan[{i}].mtu", line.mtu))
+    for path, mtu in packets:
+        if scenario.tcp.header_bytes >= mtu:
+            raise ConfigError(
+                f"tcp.header: {scenario.tcp.header_bytes} B of headers fill the packets of {mtu} B that {path} says; "
+                f"less than {min(mtu for _, mtu in packets)} B would fit"
+            )
 
 
 def _check_routes(placed: Sequence[_Placed], scenario: Scenario) -> None:

@@ -26,6 +26,10 @@ class Ethernet(Table, frozen=True, tag_field="kind", tag="ethernet"):
     mtu: Mtu = 1500
 
 
+_SHORTEST_GATE_EVERY_S = 1e-3
+"""Each closing of the air is an event, also those of the time that nobody transmitted in."""
+
+
 class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
     """One access point, whose stations share its airtime; the standard gives what the file leaves out."""
 
@@ -50,6 +54,11 @@ class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
     def __post_init__(self) -> None:
         if self.gate_min_s > self.gate_max_s:
             raise UsageError(f"gate_min ({self.gate_min_s} s) is longer than gate_max ({self.gate_max_s} s)")
+        if self.gate_every_s < _SHORTEST_GATE_EVERY_S:
+            raise UsageError(
+                f"gate_every ({self.gate_every_s} s) must be at least {_SHORTEST_GATE_EVERY_S} s; "
+                "gate = false leaves the air open"
+            )
 
 
 # Latency 1.2 ms and an exponential jitter of mean 1 ms, each way, give a round trip with median

@@ -6,7 +6,11 @@ from typing import Literal
 
 from hcsim.config.faults.fault import Fault
 from hcsim.config.table import Count
+from hcsim.errors import UsageError
 from hcsim.units import PositiveBytes
+
+_LONGEST_FRAME_BYTES = 2**32 - 1
+"""Its header says its length in 32 bits."""
 
 
 class FlippedBit(Fault, frozen=True, tag="flipped_bit"):
@@ -23,6 +27,10 @@ class WrongSize(Fault, frozen=True, tag="wrong_size"):
     between: tuple[str, str]
     by_bytes: PositiveBytes = PositiveBytes(4)
     longer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by_bytes > _LONGEST_FRAME_BYTES:
+            raise UsageError(f"by ({self.by_bytes} B) is more than any segment has: at most {_LONGEST_FRAME_BYTES} B")
 
 
 class StaleStep(Fault, frozen=True, tag="stale_step"):

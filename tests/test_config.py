@@ -168,7 +168,7 @@ def test_every_fault_of_the_showcase_heals() -> None:
         ('name = "air"', 'name = "air"\ngate_every = "1 ns"', "medium[1]: gate_every (1e-09 s) must be at least"),
         ('name = "air"', 'name = "switch"', 'medium[1].name = "switch": medium[0].name is the same'),
         ('name = "b"', 'name = "a"', 'node[1].name = "a": node[0].name is the same'),
-        ('name = "b"', 'name = "b b"', 'node[1].name = "b b"'),
+        ('name = "b"', 'name = "b b"', 'node[1].name = "b b": expected a name: letters, digits, dots, dashes'),
         ('name = "b"', 'name = "b\\n"', 'node[1].name = "b\\n"'),
         ('name = "home"', "", "the file: the key name is missing"),
         ('name = "home"', 'name = "home"\nnods = 1', "nods: unknown key (did you mean node?); valid: name, node"),

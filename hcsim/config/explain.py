@@ -49,6 +49,8 @@ def explain(error: msgspec.ValidationError, raw: dict[str, Any], tree: type[msgs
 
 def in_words(problem: str) -> str:
     """What the decoder says of a type, without Python's names for it."""
+    if "matching regex" in problem:  # only names have to
+        return "expected a name: letters, digits, dots, dashes and underscores, with a letter or a digit first"
     said = _EXPECTED.fullmatch(problem)
     if said is None:
         return problem

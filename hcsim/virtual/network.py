@@ -5,6 +5,7 @@ Rates are computed once per instant in which anything changed, when all else in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hcsim.config import Tcp, Wifi
@@ -33,6 +34,9 @@ class Network:
         self._settling = False
         self._nominal: dict[str, float] = {}
         self._closed: dict[str, int] = {}
+        self._at_opening: dict[str, list[Callable[[], None]]] = {}
+        self.on_end: Callable[[Stream], None] | None = None
+        """Called with each stream that has ended for good."""
 
     def stream(self, name: str, there: Path, back: Path) -> Stream:
         """A new stream along a path."""
@@ -60,10 +64,19 @@ class Network:
         self.sharing.set_bound(flow, bytes_ps)
         self._touch()
 
+    def burst_bytes(self, resource: Resource, besides: Stream) -> float:
+        """What other streams have sent through the resource since each was last idle."""
+        others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides.flow]
+        return sum(amount * self._streams[flow.id].burst_bytes for flow, amount in others if flow.id in self._streams)
+
     def forget(self, stream: Stream) -> None:
         """The stream has ended for good."""
-        if self._streams.pop(stream.number, None) is not None and stream.flow is not None:
+        if self._streams.pop(stream.number, None) is None:
+            return
+        if stream.flow is not None:
             self.sharing.forget(stream.flow)
+        if self.on_end is not None:
+            self.on_end(stream)
 
     def capacity(self, resource: Resource, capacity: float) -> None:
         """The resource has that capacity from now on (while nothing shuts it)."""
@@ -85,6 +98,16 @@ class Network:
         if not self._closed[resource.name]:
             self.sharing.set_capacity(resource, self._nominal[resource.name])
             self._touch()
+            for act in self._at_opening.pop(resource.name, ()):
+                act()
+
+    def waits(self, path: Path, act: Callable[[], None]) -> bool:
+        """Whether something on the path is shut; then `act` is called once it is open again."""
+        for resource, _ in path.uses:
+            if self._closed.get(resource.name):
+                self._at_opening.setdefault(resource.name, []).append(act)
+                return True
+        return False
 
     def _touch(self) -> None:
         if not self._settling:

@@ -4,10 +4,10 @@ While it has something to send it is one flow; its rate is its share of the netw
 
     rate ≤ min(window, cwnd)/RTT, and ≤ the loss model's cap
 
-cwnd starts at ten segments and grows by what was sent, at each round trip and at each message's
-end, so it doubles every RTT under load. A message arrives one latency (plus jitter, plus what a
-loss or a full queue costs) after its last byte left, never before the one ahead of it. A stream
-stops between two messages while the receiver has a window's worth unread.
+cwnd starts at ten segments and grows once in a round trip by what was sent in it, so it doubles
+every RTT under load. A message arrives one latency (plus jitter, plus what a loss or a full queue costs)
+after its last byte left, never before the one ahead of it. A stream stops between two messages while
+the receiver has a window's worth unread.
 
 Consecutive messages of a busy stream need no new sharing: the flow just goes on.
 """
@@ -59,7 +59,8 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_acked_from", "_arrival_ns", "_at_half", "_changed_ns", "_cwnd", "_due", "_held", "_idle_since_ns",
+        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_counted_from", "_cwnd", "_due", "_earned", "_held",
+        "_idle_since_ns",
         "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
         "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
         "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number",
@@ -84,8 +85,10 @@ class Stream:
         self.on_pushed_dead: Callable[[], None] | None = None
         """Called for the first message that is sent after the other end is gone."""
         self._at_half: Callable[[], None] | None = None
-        self._held: list[Message] = []
+        self._held: deque[Message] = deque()
+        """What has come and may not be delivered yet; whatever comes after it waits behind it."""
         self._unacknowledged = 0
+        """While acknowledgements are held: bytes that the sender takes for unread."""
         self._window_bytes = tcp.window_bytes
         self._not_before_ns = 0
         self.number = number
@@ -108,7 +111,12 @@ class Stream:
         self._changed_ns = 0
         self._arrival_ns = 0
         self._idle_since_ns = 0
-        self._acked_from = 0.0
+        self._earned = 0.0
+        """Bytes that left since the last look at the congestion window, and will open it."""
+        self._counted_from = 0.0
+        """What remained of the message at the head when it was last counted."""
+        self._burst = 0
+        """Bytes of the messages that left since the stream was last idle."""
         self._due = 0
         self._ticking = False
         if self.flow is not None:
@@ -125,11 +133,12 @@ class Stream:
         queue.append(message)
         self.queued_bytes += message.size_bytes
         if len(queue) == 1:
+            self._burst = 0
             self._begin()
 
     def consumed(self, size_bytes: int) -> None:
         """The receiver has read that much; a stream that waited for room goes on."""
-        stalled = self.outstanding + self._unacknowledged >= self._window_bytes
+        stalled = not self._has_room()
         self.outstanding -= size_bytes
         if stalled and self.queue and self._has_room():
             # The news of the open window takes its time to get back to the sender.
@@ -140,25 +149,22 @@ class Stream:
         if data and not self.blocked and self._remaining > 0.0:
             self._pause()
         opened = (self.blocked and not data) or (self.acks_blocked and not acks)
+        if acks != self.acks_blocked:
+            self._unacknowledged = self.outstanding if acks else 0
         self.blocked, self.acks_blocked = data, acks
         if not opened:
             return
-        if not acks:
-            self._unacknowledged = 0
         # TCP notices at its next retransmission.
         when = self._loop.now_ns + round(RTO_S * NS)
         if not data:
-            self._arrival_ns = self._not_before_ns = max(self._arrival_ns, when)
-            held, self._held = self._held, []
-            for message in held:
-                self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
+            self._not_before_ns = max(self._not_before_ns, self._arrival_ns, when)
+            if self._held:
+                self._loop.call_at_ns(self._not_before_ns, self._let_go)
         self._loop.call_at_ns(when, self._resume)
 
     def hold_until(self, when_ns: int) -> None:
         """Let nothing arrive before that time; whatever has left by then arrives at once."""
         self._not_before_ns = max(self._not_before_ns, when_ns)
-        # What is under way gets there first.
-        self._arrival_ns = max(self._arrival_ns, self._not_before_ns + 1)
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
         """Do something when part of a message has left: now, or half-way through the next of several packets."""
@@ -166,6 +172,14 @@ class Stream:
             act()
         else:
             self._at_half = act
+
+    @property
+    def burst_bytes(self) -> float:
+        """What has left since it was last idle."""
+        if self._rate <= 0.0:
+            return 0.0
+        left = self.queue[0].size_bytes - self._remaining
+        return self._burst + left + self._rate * ((self._loop.now_ns - self._changed_ns) / NS)
 
     @property
     def unfinished(self) -> bool:
@@ -224,7 +238,7 @@ class Stream:
         message = self.queue[0]
         if self._net.tcp.restart_after_idle:
             self._restart_if_idle()
-        self._remaining = self._acked_from = float(message.size_bytes)
+        self._remaining = self._counted_from = float(message.size_bytes)
         self._changed_ns = self._loop.now_ns
         for gate in self.gates:
             gate.watch()
@@ -232,7 +246,7 @@ class Stream:
 
     def _has_room(self) -> bool:
         """Whether the receiver's window lets another message leave."""
-        return self.outstanding + self._unacknowledged < self._window_bytes
+        return self.outstanding < self._window_bytes and self._unacknowledged < self._window_bytes
 
     def _resume(self) -> None:
         """Go on after a stall or a partition, unless that happened already."""
@@ -261,12 +275,16 @@ class Stream:
         self._due += 1
         if rate > 0.0:
             loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
-            if self._at_half is not None and self.queue[0].size_bytes > self._mss:
-                loop.call_at_ns(loop.now_ns + ceil(self._remaining / rate * NS / 2), self._at_half)
-                self._at_half = None
+            if self._at_half is not None:
+                self._set_half_time(now_ns)
             if self._cwnd < self._window_bytes and not self._ticking:
                 self._ticking = True
-                loop.call_at_ns(loop.now_ns + round(self._rtt_s * NS), self._tick)
+                loop.call_at_ns(now_ns + round(self._rtt_s * NS), self._tick)
+
+    def _set_half_time(self, now_ns: int) -> None:
+        if self._at_half is not None and self.queue[0].size_bytes > self._mss:
+            self._loop.call_at_ns(now_ns + ceil(self._remaining / self._rate * NS / 2), self._at_half)
+            self._at_half = None
 
     def _advance(self, now_ns: int) -> None:
         if self._rate > 0.0:
@@ -279,7 +297,7 @@ class Stream:
         message = self.queue[0]
         self._remaining = 0.0
         if self._cwnd < self._window_bytes:
-            self._grow(0.0)
+            self._earned += self._counted_from
         self._left(message)
 
     def _left(self, message: Message) -> None:
@@ -302,10 +320,12 @@ class Stream:
         if self.flow is None:
             return
         if self.queue and not self.blocked and self._has_room():
-            self._remaining = self._acked_from = float(self.queue[0].size_bytes)
+            self._remaining = self._counted_from = float(self.queue[0].size_bytes)
             self._changed_ns = now
             self._due += 1
             self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
+            if self._at_half is not None:
+                self._set_half_time(now)
         else:
             self._rate = 0.0
             self._idle_since_ns = now
@@ -314,11 +334,11 @@ class Stream:
     def _arrive(self, message: Message) -> None:
         if self.dead:
             return
-        if self.blocked:  # it was in the air when the way closed, and will have to be sent again
+        # Where the way is closed, what was in the air will have to be sent again.
+        if self.blocked or self._held or self._loop.now_ns < self._not_before_ns:
             self._held.append(message)
-            return
-        if self._loop.now_ns < self._not_before_ns:  # what was held comes first
-            self._loop.call_at_ns(self._not_before_ns, self._arrive, message)
+            if not self.blocked and len(self._held) == 1:
+                self._loop.call_at_ns(self._not_before_ns, self._let_go)
             return
         self.outstanding += message.size_bytes
         header = message.header
@@ -329,8 +349,19 @@ class Stream:
             self._net.trace.record(frame_event(self._loop.now_ns, "deliver", self.name, header))
             message.arrive(header, message.payload)
 
+    def _let_go(self) -> None:
+        """What was held arrives, in its order, unless something holds it longer."""
+        if self._loop.now_ns < self._not_before_ns:
+            self._loop.call_at_ns(self._not_before_ns, self._let_go)
+        elif not self.blocked:
+            held, self._held = self._held, deque()
+            for message in held:
+                self._arrive(message)
+
     def _delay_ns(self, size_bytes: int) -> int:
-        """What jitter, loss and full queues add to the latency of one message."""
+        """What jitter, loss and full queues add to the latency of one message. A queue holds no more than what was
+        sent since the line was idle."""
+        self._burst += size_bytes
         delay_s = 0.0
         if self._jitter_s > 0.0:
             delay_s += self._jitter.expovariate(1.0 / self._jitter_s)
@@ -338,7 +369,8 @@ class Stream:
             delay_s += self._retransmission_s(size_bytes)
         for resource, buffer_bytes in self._queues:
             if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                delay_s += buffer_bytes / resource.capacity
+                queued_bytes = self._burst + self._net.burst_bytes(resource, self)
+                delay_s += min(buffer_bytes, queued_bytes) / resource.capacity
         return round(delay_s * NS)
 
     def _retransmission_s(self, size_bytes: int) -> float:
@@ -357,22 +389,21 @@ class Stream:
         window = min(float(self._window_bytes), self._cwnd)
         return min(window / self._rtt_s if self._rtt_s > 0.0 else inf, self._loss_bound)
 
-    def _grow(self, remaining: float) -> None:
-        """What was sent since the last look has been (or will be) acknowledged: the window opens by it."""
-        self._cwnd += self._acked_from - remaining
-        self._acked_from = remaining
-        assert self.flow is not None
-        self._net.bound(self.flow, self._bound())
-
     def _tick(self) -> None:
-        """A round trip has passed."""
+        """A round trip has passed: the window opens by what has left in it, to twice its size at most."""
         self._ticking = False
-        if self._remaining <= 0.0 or self._rate <= 0.0 or self.dead:
+        if self.dead or self.flow is None:
             return
-        self._advance(self._loop.now_ns)
-        self._grow(self._remaining)
+        sending = self._remaining > 0.0 and self._rate > 0.0
+        if sending:
+            self._advance(self._loop.now_ns)
+            self._earned += self._counted_from - self._remaining
+            self._counted_from = self._remaining
+        self._cwnd += min(self._earned, self._cwnd)
+        self._earned = 0.0
+        self._net.bound(self.flow, self._bound())
         # A stream held back by its share rather than by its window needs no further ticks.
-        if self._cwnd < self._window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
+        if sending and self._cwnd < self._window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
             self._ticking = True
             self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick)
 
@@ -380,6 +411,7 @@ class Stream:
         idle_s = (self._loop.now_ns - self._idle_since_ns) / NS
         if self._net.tcp.slow_start and idle_s > max(RTO_S, self._rtt_s):
             self._cwnd = float(self._net.tcp.initial_window_segments * self._mss)
+            self._earned = 0.0
             assert self.flow is not None
             self._net.bound(self.flow, self._bound())
 

@@ -32,7 +32,13 @@ class Wiring:
         """Called with each end of a new connection."""
         self._gates: dict[str, Gate] = {}
         self._add_gates()
-        self._connections = 0
+        self._connections: dict[frozenset[str], int] = {}
+        """How many there were between two hosts: what becomes of one pair gives no other's connections new names."""
+        self._senders: dict[tuple[str, str], dict[int, VirtualChannel]] = {}
+        """By who sends to whom, and their stream: ends whose last word has not arrived, closed or not."""
+        self._pairs: dict[int, tuple[str, str]] = {}
+        """Who sends to whom, by stream."""
+        net.on_end = self._ended
         self._changes: list[Change] = []
         self._cuts: dict[tuple[str, str], int] = {}
         self._clogged_until_ns: dict[tuple[str, str], int] = {}
@@ -48,8 +54,8 @@ class Wiring:
         back = self.topology.route(callee.name, caller.name, (there.arrives_by, there.medium) if interface else None)
         if back is None:
             return None
-        self._connections += 1
-        number = self._connections
+        pair = frozenset((caller.name, callee.name))
+        number = self._connections[pair] = self._connections.get(pair, 0) + 1
         ends = f"{caller.name}%{back.interface}", f"{callee.name}%{there.interface}"
         outgoing = self._stream(f"{caller.name}→{callee.name}#{number}", there, back)
         incoming = self._stream(f"{callee.name}→{caller.name}#{number}", back, there)
@@ -57,14 +63,32 @@ class Wiring:
         far = VirtualChannel(callee, caller.name, incoming, ends[::-1])
         VirtualChannel.join(near, far)
         for channel in (near, far):
+            source, target = channel.host.name, channel.peer
+            outgoing = channel.streams[0]
             channel.host.channels[channel] = None
+            self._pairs[outgoing.number] = source, target
+            self._senders.setdefault((source, target), {})[outgoing.number] = channel
+            if self.is_cut(source, target) or self.is_cut(target, source):
+                self._obstruct_one(channel)
+            outgoing.hold_until(self.clogged_until_ns(source, target))
             if self.on_join is not None:
                 self.on_join(channel)
         return near, far
 
     def channels(self, source: str, target: str) -> list[VirtualChannel]:
-        """The first host's ends of its connections to the second."""
-        return [channel for channel in self._hosts[source].channels if channel.peer == target]
+        """The first host's ends of its connections to the second, also closed ones whose last word is under way."""
+        return list(self._senders.get((source, target), {}).values())
+
+    def channels_of(self, name: str) -> list[VirtualChannel]:
+        """All of a host's ends, likewise."""
+        return [
+            channel for (source, _), senders in self._senders.items() if source == name for channel in senders.values()
+        ]
+
+    def _ended(self, stream: Stream) -> None:
+        pair = self._pairs.pop(stream.number, None)
+        if pair is not None:
+            del self._senders[pair][stream.number]
 
     def neighbours(self, host: VirtualHost) -> tuple[VirtualHost, ...]:
         """The hosts in the same broadcast domain."""
@@ -120,9 +144,9 @@ class Wiring:
         for name, capacity in self.topology.capacities.items():
             self._net.capacity(self.topology.resources[name], capacity)
         self._add_gates()
-        for host in self._hosts.values():
-            for channel in host.channels:
-                self._reroute(host.name, channel)
+        for pair in self._senders:
+            for channel in self.channels(*pair):
+                self._reroute(channel)
 
     def _add_gates(self) -> None:
         """An access point's air has one from the time when somebody is on it."""
@@ -131,27 +155,25 @@ class Wiring:
             if isinstance(medium, Wifi) and medium.gate and air in self.topology.resources and air not in self._gates:
                 self._gates[air] = Gate(self._net, self.topology.resources[air], medium)
 
-    def _reroute(self, source: str, channel: VirtualChannel) -> None:
-        there, back = self._same_way(source, channel)
-        outgoing = channel.streams[0]
-        if there is not None and back is not None and not outgoing.dead:
-            outgoing.reroute(there, back)
-        self._obstruct_one(source, channel)
+    def _reroute(self, channel: VirtualChannel) -> None:
+        there, back = self._same_way(channel)
+        if there is not None and back is not None:
+            channel.streams[0].reroute(there, back)
+        self._obstruct_one(channel)
 
     def _obstruct(self, source: str, target: str) -> None:
-        for channel in self.channels(source, target):
-            self._obstruct_one(source, channel)
+        for channel in (*self.channels(source, target), *self.channels(target, source)):
+            self._obstruct_one(channel)
 
-    def _obstruct_one(self, source: str, channel: VirtualChannel) -> None:
-        off = None in self._same_way(source, channel)
-        ahead = off or self.is_cut(source, channel.peer)
-        reverse = off or self.is_cut(channel.peer, source)
-        outgoing, incoming = channel.streams
-        outgoing.obstruct(data=ahead, acks=reverse)
-        incoming.obstruct(data=reverse, acks=ahead)
+    def _obstruct_one(self, channel: VirtualChannel) -> None:
+        """Say what holds back what this end sends, and the acknowledgements of it."""
+        source, target = channel.host.name, channel.peer
+        off = None in self._same_way(channel)
+        channel.streams[0].obstruct(data=off or self.is_cut(source, target), acks=off or self.is_cut(target, source))
 
-    def _same_way(self, source: str, channel: VirtualChannel) -> tuple[Path | None, Path | None]:
+    def _same_way(self, channel: VirtualChannel) -> tuple[Path | None, Path | None]:
         """There and back along the interfaces that the connection was made over, if they are there."""
+        source = channel.host.name
         outgoing, incoming = channel.streams
         there = self.topology.route(source, channel.peer, outgoing.interfaces)
         return there, self.topology.route(channel.peer, source, incoming.interfaces)

@@ -364,3 +364,14 @@ def test_a_full_buffer_adds_its_length_to_the_delay():
     (empty_s,) = arrivals_s(long_line(BARE), [("a", "b", 10 * MB)])
     (full_s,) = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), [("a", "b", 10 * MB)])
     assert full_s - empty_s == pytest.approx(2 * 0.01, rel=0.01)  # 125 kB at 12.5 MB/s, up and down
+
+
+def test_nobody_waits_in_a_queue_that_nobody_has_filled():
+    pinged = [("a", "b", 100)]
+    (empty_s,) = arrivals_s(long_line(BARE), pinged)
+    (full_s,) = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), pinged)
+    assert full_s - empty_s < 1e-4
+    # Behind what another has sent in the meantime it does: 1 MB at 12.5 MB/s.
+    _, behind_s = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), [("a", "b", 10 * MB), ("a", "b", MB)])
+    _, beside_s = arrivals_s(long_line(BARE), [("a", "b", 10 * MB), ("a", "b", MB)])
+    assert behind_s - beside_s == pytest.approx(2 * 0.08, rel=0.01)

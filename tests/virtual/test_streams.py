@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hcsim.config import AnyFault, LinkChange, Partition, Pause, Scenario, Tcp, load_scenario, parse_scenario
+from hcsim.config import (
+    AnyFault,
+    Clog,
+    LinkChange,
+    Partition,
+    Pause,
+    Reset,
+    Scenario,
+    Tcp,
+    load_scenario,
+    parse_scenario,
+)
 from hcsim.errors import ChannelBroken
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
@@ -97,6 +108,143 @@ def test_thousands_of_small_frames_wait_behind_a_partition():
     found = world.run(main())
     assert [number for number, _ in found] == list(range(count))
     assert all(2.0 < at_s < 2.0 + 2 * RTO_S for _, at_s in found)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        # It heals while those that left before it are still under way, the last of them to arrive when all is clear.
+        Partition(at_s=2.0, sides=SIDES, duration_s=0.05),
+        # It ends exactly when a frame arrives.
+        Clog(at_s=1.9, between=("a", "b"), duration_s=0.2),
+        Clog(at_s=1.9, between=("a", "b"), duration_s=0.200000001),
+    ],
+    ids=["partition", "clog", "clog a moment longer"],
+)
+def test_what_is_held_on_its_way_arrives_in_its_order(fault):
+    world = World(pair(fault, latency="300 ms", rate_bps=inf))
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        receiving = asyncio.create_task(received(far, 100))
+        await until(1.5)
+        for number in range(100):
+            await near.send(Header(0, operation=number))
+            await asyncio.sleep(0.01)
+        return await receiving
+
+    found = world.run(main())
+    assert [number for number, _ in found] == list(range(100))
+    assert [at_s for _, at_s in found] == sorted(at_s for _, at_s in found)
+
+
+def last_word_s(*faults: AnyFault, then_close: bool) -> float:
+    """When 10 MB arrive that leave at 0.9 s with 1 MB/s, and perhaps are the last before the end."""
+    world = World(pair(*faults, rate_bps=8e6, latency="100 ms"))
+
+    async def main() -> float:
+        near, far = await connected(world)
+        await until(0.9)
+        await near.send(Header(10 * MB - HEADER_BYTES), Phantom(10 * MB - HEADER_BYTES))
+        if then_close:
+            await near.close()
+        (_, at_s), *_ = await received(far, 1)
+        if then_close:
+            with pytest.raises(ChannelBroken, match="closed"):
+                await far.recv(lambda _: None)
+        return at_s
+
+    return world.run(main())
+
+
+@pytest.mark.parametrize("then_close", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize(
+    ("fault", "arrives_s"),
+    [
+        (Partition(at_s=1.0, sides=SIDES, duration_s=2.0), 11.0 + 2.0 + RTO_S),
+        (Partition(at_s=1.0, sides=SIDES, duration_s=2.0, oneway=True), 11.0 + 2.0 + RTO_S),
+        (Clog(at_s=1.0, between=("a", "b"), duration_s=20.0), 21.0),
+        (LinkChange(at_s=5.9, medium="switch", rate_bps=4e6), 16.0),
+    ],
+    ids=["partition", "one way", "clog", "half the rate"],
+)
+def test_what_was_sent_before_an_end_is_closed_meets_the_same_faults(fault, arrives_s, then_close):
+    assert last_word_s(fault, then_close=then_close) == pytest.approx(arrives_s, abs=1e-3)
+
+
+def test_a_connection_that_is_made_behind_a_one_way_cut_is_cut_too():
+    # b's packets do not reach a. It takes a's call, and speaks first.
+    cut = Partition(at_s=1.0, sides=SIDES[::-1], duration_s=2.0, oneway=True)
+    events: list[Any] = []
+    world = World(pair(cut, latency="100 ms"), sink=events.extend)
+
+    async def main() -> None:
+        listener = await world.host("b").listen("b:1")
+        await until(1.1)
+        calling = world.host("a").spawn(world.host("a").connect("b:1"), name="call")
+        far = await listener.accept()
+        await far.send(Header(0))
+        await (await calling).recv(lambda _: None)
+
+    world.run(main())
+    world.trace.digest()
+    assert [event[0] >= 3e9 for event in events if event[1:3] == ("deliver", "b→a#1")] == [True]
+
+
+def test_without_acknowledgements_one_window_fills_the_receiver_and_no_more():
+    world = World(pair(Partition(at_s=1.0, sides=SIDES[::-1], duration_s=50.0, oneway=True), effects="all"))
+    size = MIB // 4
+
+    async def main() -> int:
+        near, far = await connected(world)
+        await until(2.0)
+        sending = world.host("a").spawn(sent(near, 100, size), name="send")
+        await until(40.0)
+        assert not sending.done()
+        return far.streams[1].outstanding
+
+    window = Tcp().window_bytes
+    assert window <= world.run(main()) < window + size + HEADER_BYTES
+
+
+async def sent(channel: VirtualChannel, count: int, size: int) -> None:
+    for number in range(count):
+        await channel.send(Header(size, operation=number), Phantom(size))
+
+
+def test_a_reset_strikes_half_way_through_a_frame_also_where_one_follows_the_other():
+    # It comes while a small frame leaves, which is one packet; the first large one takes a second.
+    world = World(pair(Reset(at_s=1.00001, between=("a", "b"), mid_frame=True), rate_bps=8e6))
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        receiving = asyncio.create_task(received(far, 2))
+        await until(1.0)
+        await near.send(Header(100, operation=7), Phantom(100))
+        await near.send(Header(MB, operation=8), Phantom(MB))
+        with pytest.raises(ChannelBroken, match="reset"):
+            await receiving
+        return [(0, world.loop.time())]
+
+    assert world.run(main())[0][1] == pytest.approx(1.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("frame_bytes", [1000, 10_000, 10 * MB])
+def test_slow_start_does_not_ask_how_the_bytes_are_framed(frame_bytes):
+    world = World(pair(rate_bps=1e12, latency="100 ms", effects="all", tcp="ack_share = 0"))
+    count = 10 * MB // frame_bytes
+
+    async def main() -> float:
+        near, far = await connected(world)
+        began_s = world.loop.time()
+        world.host("a").spawn(sent(near, count, frame_bytes - HEADER_BYTES), name="send")
+        return (await received(far, count))[-1][1] - began_s
+
+    # Ten segments of 1448 bytes, then twice as many in each round trip of 200 ms: 2⁹ − 1 such windows are sent in nine,
+    # and what is left in the tenth; then the latency.
+    window = 14_480
+    left = (10 * MB - (2**9 - 1) * window) / min(2**9 * window, Tcp().window_bytes)
+    assert world.run(main()) == pytest.approx(0.2 * (9 + left) + 0.1, rel=0.01)
 
 
 # Wi-Fi.

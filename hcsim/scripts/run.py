@@ -93,7 +93,7 @@ class _ScriptWorld(World):
         reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
         for other, theirs in self._lines.items():  # as a launcher would: not all of them have a link to us
             if reason and other is not host:
-                host.signal(other, theirs.peer_failed, rank, reason)
+                host.signal(other, "end", theirs.peer_failed, rank, reason)
         await attendant.end(reason)
 
     def came_to(self, outcomes: Sequence[object]) -> ScriptRun:

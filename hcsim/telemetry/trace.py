@@ -1,5 +1,8 @@
 """The trace: every send, delivery, timer and fault of a run, with a SHA-256 over all of it.
 
+A connection's frames are sent and delivered, and so are packets outside of any: calls and their answers, resets,
+announcements.
+
 Two runs are the same run when their digests are equal. An event is a flat tuple
 `(time_ns, kind, where, *fields)` of strings and numbers; the digest is the SHA-256 of the
 events' msgpack encodings in the order in which they happened, so it also depends on order

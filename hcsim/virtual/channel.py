@@ -173,7 +173,7 @@ class VirtualChannel:
 
     def tell_peer(self, why: str) -> None:
         """Send a reset: the peer's end breaks when it arrives."""
-        self._host.signal(self._far._host, self._far.broken, why)
+        self._host.signal(self._far._host, "reset", self._far.broken, why)
 
     def vanish(self, *, answers: bool = True) -> None:
         """Our end is gone without a word.
@@ -218,7 +218,7 @@ class VirtualChannel:
         while due_ns < waited_ns:
             past, due_ns = past + 1, due_ns + min(rto_ns << past, MAX_RTO_NS)
         if due_ns == waited_ns:
-            self._host.signal(there, there.disown, self)  # a partition may swallow it, so we go on
+            self._host.signal(there, "again", there.disown, self)  # a partition may swallow it, so we go on
             due_ns += min(rto_ns << past, MAX_RTO_NS)
         self._loop.call_at_ns(since_ns + due_ns, self.retransmit)
 
@@ -379,6 +379,7 @@ class VirtualListener:
         """See `runtime.channel.Listener.accept`."""
         channel = await self._waiting.get() if self._open else None
         if channel is None:
+            self._waiting.put_nowait(None)  # for the next who waits
             raise ChannelClosed(f"the listener at {self.address} was closed by us")
         return channel
 

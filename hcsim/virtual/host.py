@@ -7,7 +7,8 @@ import contextvars
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
@@ -146,7 +147,8 @@ class VirtualHost:
         """Where a machine with several addresses was last reached."""
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)
-        self._signals = random_stream(world.scenario.seed, "signal", self._seeded)
+        self._signals: dict[str, random.Random] = {}
+        """What we draw for packets to each host: what becomes of one peer changes no other's."""
 
     def __repr__(self) -> str:
         return f"<host {self._name}>"
@@ -188,7 +190,7 @@ class VirtualHost:
                         self.metrics.counter("hcsim_connects_total", outcome="opened").add()
                         return channel
                     refused = True
-                    await self.clock.sleep(backoff_s * (0.5 + self._signals.random()))
+                    await self.clock.sleep(backoff_s * (0.5 + self._draws(name).random()))
                     backoff_s = min(2.0 * backoff_s, LAST_BACKOFF_S)
         except TimeoutError:
             outcome = "refused" if refused else "unanswered"
@@ -223,42 +225,50 @@ class VirtualHost:
         """The other hosts that hear our broadcasts."""
         return self._world.wiring.neighbours(self)
 
-    def signal(self, target: VirtualHost, arrive: Callable[..., None], *args: object) -> None:
+    def signal(self, target: VirtualHost, what: str, arrive: Callable[..., None], *args: object) -> None:
         """Send a packet of no size; a partition or a crash swallows it."""
-        self._post(target, (0.0,), arrive, args)
+        self._post(_Packet(self, target, what, arrive, args))
 
     def cast(self, target: VirtualHost, question: bool, arrive: Callable[..., None], *args: object) -> None:
         """The same as a datagram of the local network, to which faults may do more."""
         route = self._world.topology.route(self._name, target.name)
         if route is not None:
             datagram = Datagram(self._name, target.name, (route.medium, route.arrives_by), question)
-            self._post(target, self._world.datagrams.delays_s(datagram), arrive, args)
+            what = "question" if question else "announcement"
+            packet = _Packet(self, target, what, arrive, args)
+            self._post(packet, self._world.datagrams.delays_s(datagram))
 
-    def _post(
-        self,
-        target: VirtualHost,
-        delays_s: tuple[float, ...],
-        arrive: Callable[..., None],
-        args: tuple[object, ...],
-        over: tuple[str, str] | None = None,
-    ) -> None:
-        path = self._world.topology.route(self._name, target.name, over)
-        if not self.alive or path is None or self._world.wiring.is_cut(self._name, target.name):
+    def _post(self, packet: _Packet, delays_s: tuple[float, ...] = (0.0,), over: tuple[str, str] | None = None) -> None:
+        if self.alive:
+            packet.note("send")
+            self._carry(packet, delays_s, over)
+
+    def _carry(self, packet: _Packet, delays_s: tuple[float, ...], over: tuple[str, str] | None) -> None:
+        target = packet.target.name
+        path = self._world.topology.route(self._name, target, over)
+        if path is None or self._world.wiring.is_cut(self._name, target):
+            return
+        if self.net.waits(path, partial(self._carry, packet, delays_s, over)):
             return
         way_s = path.latency_s
         if path.jitter_s > 0.0:
-            way_s += self._signals.expovariate(1.0 / path.jitter_s)
+            way_s += self._draws(target).expovariate(1.0 / path.jitter_s)
         for delay_s in delays_s:
-            when_ns = self.loop.now_ns + round((way_s + delay_s) * NS)
-            self.loop.call_at_ns(when_ns, self._signalled, target, arrive, args)
+            self.loop.call_at_ns(self.loop.now_ns + round((way_s + delay_s) * NS), self._came, packet)
 
-    def _signalled(self, target: VirtualHost, arrive: Callable[..., None], args: tuple[object, ...]) -> None:
-        wiring = self._world.wiring
+    def _draws(self, target: str) -> random.Random:
+        if target not in self._signals:
+            self._signals[target] = random_stream(self._world.scenario.seed, "signal", self._seeded, target)
+        return self._signals[target]
+
+    def _came(self, packet: _Packet) -> None:
+        wiring, target = self._world.wiring, packet.target
         clear_ns = wiring.clogged_until_ns(self._name, target.name)
         if self.loop.now_ns < clear_ns:
-            self.loop.call_at_ns(clear_ns, self._signalled, target, arrive, args)
+            self.loop.call_at_ns(clear_ns, self._came, packet)
         elif target.alive and not wiring.is_cut(self._name, target.name):
-            arrive(*args)
+            packet.note("deliver")
+            packet.arrive(*packet.args)
 
     def present(self, name: str) -> VirtualHost:
         """The host of that name, in the life that it has now."""
@@ -266,7 +276,7 @@ class VirtualHost:
 
     def disown(self, channel: VirtualChannel) -> None:
         """A packet of a connection arrives that nobody here knows: the answer is a reset."""
-        self.signal(channel.host, channel.broken, f"{self._name} does not know it any more")
+        self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
 
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(len(self.channels))
@@ -298,23 +308,29 @@ class VirtualHost:
         """A channel, or None when the target says no. Repeats the call while nobody answers."""
         name, _, interface = place.partition("%")
         call = Call(self, port, interface)
-        while not call.answer.done():
-            target = self._world.host(name)  # in the life that it has now
-            over = ("", interface) if interface else None
-            self._post(target, (0.0,), target.called, (call,), over)
-            try:
-                async with asyncio.timeout(SYN_RETRY_S):
-                    await asyncio.shield(call.answer)
-            except TimeoutError:
-                continue
+        try:
+            while not call.answer.done():
+                target = self._world.host(name)  # in the life that it has now
+                over = ("", interface) if interface else None
+                self._post(_Packet(self, target, "call", target.called, (call,)), over=over)
+                try:
+                    async with asyncio.timeout(SYN_RETRY_S):
+                        await asyncio.shield(call.answer)
+                except TimeoutError:
+                    continue
+        except BaseException:
+            call.give_up()
+            raise
         return call.answer.result()
 
     def called(self, call: Call) -> None:
         """A connection request arrives here, or arrives again."""
+        if call.given_up or not call.caller.alive:  # nobody would answer our answer
+            return
         listener = self._listeners.get(call.port)
         if call.taken_by is not self:
             if listener is None:
-                self.signal(call.caller, call.answered, None)
+                self.signal(call.caller, "refusal", call.answered, None)
                 return
             ends = self._world.wiring.join(call.caller, self, call.interface)
             if ends is None:  # the way went away behind the call
@@ -323,7 +339,22 @@ class VirtualHost:
             self.metrics.counter("hcsim_accepts_total").add()
             call.near, far = ends
             listener.offer(far)
-        self.signal(call.caller, call.answered, call.near)
+        self.signal(call.caller, "answer", call.answered, call.near)
+
+
+class _Packet(NamedTuple):
+    """Something without a size that one host sends another outside of any connection."""
+
+    source: VirtualHost
+    target: VirtualHost
+    what: str
+    arrive: Callable[..., None]
+    args: tuple[object, ...]
+
+    def note(self, happened: str) -> None:
+        """Have it in the trace."""
+        source, target = self.source, self.target
+        source.net.trace.record((source.loop.now_ns, happened, f"{source.name}→{target.name}", self.what))
 
 
 class Call:
@@ -338,8 +369,23 @@ class Call:
         self.taken_by: VirtualHost | None = None
         """The host that took it, in one of its lives."""
         self.near: VirtualChannel | None = None
+        self.given_up = False
 
     def answered(self, channel: VirtualChannel | None) -> None:
         """The answer is back."""
-        if not self.answer.done():
+        if self.given_up:
+            _disown(channel)
+        elif not self.answer.done():
             self.answer.set_result(channel)
+
+    def give_up(self) -> None:
+        """Nobody wants the connection any more: its other end is told."""
+        self.given_up = True
+        if self.answer.done():
+            _disown(self.answer.result())
+
+
+def _disown(channel: VirtualChannel | None) -> None:
+    if channel is not None:
+        channel.tell_peer(f"{channel.host.name} has given it up")
+        channel.vanish()

@@ -75,6 +75,18 @@ def test_a_closed_listener_accepts_no_more_and_its_channels_live_on(arena):
     arena.run(body)
 
 
+def test_everybody_who_waits_at_a_listener_hears_that_it_closes(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        waiting = [right.spawn(listener.accept(), name=f"accept {number}") for number in range(3)]
+        await right.clock.sleep(0.01)
+        await listener.close()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [ChannelClosed] * 3
+
+    arena.run(body)
+
+
 def test_a_caller_whom_nobody_took_hears_the_end_when_the_listener_closes(arena):
     async def body(left, right):
         listener = await right.listen(arena.address(right))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hcsim.config import parse_scenario
-from hcsim.errors import ConfigError, Deadlock, UsageError
+from hcsim.errors import ConfigError, Deadlock, PeerRefused, UsageError
 from hcsim.runtime.frame import Header
 from hcsim.runtime.host import Medium
 from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.world import World
+from tests.switches import on_switch
 
 HOMES = """
 name = "homes"
@@ -246,3 +247,24 @@ def test_a_plain_simpy_process_runs_beside_the_hosts(world):
     world.loop.env.process(weather(world.loop.env))
     world.run_on_all(program)
     assert log == [("rain", 1.0), ("step", 1.5), ("rain", 2.0), ("rain", 3.0), ("step", 3.0), ("step", 4.5)]
+
+
+def test_the_trace_has_packets_outside_of_connections_too():
+    events: list[Any] = []
+    world = World(on_switch(("a", "b")), sink=events.extend)
+
+    async def main() -> None:
+        a, b = world.hosts
+        listener = await b.listen("b:1")
+        await b.lan.advertise(Service("b", "b:1"))
+        near = await a.connect("b:1")
+        await listener.close()
+        with pytest.raises(PeerRefused):
+            await a.connect("b:2", timeout_s=0.01)
+        await near.close()
+
+    world.run(main())
+    world.trace.digest()
+    packets = {event[1:] for event in events if len(event) == 4}
+    for way, what in (("b→a", "announcement"), ("a→b", "call"), ("b→a", "answer"), ("b→a", "refusal")):
+        assert {("send", way, what), ("deliver", way, what)} <= packets

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hcsim.config import (
     AnyFault,
@@ -15,6 +16,8 @@ from hcsim.config import (
     HalfOpen,
     InterfaceChange,
     LinkChange,
+    Reset,
+    Restart,
     RouterReboot,
     WifiGate,
     parse_scenario,
@@ -28,6 +31,7 @@ from hcsim.runtime.lan import Service
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
+from tests.switches import on_switch
 from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, home, until, world_with
 
 about = partial(pytest.approx, abs=2e-6)
@@ -404,3 +408,76 @@ def test_while_the_router_reboots_only_thunderbolt_is_left():
 async def _arrival_s(world: World, channel: Any) -> float:
     await channel.recv(lambda _: None)
     return world.loop.time()
+
+
+# Calls.
+
+
+def test_a_call_that_was_given_up_leaves_nobody_behind():
+    world = World(on_switch(("a", "b"), latency="1 s"))
+
+    async def main() -> list[str]:
+        listener = await world.host("b").listen("b:1")
+        taken = asyncio.create_task(listener.accept())
+        ends = []
+        for timeout_s in (0.5, 1.5):  # before the call gets there, and before the answer is back
+            with pytest.raises(DeadlineExceeded):
+                await world.host("a").connect("b:1", timeout_s=timeout_s)
+            await asyncio.sleep(3.0)
+            assert not world.host("a").channels
+            if taken.done():
+                with pytest.raises(ChannelBroken) as broken:
+                    await (await taken).recv(lambda _: None)
+                ends.append(str(broken.value))
+        assert not world.host("b").channels
+        return ends
+
+    (end,) = world.run(main())
+    assert "a has given it up" in end
+
+
+def test_a_machine_that_goes_down_as_it_calls_is_not_taken_for_a_caller():
+    world = World(on_switch(("a", "b"), (Restart(at_s=0.05, node="a", down_s=1.0),), latency="100 ms"))
+
+    async def main() -> bool:
+        listener = await world.host("b").listen("b:1")
+        world.host("a").spawn(world.host("a").connect("b:1"), name="call")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await listener.accept()
+        return not world.host("b").channels
+
+    assert world.run(main())
+
+
+def test_a_call_waits_for_the_air_to_open():
+    world = home_with(WifiGate(at_s=1.0, medium="air", duration_s=3.0))
+
+    async def main() -> float:
+        await world.host("laptop").listen("laptop:1")
+        await until(2.0)
+        await world.host("mini").connect("laptop%air:1")
+        return world.loop.time()
+
+    assert 4.0 <= world.run(main()) < 4.1
+
+
+def delays_s(*faults: AnyFault) -> list[float]:
+    """What jitter makes of some messages from c to d, where a has called b before, again if it has to."""
+    scenario = on_switch(("a", "b", "c", "d"), faults)
+    world = World(replace(scenario, media=(replace(scenario.media[0], jitter_s=1e-3),)))
+
+    async def main() -> list[float]:
+        near, far = await connected(world)
+        await until(2.0)
+        try:
+            await echo_s(world, near, far)
+        except ChannelBroken:
+            await connected(world)
+        return [await echo_s(world, near, far) for near, far in [await connected(world, "c", "d")] for _ in range(5)]
+
+    return world.run(main())
+
+
+def test_what_becomes_of_two_hosts_changes_no_delay_between_two_others():
+    assert delays_s(Reset(at_s=1.0, between=("a", "b"), mid_frame=False)) == pytest.approx(delays_s(), abs=1e-8)

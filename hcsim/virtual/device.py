@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextvars import Context, copy_context
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from hcsim.config import Machine
@@ -11,10 +14,60 @@ from hcsim.virtual.machines import seconds
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
+    from hcsim.virtual.loop import VirtualLoop
 
 T = TypeVar("T")
 Spoiler: TypeAlias = Callable[[memoryview], bool]
 """May change what was computed; says whether it is done with it for good."""
+
+
+class Pace:
+    """Time as work sees it: it passes at the machine's speed, and not at all while the machine does nothing."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._speed = 1.0
+        self._before_s = 0.0
+        self._since_s = 0.0
+        self._waiting: dict[asyncio.Future[None], tuple[float, Context]] = {}
+        self._timers: dict[asyncio.Future[None], asyncio.TimerHandle] = {}
+
+    def now(self) -> float:
+        """Seconds of work at full speed that there was time for so far."""
+        return self._before_s + (self._loop.time() - self._since_s) * self._speed
+
+    def change(self, speed: float) -> None:
+        """Go on at that part of the full speed."""
+        self._before_s, self._since_s = self.now(), self._loop.time()
+        self._speed = speed
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for future in self._waiting:
+            self._set_timer(future)
+
+    async def reach(self, when_s: float) -> None:
+        """Return at that time."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[future] = when_s, copy_context()
+        self._set_timer(future)
+        try:
+            await future
+        finally:
+            del self._waiting[future]
+            if (timer := self._timers.pop(future, None)) is not None:
+                timer.cancel()
+
+    def _set_timer(self, future: asyncio.Future[None]) -> None:
+        if self._speed > 0.0:
+            when_s, context = self._waiting[future]
+            left_s = (when_s - self.now()) / self._speed
+            self._timers[future] = self._loop.call_later(left_s, _end, future, context=context)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class VirtualDevice:
@@ -23,8 +76,8 @@ class VirtualDevice:
     def __init__(self, host: VirtualHost, machine: Machine) -> None:
         self._host = host
         self._machine = machine
-        self.throttle = 1.0
-        """How much of its speed is left: 1 is all of it."""
+        self._factors: list[float] = []
+        self._pace = Pace(host.loop)
         self._spoilers: list[Spoiler] = []
         self._busy_until_s = 0.0
         self._memory_until_s = 0.0
@@ -54,22 +107,43 @@ class VirtualDevice:
         result = function()
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
-        lasts_s = seconds(self._machine, work, self.throttle)
+        lasts_s = seconds(self._machine, work, self.throttle) * self.throttle
         if lasts_s > 0.0:
-            now_s = self._host.loop.time()
-            self._busy_until_s = max(self._busy_until_s, now_s) + lasts_s
-            await self._host.clock.sleep(self._busy_until_s - now_s)
+            self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
+            await self._pace.reach(self._busy_until_s)
         return result
 
     async def touch(self, moved_bytes: int) -> None:
         """See `runtime.device.Device.touch`."""
-        lasts_s = moved_bytes / (self._memory_bytes_ps * self.throttle)
+        lasts_s = moved_bytes / self._memory_bytes_ps
         if lasts_s > 0.0:
-            now_s = self._host.loop.time()
-            self._memory_until_s = max(self._memory_until_s, now_s) + lasts_s
-            await self._host.clock.sleep(self._memory_until_s - now_s)
+            self._memory_until_s = max(self._memory_until_s, self._pace.now()) + lasts_s
+            await self._pace.reach(self._memory_until_s)
 
     # The world's side of a device.
+
+    @property
+    def throttle(self) -> float:
+        """How much of its speed is left: 1 is all of it."""
+        return prod(self._factors)
+
+    def slow_down(self, factor: float) -> None:
+        """Go on at that part of its speed."""
+        self._factors.append(factor)
+        self.go_on()
+
+    def recover(self, factor: float) -> None:
+        """Undo one `slow_down`."""
+        self._factors.remove(factor)
+        self.go_on()
+
+    def stop(self) -> None:
+        """Nothing is computed until it goes on."""
+        self._pace.change(0.0)
+
+    def go_on(self) -> None:
+        """At the speed that is left, unless the machine is held."""
+        self._pace.change(0.0 if self._host.pauses else self.throttle)
 
     def spoil(self, spoiler: Spoiler) -> None:
         """Have something look at all results from now on, until it has done its damage."""
@@ -77,5 +151,6 @@ class VirtualDevice:
 
     def go_on_from(self, before: VirtualDevice) -> None:
         """Be that device in the machine's next life: as slow, and as faulty."""
-        self.throttle = before.throttle
+        self._factors = list(before._factors)
+        self._pace.change(self.throttle)
         self._spoilers = before._spoilers

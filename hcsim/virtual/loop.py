@@ -35,6 +35,8 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 
 import simpy
 from simpy.resources.base import Get, Put
+from simpy.resources.container import ContainerGet
+from simpy.resources.resource import Request
 
 from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
@@ -209,7 +211,7 @@ class VirtualLoop(PlainLoop):
             if future.cancelled() and event.callbacks is not None:
                 event.callbacks.remove(deliver)
                 if isinstance(event, Get | Put):
-                    event.cancel()
+                    _take_back(event)
 
         if event.callbacks is None:
             deliver(event)
@@ -244,6 +246,14 @@ class VirtualLoop(PlainLoop):
             if timer is not None and timer.context.get(OWNER) is owner:
                 timer.loop = None
         self._sweep_timers()
+
+    def postpone(self, owner: object, by_ns: int) -> None:
+        """Let all timers of this owner run out that much later."""
+        for place, (deadline_ns, number, timer, *rest) in enumerate(self._timers):
+            if timer is not None and timer.context.get(OWNER) is owner:
+                timer.deadline_ns = deadline_ns + by_ns
+                self._timers[place] = (timer.deadline_ns, number, timer, *rest)
+        heapify(self._timers)
 
     def _is_held(self, handle: Callback) -> bool:
         held = self._held.get(handle.context.get(OWNER))
@@ -422,6 +432,16 @@ class VirtualLoop(PlainLoop):
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Nothing to do: there are no threads here."""
+
+
+def _take_back(event: Get[Any] | Put[Any]) -> None:
+    """Nobody wants the event any more: what it was granted meanwhile goes back."""
+    if not event.triggered:
+        event.cancel()
+    elif isinstance(event, Request):
+        event.resource.release(event)
+    elif isinstance(event, Get):
+        event.resource.put(event.amount if isinstance(event, ContainerGet) else event.value)
 
 
 def _nanoseconds(seconds: float) -> int:

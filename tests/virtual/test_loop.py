@@ -598,6 +598,30 @@ def test_a_coroutine_awaits_processes_and_events() -> None:
     assert run(main()) == ["result", 5, "result"]
 
 
+@pytest.mark.parametrize("kind", ["store", "tank", "desk"])
+def test_what_was_granted_to_a_wait_in_the_instant_of_its_cancelling_goes_back(kind: str) -> None:
+    async def main() -> object:
+        loop = the_loop()
+        store, tank, desk = simpy.Store(loop.env), simpy.Container(loop.env), simpy.Resource(loop.env)
+        first = desk.request()
+        wanted = {"store": store.get, "tank": lambda: tank.get(2), "desk": desk.request}[kind]()
+        given = {"store": lambda: store.put("it"), "tank": lambda: tank.put(5), "desk": lambda: desk.release(first)}[
+            kind
+        ]
+        wait = loop.event(wanted)
+
+        def give() -> Generator[simpy.Event, Any, Any]:
+            yield given()
+            assert wanted.triggered
+            wait.cancel()
+            yield loop.env.timeout(1)
+
+        await loop.event(loop.env.process(give()))
+        return {"store": store.items, "tank": tank.level, "desk": desk.count}[kind]
+
+    assert run(main()) == {"store": ["it"], "tank": 5, "desk": 0}[kind]
+
+
 def test_a_cancelled_wait_takes_nothing_from_a_store() -> None:
     async def main() -> Any:
         loop = the_loop()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hcsim.config import Crash, Lid, Pause, Restart, Throttle
 from hcsim.errors import UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
+from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
@@ -27,7 +28,8 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
     """End this life of the host."""
     if not host.alive:
         return
-    channels = list(host.channels)
+    # Of what was closed before, a system that lives on sends the rest.
+    channels = list(host.channels) if clean else world.wiring.channels_of(host.name)
     for channel in channels if clean else ():
         channel.tell_peer(f"{host.name} crashed")
     host.alive = False
@@ -95,6 +97,7 @@ def hold(world: World, host: VirtualHost, duration_s: float) -> None:
     """Stop all of the host's code for a while."""
     host.pauses += 1
     world.loop.freeze(host)
+    host.device.stop()
     world.later(duration_s, _thaw, world, host)
 
 
@@ -103,21 +106,28 @@ def _thaw(world: World, host: VirtualHost) -> None:
     if host.alive and not host.pauses:
         note(world, "thaw", host.name)
         world.loop.thaw(host)
+        host.device.go_on()
 
 
 @apply.register(Lid)
 def close_lid(fault: Lid, world: World) -> None:
-    """The machine sleeps: no code of it runs, and what measures time for its programs stands still."""
+    """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
+    still."""
     host = world.host(fault.node)
+    others = [other.name for other in world.hosts if other is not host]
+    ways = [way for other in others for way in ((host.name, other), (other, host.name))]
     now_s = world.loop.time()
     until_s = max(host.asleep_until_s, now_s + fault.duration_s)
     slept_s = until_s - max(host.asleep_until_s, now_s)
     host.asleep_until_s = until_s
-    world.later(fault.duration_s, _wake, host, slept_s, fault.connections == "dead")
+    world.loop.postpone(host, round(slept_s * NS))
+    world.wiring.cut(ways)
+    world.later(fault.duration_s, _wake, world, host, ways, slept_s, fault.connections == "dead")
     hold(world, host, fault.duration_s)
 
 
-def _wake(host: VirtualHost, slept_s: float, alone: bool) -> None:
+def _wake(world: World, host: VirtualHost, ways: list[tuple[str, str]], slept_s: float, alone: bool) -> None:
+    world.wiring.mend(ways)
     if host.alive:
         host.clock.slept(slept_s)
         for channel in list(host.channels) if alone else ():
@@ -132,10 +142,10 @@ def throttle(fault: Throttle, world: World) -> None:
 
 def slow_down(world: World, node: str, factor: float, duration_s: float) -> None:
     """Let the node compute at that part of its speed for a while."""
-    world.host(node).device.throttle *= factor
+    world.host(node).device.slow_down(factor)
     world.later(duration_s, _recover, world, node, factor)
 
 
 def _recover(world: World, node: str, factor: float) -> None:
     note(world, "recover", node)
-    world.host(node).device.throttle /= factor
+    world.host(node).device.recover(factor)

@@ -6,19 +6,34 @@ import asyncio
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from hcsim import simulate
 from hcsim.collectives.group import Group
-from hcsim.config import ClockDrift, ClockJump, Lid, NanGradient, Pause, Restart
-from hcsim.errors import ChannelBroken
+from hcsim.config import (
+    AnyFault,
+    ClockDrift,
+    ClockJump,
+    Lid,
+    NanGradient,
+    Pause,
+    Restart,
+    Throttle,
+    parse_scenario,
+)
+from hcsim.errors import ChannelBroken, DeadlineExceeded
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task
+from hcsim.virtual.stream import RTO_S
+from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import LATENCY_S, connected, until, world_with
+from tests.virtual.faults.arena import LATENCY_S, SECOND, connected, until, world_with
 
 # The lid.
 
@@ -34,8 +49,8 @@ def test_a_sleeping_machine_does_nothing_and_its_clock_is_ahead_when_it_wakes():
         return seen
 
     slept, other, _ = (np.array(seen) for seen in world.run_on_all(program))
-    # What was due while it slept happens when it wakes up, at 61.5 s, and no time has passed for its stopwatch.
-    assert slept == pytest.approx(np.array([(1.0, 1.0, 1.0), (61.5, 61.5, 1.5), (62.5, 62.5, 2.5)]))
+    # It wakes up at 61.5 s, and no time has passed for its stopwatch, nor for what waits.
+    assert slept == pytest.approx(np.array([(1.0, 1.0, 1.0), (62.0, 62.0, 2.0), (63.0, 63.0, 3.0)]))
     assert other == pytest.approx(np.array([(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.0, 3.0, 3.0)]))
 
 
@@ -75,6 +90,72 @@ def test_connections_outlive_a_sleep_or_are_gone_for_the_sleeper_at_once_and_for
         assert world.loop.time() == pytest.approx(10.0 + 2 * LATENCY_S)
 
     world.run(main())
+
+
+def test_nobody_reaches_a_machine_that_sleeps_and_it_sends_nothing():
+    world = world_with(Lid(at_s=1.0, node="b", duration_s=100.0))
+
+    async def main() -> float:
+        near, far = await connected(world, "b", "a")
+        await world.host("b").listen("b:1")
+        await until(0.9)
+        await near.send(Header(SECOND), Phantom(SECOND))
+        await until(5.0)
+        with pytest.raises(DeadlineExceeded):
+            await world.host("a").connect("b:1", timeout_s=10.0)
+        await far.recv(lambda _: None)
+        return world.loop.time()
+
+    # A tenth of a second of it had left before; the rest goes on when it wakes up.
+    assert world.run(main()) == pytest.approx(101.0 + 0.9 + RTO_S, abs=0.01)
+
+
+# Work.
+
+TEN_SECONDS = Work(flops=1e10)
+MACHINE = '{ name = "slow", peak = "1 GFLOPS", memory = "1 GB/s", efficiency_compute = 1.0, overhead = "0 s" }'
+
+
+@pytest.mark.parametrize(
+    ("faults", "lasts_s"),
+    [
+        ((), 10.0),
+        ((Pause(at_s=2.0, node="a", duration_s=6.0),), 16.0),
+        ((Lid(at_s=2.0, node="a", duration_s=6.0),), 16.0),
+        ((Throttle(at_s=1.0, node="a", factor=0.1, duration_s=100.0),), 1.0 + 90.0),
+        ((Throttle(at_s=0.0, node="a", factor=0.5, duration_s=4.0),), 4.0 + 8.0),
+        ((Throttle(at_s=1.0, node="a", factor=0.5, duration_s=100.0), Pause(at_s=3.0, node="a", duration_s=7.0)), 26.0),
+        (
+            (
+                Throttle(at_s=1.0, node="a", factor=0.4, duration_s=2.0),
+                Throttle(at_s=2.0, node="a", factor=0.8, duration_s=2.0),
+            ),
+            4.0 + 10.0 - (1.0 + 0.4 + 0.32 + 0.8),
+        ),
+        ((ClockDrift(at_s=1.0, node="a", rate=2.0, duration_s=100.0),), 10.0),
+        ((ClockDrift(at_s=0.0, node="a", rate=0.5, duration_s=100.0),), 10.0),
+    ],
+    ids=[
+        "nothing",
+        "pause",
+        "lid",
+        "slow",
+        "slow at first",
+        "slow and pause",
+        "slow twice",
+        "fast clock",
+        "slow clock",
+    ],
+)
+def test_work_goes_on_as_the_machine_does(faults: tuple[AnyFault, ...], lasts_s: float):
+    scenario = parse_scenario(f'name = "one"\nnode = [{{ name = "a", machine = {MACHINE} }}]', "one")
+    world = World(msgspec.structs.replace(scenario, faults=faults))
+
+    async def program(host: Any) -> float:
+        await host.device.run(TEN_SECONDS, lambda: None)
+        return world.loop.time()
+
+    assert world.run_on_all(program) == [pytest.approx(lasts_s)]
 
 
 # Clocks.

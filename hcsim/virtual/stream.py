@@ -60,11 +60,10 @@ class Stream:
 
     __slots__ = (
         "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_counted_from", "_cwnd", "_due", "_earned", "_held",
-        "_idle_since_ns",
-        "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net", "_not_before_ns",
-        "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged", "_uneven",
-        "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number",
-        "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
+        "_idle_since_ns", "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net",
+        "_not_before_ns", "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged",
+        "_uneven", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
+        "number", "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:

@@ -85,12 +85,9 @@ class SharedStream:
         with suppress(OSError):  # the peer may have been faster
             self._bell.shutdown(socket.SHUT_WR)
 
-    def unread(self) -> bool:
+    def undelivered_bytes(self) -> int:
         """What was written stays in the memory for as long as the peer has it."""
-        return False
-
-    async def drain(self) -> None:
-        """Nothing to do."""
+        return 0
 
     def close(self) -> None:
         """Let go of the bell and of the memory, whoever still refers to us."""

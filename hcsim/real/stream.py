@@ -57,11 +57,9 @@ class Stream(Protocol):
     def finish(self) -> None:
         """Say that nothing more will be written."""
 
-    def unread(self) -> bool:
-        """Whether something has come that nobody read, so that to close now would destroy what was written last."""
-
-    async def drain(self) -> None:
-        """Let what was written arrive."""
+    def undelivered_bytes(self) -> int:
+        """How much of what was written could still be lost by closing it, once it is finished; what comes is thrown
+        away."""
 
     def close(self) -> None:
         """Let go of it."""

@@ -26,6 +26,7 @@ from hcsim.errors import (
 )
 from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
 from hcsim.real.failures import translated, unexpected_tls
+from hcsim.real.lingering import close_when_delivered
 from hcsim.real.stream import WOULD_BLOCK, Parts, Stream
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place, Relay
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
@@ -173,11 +174,7 @@ class StreamChannel:
         """End it; see `Channel.close`."""
         if self._error is None:
             self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
-            try:
-                if self._stream.unread():
-                    await self._stream.drain()
-            finally:
-                self._stream.close()
+            close_when_delivered(self._stream)
 
     # -- receiving
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from contextlib import suppress
 
 from hcsim.real.direction import Direction
@@ -18,8 +21,10 @@ except ImportError:  # there was no compiler: whoever receives adds up afterward
     receive_sum = None  # type: ignore[assignment]
 
 _READ_AHEAD_BYTES = 4 * 1024
-_LINGER_S = 0.25
-_LINGER_BYTES = 64 * 1024
+_DISCARDED_BYTES = 64 * 1024
+_DISCARDS_PER_LOOK = 64
+_SO_NWRITE = 0x1024
+"""What macOS calls the bytes that a socket still has to send, or send again."""
 _TLS_RECORD_BYTES = 16 * 1024
 
 
@@ -61,6 +66,19 @@ class _SocketStream:
         with suppress(OSError):  # the peer may have been faster
             self._sock.shutdown(socket.SHUT_WR)
 
+    def undelivered_bytes(self) -> int:
+        """See `Stream.undelivered_bytes`. To close on something unread would reset the connection; where the peer has
+        ended it too, nothing more comes that could. TLS is over since it was finished: these are raw bytes."""
+        try:
+            for _ in range(_DISCARDS_PER_LOOK):
+                if not self._sock.recv(_DISCARDED_BYTES):
+                    return 0
+        except BlockingIOError:
+            pass
+        except OSError:
+            return 0
+        return _unacknowledged_bytes(self._sock)
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
@@ -84,21 +102,6 @@ class TcpStream(_SocketStream):
     def hides_bytes(self) -> bool:
         """So are these."""
         return False
-
-    def unread(self) -> bool:
-        """To close on something unread would reset the connection."""
-        try:
-            return bool(self._sock.recv(1))
-        except OSError:
-            return False
-
-    async def drain(self) -> None:
-        """See `Stream.drain`: a reset would overtake what was written."""
-        rest, loop = bytearray(_LINGER_BYTES), asyncio.get_running_loop()
-        with suppress(OSError):  # TimeoutError is one
-            async with asyncio.timeout(_LINGER_S):
-                while await loop.sock_recv_into(self._sock, rest):
-                    pass
 
 
 class TlsStream(_SocketStream):
@@ -127,12 +130,12 @@ class TlsStream(_SocketStream):
         """What OpenSSL has read and decrypted already."""
         return self._tls.pending() > 0
 
-    def unread(self) -> bool:
-        """It closes as it is: TLS tells its end itself."""
-        return False
 
-    async def drain(self) -> None:
-        """Nothing to do."""
+def _unacknowledged_bytes(sock: socket.socket) -> int:
+    """What the peer's system has not confirmed; on Linux our end of the stream counts as one."""
+    if sys.platform == "darwin":
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:

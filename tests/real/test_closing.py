@@ -14,6 +14,7 @@ import pytest
 
 from hcsim import Group, Options, real_group
 from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, PeerRefused
+from hcsim.real import lingering
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SWITCH
 from hcsim.runtime.frame import Header
@@ -96,6 +97,74 @@ def test_close_with_unread_bytes_still_delivers_what_was_sent():
             return numbers
 
     assert asyncio.run(main()) == list(range(FRAMES))
+
+
+SENDS_AND_ENDS = """
+import asyncio, sys, threading
+from hcsim.real.host import RealHost, RealOptions
+from hcsim.runtime.frame import Header
+
+async def main():
+    async with RealHost(RealOptions("one")) as host:
+        channel = await host.connect(sys.argv[1])
+        for number in range(10):
+            await channel.send(Header(50_000, operation=number), memoryview(bytes(50_000)))
+        await channel.close()
+    print("closed", flush=True)
+
+def leave_it_as_it_stands():
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    asyncio.run_coroutine_threadsafe(main(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+
+asyncio.run(main()) if sys.argv[2] == "ended" else leave_it_as_it_stands()
+"""
+
+
+@pytest.mark.parametrize("loop", ["ended", "left as it stands"])
+def test_a_program_that_ends_after_it_closed_delivers_what_it_sent_whatever_the_peer_says(loop):
+    async def main() -> list[int]:
+        async with RealHost(RealOptions("other")) as other:
+            listener = await other.listen("127.0.0.1:0")
+            strictly = ["-W", "error", "-X", "dev"] if loop == "ended" else []
+            command = [sys.executable, *strictly, "-c", SENDS_AND_ENDS, listener.address, loop]
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as child:  # noqa: ASYNC220
+                far = await listener.accept()
+                assert child.stdout is not None
+                assert await asyncio.to_thread(child.stdout.readline) == "closed\n"
+                with suppress(subprocess.TimeoutExpired):  # it ends now, if it does not wait
+                    await asyncio.to_thread(child.wait, 0.3)
+                for _ in range(2):
+                    with suppress(ChannelBroken):
+                        await far.send(Header(0))
+                numbers = [(await far.recv(lambda _: None))[0].operation for _ in range(10)]
+                await far.close()
+                _, complaints = await asyncio.to_thread(child.communicate)
+                assert (child.returncode, complaints) == (0, "")
+            return numbers
+
+    assert asyncio.run(main()) == list(range(10))
+
+
+def test_what_is_under_way_to_one_that_reads_nothing_is_given_up_when_the_loop_ends(monkeypatch):
+    monkeypatch.setattr(lingering, "_STUCK_S", 0.0)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            async with RealHost(RealOptions("one")) as host:
+                channel = await host.connect(f"127.0.0.1:{server.getsockname()[1]}")
+                reads_nothing.append(server.accept()[0])
+                for _ in range(10):
+                    await channel.send(Header(50_000), memoryview(bytes(50_000)))
+                await channel.close()
+
+    reads_nothing: list[socket.socket] = []
+    asyncio.run(main())
+    gc.collect()  # a socket that was left open would be warned of
+    assert not lingering._HELD
+    reads_nothing[0].close()
 
 
 @pytest.mark.parametrize("turns", range(5))

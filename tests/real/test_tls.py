@@ -75,6 +75,27 @@ def between(left: RealOptions, right: RealOptions, body: Body) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_close_delivers_what_was_sent_though_the_peer_says_something_before_or_after_it(when):
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        near = await left.connect(listener.address)
+        far = await listener.accept()
+        if when == "before":
+            await far.send(Header(100), memoryview(bytes(100)))  # nobody reads it
+        for number in range(10):
+            await near.send(Header(50_000, operation=number), memoryview(bytes(50_000)))
+        await near.close()
+        if when == "after":
+            await far.send(Header(0))
+        numbers = [(await far.recv(allocate))[0].operation for _ in range(10)]
+        assert numbers == list(range(10))
+        with pytest.raises(ChannelBroken, match="between two frames"):
+            await far.recv(allocate)
+
+    between(member(LEFT), member(RIGHT), body)
+
+
 @pytest.mark.parametrize("turns", range(1, 8))
 def test_a_handshake_does_not_outlive_its_listener_whenever_closing_is_cancelled(turns):
     async def main() -> None:

@@ -19,6 +19,8 @@ _LINGER_S = 0.25
 """How long a close waits for what was sent to leave."""
 _WIND_DOWN_S = 60.0
 """How long what was sent may take to arrive, after that."""
+_SMALL_TALK_BYTES = 64 * 1024
+"""How much a peer may go on to say meanwhile. One that says more wants to know that nobody listens."""
 
 
 class Pipe(Protocol):
@@ -224,7 +226,7 @@ class PiecewiseChannel:
         task.add_done_callback(_WINDING_DOWN.discard)
 
     async def _wind_down(self) -> None:
-        """Let what was sent arrive: say that it is over, and wait until the peer says so too, or talks on."""
+        """Let what was sent arrive: say that it is over, and wait until the peer says so too, or talks on and on."""
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(_WIND_DOWN_S):
@@ -232,11 +234,12 @@ class PiecewiseChannel:
                     await asyncio.wait((self._write,))
                 await self._pipe.finish()
                 self._finished.set_result(None)
-                until_s = clock() + _LINGER_S
-                while True:
+                until_s, heard_bytes = clock() + _LINGER_S, 0
+                while heard_bytes <= _SMALL_TALK_BYTES or clock() <= until_s:
                     self._read = self._read or asyncio.create_task(self._pipe.read())
-                    if await self._read is None or clock() > until_s:
+                    if (piece := await self._read) is None:
                         return
+                    heard_bytes += len(piece)
                     self._read = None
         except OSError:  # TimeoutError is one
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -432,6 +433,33 @@ def test_what_was_sent_before_a_close_arrives_and_then_the_end(arena):
                 await server.recv(allocate)
             assert server.peer in str(caught.value)
             assert caught.value.peer == server.peer
+
+    arena.run(body)
+
+
+def test_what_was_sent_before_a_close_arrives_though_the_peer_says_something_more(arena):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        sent = []
+
+        async def send_what_fits_under_way():
+            for step in range(20):
+                await client.send(Header(50_000, step=step), pattern(50_000, step))
+                sent.append(step)
+
+        sending = left.spawn(send_what_fits_under_way(), name="sender")
+        await left.clock.sleep(0.5)
+        await client.close()
+        with suppress(ChannelClosed):
+            await sending
+        await left.clock.sleep(0.5)
+        for _ in range(2):
+            with suppress(ChannelBroken):
+                await server.send(Header(0))
+        for step in sent:
+            header, payload = await server.recv(allocate)
+            assert header.step == step
+            assert payload == pattern(50_000, step)
 
     arena.run(body)
 

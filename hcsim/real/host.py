@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from errno import EADDRINUSE, EADDRNOTAVAIL
+from errno import EADDRINUSE, EADDRNOTAVAIL, ETIMEDOUT
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +49,7 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
 _NEXT_PLACE_S = 1.0
-"""How long one of a machine's addresses may take to answer before the next is tried."""
+"""How long one of a machine's addresses may take to answer before the next is tried; twice that the next time round."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 
 
@@ -156,14 +156,14 @@ class RealHost:
         """Open a channel; see `Host.connect`. A certificate that one of us does not trust ends the attempts at once."""
         target = parse(address)
         draw = self.rng("connect", address)
-        delay_s = _FIRST_RETRY_S
+        delay_s, next_place_s = _FIRST_RETRY_S, _NEXT_PLACE_S
         failure: ChannelError | None = None
         until_s = self._clock.elapsed() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        channel = await self._dial(target, until_s)
+                        channel = await self._dial(target, until_s, next_place_s)
                         self._connected("opened")
                         if isinstance(channel, StreamChannel):
                             self._channels.add(channel)
@@ -175,6 +175,7 @@ class RealHost:
                             raise failure from error
                     await asyncio.sleep(delay_s * draw.uniform(0.5, 1.0))
                     delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
+                    next_place_s *= 2
         except TimeoutError:
             self._connected("refused" if isinstance(failure, PeerRefused) else "unanswered")
             if isinstance(failure, PeerRefused):
@@ -252,7 +253,7 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, target: Target, until_s: float) -> Channel:
+    async def _dial(self, target: Target, until_s: float, next_place_s: float) -> Channel:
         """One attempt, at every address that the names stand for; the one that answered last comes first."""
         failure = OSError(f"{' or '.join(target.hosts)} has no address")
         places = await self._resolve(target)
@@ -267,16 +268,23 @@ class RealHost:
                     half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
                     if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
                         return StreamChannel(met.stream, peer, met.identity, met.binding)
-                async with asyncio.timeout(_NEXT_PLACE_S if (family, sockaddr) != places[-1] else None):
-                    sock = await _dial_tcp(family, sockaddr)
+                async with asyncio.timeout(next_place_s if len(places) > 1 else None):
+                    channel = await self._dial_tcp(family, sockaddr, peer)
                 self._answered[address] = family, sockaddr
-                if self._tls is None:
-                    return StreamChannel(TcpStream(sock), peer)
-                secured = await self._tls.handshake(sock, server_side=False)
-                return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
-            except OSError as error:  # TimeoutError is one
+                return channel
+            except TimeoutError as error:
+                failure = TimeoutError(error.errno or ETIMEDOUT, error.strerror or f"no answer from {sockaddr[0]}")
+            except OSError as error:
                 failure = error
         raise failure
+
+    async def _dial_tcp(self, family: int, sockaddr: Any, peer: str) -> StreamChannel:
+        """A channel to that place, with TLS where we have it."""
+        sock = await _connected_socket(family, sockaddr)
+        if self._tls is None:
+            return StreamChannel(TcpStream(sock), peer)
+        secured = await self._tls.handshake(sock, server_side=False)
+        return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
 
     async def _resolve(self, target: Target) -> list[tuple[int, Any]]:
         """Socket families and addresses of names, if our security allows to use them."""
@@ -299,7 +307,7 @@ class RealHost:
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
 
 
-async def _dial_tcp(family: int, sockaddr: Any) -> socket.socket:
+async def _connected_socket(family: int, sockaddr: Any) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         tune(sock)

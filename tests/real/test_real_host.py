@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExceeded, PeerRefused
+from hcsim.real import host as real_host
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
 from hcsim.runtime.frame import Header
@@ -289,6 +291,49 @@ def test_ipv6_addresses_work() -> None:
         await server.close()
 
     between(RealOptions("left"), RealOptions("right"), body)
+
+
+def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -> None:
+    """Though it is the last one, where the first answers only later."""
+    port = int(addresses(1)[0].rpartition(":")[2])
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            full = stack.enter_context(socket.create_server(("127.0.0.3", port), backlog=0))
+            for _ in range(4):
+                caller = stack.enter_context(socket.socket())
+                caller.setblocking(False)
+                caller.connect_ex(full.getsockname())
+            async with asyncio.timeout(20), RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
+                connecting = one.spawn(one.connect(f"127.0.0.1|127.0.0.3:{port}", timeout_s=20), name="connect")
+                await asyncio.sleep(0.1)  # it has begun to wait for the last
+                listener = await other.listen(f"127.0.0.1:{port}")
+                channel = await connecting
+                assert channel.peer == listener.address
+                await channel.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
+def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, addresses_tried: str
+) -> None:
+    """It goes round, with more patience each time, until one answers; that one is then tried first."""
+    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.001)
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        port = int(listener.address.rpartition(":")[2])
+        with socket.create_server(("127.0.0.2", port)):
+            for _ in range(2):
+                channel = await left.connect(f"{addresses_tried}:{port}", timeout_s=20)
+                assert channel.peer == listener.address
+                await channel.close()
+        assert left._answered[f"{addresses_tried}:{port}"][1] == ("127.0.0.1", port)
+
+    tls = authority.member("one")
+    between(RealOptions("left", tls=tls, shared_memory=False), RealOptions("right", tls=tls), body)
 
 
 def test_nagle_is_off_at_both_ends() -> None:

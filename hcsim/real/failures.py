@@ -61,7 +61,7 @@ def translated(error: OSError, peer: str) -> ChannelError:
         return PeerRefused(f"nobody listens at {peer}", peer)
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return ChannelBroken(f"{peer} reset the connection", peer)
-    return ChannelBroken(f"the connection to {peer} failed: {error.strerror or error}", peer)
+    return ChannelBroken(f"the connection to {peer} failed: {error.strerror or str(error) or 'no answer'}", peer)
 
 
 def is_distrust(error: OSError) -> bool:

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from errno import EADDRINUSE, EADDRNOTAVAIL, ETIMEDOUT
+from errno import EADDRINUSE, EADDRNOTAVAIL
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -272,10 +272,9 @@ class RealHost:
                     channel = await self._dial_tcp(family, sockaddr, peer)
                 self._answered[address] = family, sockaddr
                 return channel
-            except TimeoutError as error:
-                failure = TimeoutError(error.errno or ETIMEDOUT, error.strerror or f"no answer from {sockaddr[0]}")
-            except OSError as error:
-                failure = error
+            except OSError as error:  # TimeoutError is one
+                if not is_distrust(failure):  # a person must know that, whatever the other places say
+                    failure = error
         raise failure
 
     async def _dial_tcp(self, family: int, sockaddr: Any, peer: str) -> StreamChannel:

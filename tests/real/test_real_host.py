@@ -304,7 +304,7 @@ def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -
                 caller = stack.enter_context(socket.socket())
                 caller.setblocking(False)
                 caller.connect_ex(full.getsockname())
-            async with asyncio.timeout(20), RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
+            async with RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
                 connecting = one.spawn(one.connect(f"127.0.0.1|127.0.0.3:{port}", timeout_s=20), name="connect")
                 await asyncio.sleep(0.1)  # it has begun to wait for the last
                 listener = await other.listen(f"127.0.0.1:{port}")
@@ -334,6 +334,20 @@ def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
 
     tls = authority.member("one")
     between(RealOptions("left", tls=tls, shared_memory=False), RealOptions("right", tls=tls), body)
+
+
+@pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
+def test_a_certificate_that_is_not_trusted_is_told_whatever_the_other_addresses_say(
+    authority: Authority, tmp_path: Path, addresses_tried: str
+) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        port = listener.address.rpartition(":")[2]
+        with pytest.raises(PeerRefused, match="our authority did not sign its certificate"):
+            await left.connect(f"{addresses_tried}:{port}", timeout_s=600)
+
+    foreign = Authority(tmp_path, "foreign").member("two")
+    between(RealOptions("left", tls=authority.member("one")), RealOptions("right", tls=foreign), body)
 
 
 def test_nagle_is_off_at_both_ends() -> None:

@@ -185,6 +185,9 @@ class Fate:
         if link is not None and link.leaving:  # its goodbye lay behind what we had still to read
             text = f"{ticket} failed while {error.phase}: rank {error.peer} has left the group"
             return CollectiveError(text, peer=error.peer, phase=error.phase)
+        if isinstance(told, CollectiveError) and told.peer not in (None, error.peer):
+            # Another is lost, too: that is why this one hung up, whose words may have been lost on the way.
+            return CollectiveError(f"{ticket} failed: {told}", peer=told.peer, phase=told.phase)
         return error
 
     async def _broken(self, error: CollectiveError) -> None:

@@ -121,6 +121,28 @@ def test_a_peer_that_gives_up_and_hangs_up_is_not_the_reason(virtual, monkeypatc
     assert told == "send #0 failed: rank 1 gave up: the link to rank 2 failed"
 
 
+def test_a_peer_that_hangs_up_without_a_word_is_not_the_reason_where_another_is_lost(virtual, monkeypatch):
+    async def hung_up(link: Link, header: Header, payload: Payload) -> None:
+        raise ChannelBroken("connection reset", peer=f"rank {link.peer_rank}")
+
+    async def program(group: Group) -> tuple[str, int | None]:
+        await group.barrier()
+        if group.rank != 0:
+            await group.host.clock.sleep(20.0)
+            return "", None
+        monkeypatch.setattr(Link, "send", hung_up)
+        sending = group.send(np.ones(1), 1)
+        await group.host.clock.sleep(0.01)
+        group._fate.mesh.links[2].fail(ChannelBroken("it was killed"))
+        error = await failure(sending)
+        return str(error), error.peer
+
+    options = Options(timeout_s=10.0, watch_s=5.0)  # rank 0 has a link to everybody
+    text, peer = virtual.outcome(3, program, options=options).values()[0]
+    assert text == "send #0 failed: the link to rank 2 failed: it was killed"
+    assert peer == 2
+
+
 def test_any_exception_on_one_rank_fails_the_operation_on_all_at_once(virtual, monkeypatch):
     def no_room(size_bytes: int) -> memoryview:
         raise MemoryError("no room")

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
-from zeroconf import InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from hcsim.errors import ConfigError, UsageError
@@ -15,6 +15,7 @@ from hcsim.runtime.lan import Service, Sighting
 
 SERVICE_TYPE = "_hcsim._tcp.local."
 _RESOLVE_TIMEOUT_MS = 3000
+_MOST_RESOLVING = 32
 
 
 class MdnsLan:
@@ -59,25 +60,47 @@ class MdnsLan:
     async def browse(self) -> AsyncIterator[Sighting]:
         """All services in view, then every change."""
         responder = self._opened()
-        changes: asyncio.Queue[tuple[str, ServiceStateChange]] = asyncio.Queue()
+        found: asyncio.Queue[tuple[str, Service | None]] = asyncio.Queue()
+        resolving: dict[str, asyncio.Task[None]] = {}
+        changed: set[str] = set()
+        """Those that have changed while they were resolved."""
+        slots = asyncio.Semaphore(_MOST_RESOLVING)
+
+        async def resolve(name: str) -> None:
+            async with slots:
+                changed.add(name)
+                while name in changed:
+                    changed.discard(name)
+                    if (service := await self._resolve(name)) is not None:
+                        found.put_nowait((name, service))
+            del resolving[name]
 
         def note(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-            changes.put_nowait((name, state_change))
+            if state_change is ServiceStateChange.Removed:
+                if name in resolving:
+                    resolving.pop(name).cancel()
+                found.put_nowait((name, None))
+            elif name in resolving:
+                changed.add(name)
+            else:  # beside the others: a name that nobody answers for must not hold them up
+                resolving[name] = asyncio.create_task(resolve(name), name=f"resolve {name}")
 
         browser = AsyncServiceBrowser(responder.zeroconf, SERVICE_TYPE, handlers=[note])
         in_view: dict[str, Service] = {}
         try:
             while True:
-                name, change = await changes.get()
-                if change is ServiceStateChange.Removed:
+                name, service = await found.get()
+                if service is None:
                     if name in in_view:
                         yield Sighting(in_view.pop(name), gone=True)
-                    continue
-                service = await self._resolve(name)
-                if service is not None and in_view.get(name) != service:
+                elif in_view.get(name) != service:
                     in_view[name] = service
                     yield Sighting(service)
         finally:
+            tasks = tuple(resolving.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await browser.async_cancel()
 
     async def close(self) -> None:
@@ -101,9 +124,12 @@ class MdnsLan:
             return None
 
     async def _resolve(self, name: str) -> Service | None:
-        """Where a service is and what it says; None when it vanished meanwhile."""
-        info = AsyncServiceInfo(SERVICE_TYPE, name)
-        if not await info.async_request(self._opened().zeroconf, _RESOLVE_TIMEOUT_MS):
+        """Where a service is and what it says; None when it vanished meanwhile, or never was one."""
+        try:
+            info = AsyncServiceInfo(SERVICE_TYPE, name)
+            if not await info.async_request(self._opened().zeroconf, _RESOLVE_TIMEOUT_MS):
+                return None
+        except Error:  # any device can announce a name that zeroconf does not take
             return None
         addresses = info.parsed_addresses()
         if not addresses or info.port is None:

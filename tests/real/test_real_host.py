@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -418,6 +419,45 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def announcement(name: bytes) -> bytes:
+    """A packet that says that there is a service of ours of that name, and nothing else about it."""
+    of_type = b"".join(bytes([len(label)]) + label for label in (b"_hcsim", b"_tcp", b"local")) + b"\0"
+    named = bytes([len(name)]) + name + of_type
+    return struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + of_type + struct.pack("!HHIH", 12, 1, 4500, len(named)) + named
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[b"control\x01"], [b"x" * 63], [b"ghost %d" % number for number in range(20)]],
+    ids=["bad", "long", "many"],
+)
+def test_names_that_nobody_answers_for_neither_end_nor_hold_up_the_search(names: list[bytes]) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        sightings = right.lan.browse()
+
+        async def sighted(name: str) -> None:
+            while (await anext(sightings)).service.name != name:
+                pass
+
+        first, second = (f"hcsim-test-{os.getpid()}-{number}" for number in range(2))
+        await left.lan.advertise(Service(first, "127.0.0.1:4000", {}))
+        try:
+            await asyncio.wait_for(sighted(first), 5)
+        except TimeoutError:
+            await sightings.aclose()
+            pytest.skip("multicast does not reach loopback on this machine")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            stranger.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
+            for name in names:
+                stranger.sendto(announcement(name), ("224.0.0.251", 5353))
+        await left.lan.advertise(Service(second, "127.0.0.1:4001", {}))
+        await sighted(second)
+        await sightings.aclose()
+
+    at_home = ("127.0.0.1",)
+    between(RealOptions("left", lan_interfaces=at_home), RealOptions("right", lan_interfaces=at_home), body)
 
 
 def test_a_folder_of_state_belongs_to_one_process_until_it_ends(tmp_path: Path) -> None:

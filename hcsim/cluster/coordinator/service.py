@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -41,6 +42,9 @@ class Coordinator:
         self._lines: dict[str, Endpoint] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
+        self._undone: deque[Effect] = deque()
+        self._unsaved = ""
+        """Why what had to be written down could not be, as long as that is so."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._news = News()
         self._strangers = Callers()
@@ -107,6 +111,8 @@ class Coordinator:
         self._do(effects)
         if before is not None and before is not endpoint:
             self._start(before.close(), f"hang up on {who.worker}, who calls again")
+        if self._unsaved:
+            raise CallRefused(f"the coordinator cannot remember anybody now: {self._unsaved}")
         return registered
 
     async def _heartbeat(self, generation: int) -> Notice:
@@ -137,7 +143,8 @@ class Coordinator:
 
     async def _committed(self) -> tuple[Checkpoint, ...]:
         committed = self.state.rounds.committed
-        return () if committed is None else (committed,)
+        answer = () if committed is None else (committed,)
+        return await self._answered(lambda question, now: [Answer(question, answer)])  # type: ignore[no-any-return]
 
     def _caller(self) -> Register:
         who = self._who.get(serving_endpoint())
@@ -161,14 +168,16 @@ class Coordinator:
     # Effects and time.
 
     def _do(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        """Do it, behind what has not been done yet: nothing is said that had to be written down before and was not."""
+        self._undone.extend(effects)
+        while self._undone:
+            effect = self._undone[0]
             match effect:
                 case Keep():
-                    self._host.store.save(self._record, msgspec.msgpack.encode(self.state.kept()))
+                    if not self._save():
+                        break  # the next tick tries again
                 case Note(text):
-                    self._host.trace("coordinator", text)
-                    if self._note is not None:
-                        self._note(text)
+                    self._tell_people(text)
                 case Tell(worker, notice):
                     if worker in self._lines:
                         self._start(self._tell(self._lines[worker], notice), f"tell {worker}")
@@ -179,7 +188,25 @@ class Coordinator:
                             answer.set_result(value)
                         else:
                             answer.set_exception(error)
+            self._undone.popleft()
         self._news.tell()
+
+    def _save(self) -> bool:
+        """Write down what must outlive a restart; if that fails, people are told, once."""
+        try:
+            self._host.store.save(self._record, msgspec.msgpack.encode(self.state.kept()))
+        except ConfigError as error:
+            if not self._unsaved:
+                self._tell_people(f"{error}; nobody is answered until that can be done")
+            self._unsaved = str(error)
+            return False
+        self._unsaved = ""
+        return True
+
+    def _tell_people(self, text: str) -> None:
+        self._host.trace("coordinator", text)
+        if self._note is not None:
+            self._note(text)
 
     async def _tell(self, line: Endpoint, notice: Notice) -> None:
         try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import numpy as np
 import pytest
 
-from hcsim.cluster.coordinator import Policy, Roster, Worker
+from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Pause, Reset
 from hcsim.errors import CallRefused, CollectiveError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.real.host import RealHost, RealOptions
 from tests.cluster.coordinator.conftest import run_virtual
 
 NAMES = ["hub", "w0", "w1", "w2", "w3"]
@@ -332,3 +334,37 @@ def test_a_worker_that_was_stuck_comes_back_under_its_rank():
         return str(caught.value)
 
     run_virtual(NAMES, body, (Pause(at_s=1.0, node="w1", duration_s=3.0),))
+
+
+def test_a_coordinator_that_cannot_write_tells_people_and_goes_on_when_it_can(tmp_path):
+    folder = tmp_path / "state"
+    notes: asyncio.Queue[str] = asyncio.Queue()
+
+    async def noted(words: str) -> None:
+        while words not in await notes.get():
+            pass
+
+    async def main() -> None:
+        hub, one, other = (RealHost(RealOptions(name, state=tmp_path / name)) for name in ("state", "w0", "w1"))
+        async with asyncio.timeout(60), hub, one, other:
+            listener = await hub.listen("127.0.0.1:0")
+            coordinator = Coordinator(hub, quick(2, least=1), note=notes.put_nowait)
+            coordinator.open(listener)
+            first = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
+            second = await Worker.join(other, listener.address, "w1", "127.0.0.1:2")
+            await together(first.ready(), second.ready())
+            asking = one.spawn(first.ready(), name="ready")
+            await noted("generation 1 is over")
+            shutil.rmtree(folder)
+            await second.close()
+            await noted("cannot be written")
+            with pytest.raises(CallRefused, match="cannot remember anybody now"):
+                await Worker.join(other, listener.address, "w2", "127.0.0.1:3", patience_s=0.1)
+            assert not asking.done()
+            folder.mkdir()
+            assert [peer.worker for peer in (await asking).peers] == ["w0"]
+            await first.close()
+            await coordinator.close()
+            await listener.close()
+
+    asyncio.run(main())

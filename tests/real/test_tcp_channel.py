@@ -388,7 +388,9 @@ def test_an_address_is_a_host_and_a_port(text: str, parts: tuple[str, int]) -> N
     assert join_address(parts) == text
 
 
-@pytest.mark.parametrize("text", ["", "mini", "mini:", ":80", "mini:http", "mini:65536", "::1:80", "mini:-1"])
+@pytest.mark.parametrize(
+    "text", ["", "mini", "mini:", ":80", "mini:http", "mini:65536", "::1:80", "mini:-1", "mini:" + 5000 * "1"]
+)
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
         split_address(text)

@@ -340,7 +340,8 @@ async def real_group(
     if twice is not None:
         raise ConfigError(f"{twice} is there twice among the peers: each rank needs an address of its own")
     for address in addresses:
-        parse(address)  # one that nobody can ever call from is not waited for
+        if parse(address).port == 0 and len(addresses) > 1:  # one that nobody can ever call from is not waited for
+            raise ConfigError(f"{address}: the others cannot know which port that is: give each rank one of its own")
     us = Membership(rank, addresses, wire=wire or Wire())
     async with AsyncExitStack() as stack:
         named = RealOptions(

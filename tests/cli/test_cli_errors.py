@@ -40,6 +40,8 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
         (("run", "--real", "--peers", "localhost:x,localhost", "--rank", "0"), ["'localhost:x'", "host:port"]),
         (("run", "--real", "--peers", "localhost,localhost", "--rank", "0"), ["localhost:52416", "twice"]),
+        (("run", "--real", "--peers", "localhost:0,localhost", "--rank", "0"), ["localhost:0", "which port that is"]),
+        (("run", "--real", "--peers", f"localhost,h:{'1' * 5000}", "--rank", "0"), ["is not an address"]),
         (("run", "--real", "--peers", "http://a:1,b", "--rank", "0"), ["'http://a:1'", "ws, wss, grpc"]),
         (("run", "--real", "--peers", "localhost,localhost:99999", "--rank", "0"), ["'localhost:99999'", "host:port"]),
         (("run", "--real", "--peers", "192.0.2.1,localhost", "--rank", "0", "--insecure"), ["192.0.2.1", "our own"]),

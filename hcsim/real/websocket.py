@@ -171,16 +171,27 @@ class WebSocketListener:
         await self._clean_up()
 
     def _welcome(self) -> asyncio.BaseProtocol:
-        """A caller that does not ask for a WebSocket in time is sent away."""
+        """A caller that does not ask for a WebSocket in time is sent away; one of too many, before that."""
         assert self._runner is not None
         assert self._runner.server is not None
         protocol = self._runner.server()
-        patience_s = self._handshake_timeout_s if len(self._strangers) < MAX_UNACCEPTED else 0.0
-        self._strangers[protocol] = asyncio.get_running_loop().call_later(patience_s, self._send_away, protocol)
+        if len(self._strangers) >= MAX_UNACCEPTED:
+            self._send_away(self._one_too_many())
+        limit = asyncio.get_running_loop().call_later(self._handshake_timeout_s, self._send_away, protocol)
+        self._strangers[protocol] = limit
         return protocol
 
+    def _one_too_many(self) -> Any:
+        """Who has said nothing for longest, from the address with the most of them: the newest may be one of us."""
+        silent: dict[str, list[Any]] = {}
+        for protocol in self._strangers:  # the oldest first
+            peer = protocol.transport and protocol.transport.get_extra_info("peername")
+            silent.setdefault(peer[0] if peer else "", []).append(protocol)
+        return max(silent.values(), key=len)[0]
+
     def _send_away(self, protocol: Any) -> None:
-        if self._strangers.pop(protocol, None) is not None:
+        if (limit := self._strangers.pop(protocol, None)) is not None:
+            limit.cancel()
             protocol.force_close()
 
     async def _called(self, request: web.Request) -> web.StreamResponse:

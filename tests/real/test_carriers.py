@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExcee
 from hcsim.real import websocket
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import TlsFiles
+from hcsim.real.waiting import MAX_UNACCEPTED
+from hcsim.real.websocket import WebSocketListener
 from hcsim.runtime.frame import Header, encode_header
 from hcsim.runtime.target import parse
 from tests.real.test_real_host import Authority
@@ -354,6 +357,39 @@ def test_what_no_correct_peer_sends_over_a_websocket_ends_the_channel(send: Any,
         await listener.close()
 
     between(body)
+
+
+def test_silent_callers_do_not_shut_others_out_of_a_websocket_listener() -> None:
+    """Of too many the oldest goes, of the address that has the most."""
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("ws://127.0.0.1:0")
+        assert isinstance(listener, WebSocketListener)
+        port = int(listener.address.rpartition(":")[2])
+        with ExitStack() as stack:
+
+            async def call(source: str) -> socket.socket:
+                connecting = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+                before = len(listener._strangers)
+                while len(listener._strangers) == before:  # noqa: ASYNC110 - nobody tells when it was taken in
+                    await asyncio.sleep(0)
+                return stack.enter_context(connecting)
+
+            single = await call("127.0.0.1")
+            crowd = [await call("127.0.0.2") for _ in range(MAX_UNACCEPTED - 1)]
+            for _ in range(2):
+                near = await left.connect(listener.address, timeout_s=10)
+                far = await listener.accept()
+                await far.close()
+                await near.close()
+            crowd[0].settimeout(10)
+            assert crowd[0].recv(1) == b""
+            single.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                single.recv(1)
+        await listener.close()
+
+    between(body, RealOptions("left"), RealOptions("right", handshake_timeout_s=600))
 
 
 def test_an_idle_websocket_is_kept_alive_by_pings(monkeypatch: pytest.MonkeyPatch) -> None:

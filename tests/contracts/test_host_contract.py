@@ -20,7 +20,7 @@ def test_a_port_where_nobody_listens_refuses(arena):
         address = listener.address
         await listener.close()
         with pytest.raises(PeerRefused, match=address):
-            await left.connect(address, timeout_s=0.2)
+            await left.connect(address, timeout_s=1.0)
 
     arena.run(body)
 

@@ -52,10 +52,7 @@ def test_ideal_lines_are_measured_to_the_percent(name: str) -> None:
     assert len(topology.ways) >= len(scenario.nodes) * (len(scenario.nodes) - 1)
     for way in topology.ways:
         there_Bps, back_Bps, latency_s = wires_of(scenario, way)
-        if way.media != (Medium.WIFI, Medium.WIFI):  # from station to station every byte takes the air twice
-            assert (way.line.there_Bps, way.line.back_Bps) == pytest.approx((there_Bps, back_Bps), rel=0.01)
-        else:
-            assert (way.line.there_Bps, way.line.back_Bps) == pytest.approx((there_Bps / 2, back_Bps / 2), rel=0.01)
+        assert (way.line.there_Bps, way.line.back_Bps) == pytest.approx((there_Bps, back_Bps), rel=0.01)
         assert way.line.latency_s == pytest.approx(latency_s, rel=0.01, abs=5e-6)
 
 

@@ -77,8 +77,6 @@ class Mesh:
         """What we call for each rank: its address, or the same one with another of its places first."""
         self._opening: dict[int, asyncio.Future[Link]] = {}
         self._called: dict[int, dict[int, Channel]] = {}
-        """Who has called with some of its stripes, and is not a link yet."""
-        self._watching: dict[Channel, asyncio.Task[None]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
         self._listener = listener
         self._accepting: asyncio.Task[None] | None = None
@@ -339,44 +337,11 @@ class Mesh:
 
     def _take_in(self, theirs: Hello, channel: Channel) -> None:
         channel.limit(MAX_FRAME_BYTES)
-        rank, count = theirs.rank, self.us.wire.stripes
-        stripes = self._called.setdefault(rank, {})
+        stripes = self._called.setdefault(theirs.rank, {})
         stripes[theirs.stripe] = channel
-        if len(stripes) < count:
-            watching = self._watch(rank, theirs.stripe, channel)
-            name = f"watch stripe {theirs.stripe} of rank {rank}"
-            self._watching[channel] = self.host.spawn(watching, name=name)
-        elif count == 1:
-            self._unite(rank)
-        else:
-            watches = [self._watching.pop(other) for other in stripes.values() if other is not channel]
-            self.host.spawn(self._unite_after(watches, rank), name=f"unite the stripes of rank {rank}")
-
-    async def _unite_after(self, watches: Sequence[asyncio.Task[None]], rank: int) -> None:
-        """Only one may receive from a channel, and from now on that is the link."""
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        if not self._closed:
-            self._unite(rank)
-
-    def _unite(self, rank: int) -> None:
-        """All stripes of a rank are there: they are its link."""
-        stripes = self._called.pop(rank)
-        link = self._join(rank, [stripes[stripe] for stripe in range(len(stripes))])
-        awaited = self._complete.pop(rank, None)
-        if awaited is not None and not awaited.done():
-            awaited.set_result(link)
-
-    async def _watch(self, rank: int, stripe: int, channel: Channel) -> None:
-        """Forget one that hangs up before its other stripes have come: it may call again, as may who comes after it."""
-        nothing_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            await channel.recv(lambda _: nothing_more)
-        except ChannelError:
-            if self._watching.pop(channel, None) is not None:
-                stripes = self._called[rank]
-                del stripes[stripe]
-                if not stripes:
-                    del self._called[rank]
-                await channel.close()
+        if len(stripes) == self.us.wire.stripes:
+            del self._called[theirs.rank]
+            link = self._join(theirs.rank, [stripes[stripe] for stripe in range(len(stripes))])
+            awaited = self._complete.pop(theirs.rank, None)
+            if awaited is not None and not awaited.done():
+                awaited.set_result(link)

@@ -382,30 +382,6 @@ def test_who_gives_up_while_it_opens_a_watched_group_tells_those_who_are_there()
     run(body)
 
 
-def test_who_dies_between_its_stripes_can_call_again():
-    striped = {"wire": msgspec.structs.replace(WIRE, stripes=3), "addresses": ("mac-1:1000", "mac-2:1000")}
-    hello = msgspec.structs.replace(HELLO, world=2, stripes=3)
-
-    async def body(ours: VirtualHost, theirs: VirtualHost, _: VirtualHost) -> None:
-        mesh = await opened(ours, 0, **striped)
-        for stripe in range(2):
-            channel, answer, _ = await call(theirs, msgspec.structs.replace(hello, stripe=stripe))
-            assert answer.kind is Kind.HELLO
-            again, answer, text = await call(theirs, msgspec.structs.replace(hello, stripe=stripe))
-            assert (answer.kind, text) == (Kind.ABORT, b"rank 1 is connected already")
-            await again.close()
-            await channel.close()
-            await theirs.clock.sleep(0.1)
-        other = await opened(theirs, 1, **striped)
-        link, _ = await asyncio.gather(mesh.link(1), other.link(0))
-        arrived = link.post((0, 0, 0, 0, 0), None, 0, 3)
-        await other.links[0].send(Header(3, total=3), memoryview(b"abc"))
-        assert bytes(await arrived) == b"abc"
-        await asyncio.gather(mesh.close(*GOODBYE), other.close(*GOODBYE))
-
-    run(body)
-
-
 # What was opened is let go.
 
 

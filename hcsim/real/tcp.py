@@ -67,17 +67,22 @@ class _SocketStream:
             self._sock.shutdown(socket.SHUT_WR)
 
     def undelivered_bytes(self) -> int:
-        """See `Stream.undelivered_bytes`. To close on something unread would reset the connection; where the peer has
-        ended it too, nothing more comes that could. TLS is over since it was finished: these are raw bytes."""
+        """See `Stream.undelivered_bytes`."""
+        return 0 if self._discard_input() else _unacknowledged_bytes(self._sock)
+
+    def _discard_input(self) -> bool:
+        """Throw away what has come, for to close on it would reset the connection; whether nothing more can come.
+
+        TLS is over since it was finished: these are raw bytes."""
         try:
             for _ in range(_DISCARDS_PER_LOOK):
                 if not self._sock.recv(_DISCARDED_BYTES):
-                    return 0
+                    return True
         except BlockingIOError:
-            pass
+            return False
         except OSError:
-            return 0
-        return _unacknowledged_bytes(self._sock)
+            return True
+        return False
 
     def close(self) -> None:
         """Close the socket."""
@@ -132,10 +137,10 @@ class TlsStream(_SocketStream):
 
 
 def _unacknowledged_bytes(sock: socket.socket) -> int:
-    """What the peer's system has not confirmed; on Linux our end of the stream counts as one."""
+    """What the peer's system has not confirmed. On Linux our end of the stream counts as one, and is no matter."""
     if sys.platform == "darwin":
         return sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
-    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return max(int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder) - 1, 0)
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:

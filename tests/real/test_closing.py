@@ -148,23 +148,54 @@ def test_a_program_that_ends_after_it_closed_delivers_what_it_sent_whatever_the_
     assert asyncio.run(main()) == list(range(10))
 
 
-def test_what_is_under_way_to_one_that_reads_nothing_is_given_up_when_the_loop_ends(monkeypatch):
+async def close_on(listening: socket.socket) -> socket.socket:
+    """Send much to somebody who reads nothing, and close; the other end."""
+    async with RealHost(RealOptions("one")) as host:
+        channel = await host.connect(f"127.0.0.1:{listening.getsockname()[1]}")
+        other = listening.accept()[0]
+        for _ in range(10):
+            await channel.send(Header(50_000), memoryview(bytes(50_000)))
+        await channel.close()
+        return other
+
+
+def test_what_is_under_way_to_one_that_reads_nothing_is_given_up_when_the_program_ends(monkeypatch):
     monkeypatch.setattr(lingering, "_STUCK_S", 0.0)
-
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            async with RealHost(RealOptions("one")) as host:
-                channel = await host.connect(f"127.0.0.1:{server.getsockname()[1]}")
-                reads_nothing.append(server.accept()[0])
-                for _ in range(10):
-                    await channel.send(Header(50_000), memoryview(bytes(50_000)))
-                await channel.close()
-
-    reads_nothing: list[socket.socket] = []
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as server, asyncio.run(close_on(server)):
+        assert lingering._HELD
+        lingering._hold_out()
+        assert not lingering._HELD
     gc.collect()  # a socket that was left open would be warned of
-    assert not lingering._HELD
-    reads_nothing[0].close()
+
+
+def test_no_more_than_some_are_held_and_none_longer_than_need_be_when_its_loop_has_gone(monkeypatch):
+    monkeypatch.setattr(lingering, "_MOST_HELD", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        others = [asyncio.run(close_on(server)) for _ in range(5)]
+        assert len(lingering._HELD) == 3
+        for other in others:
+            other.close()  # unread: a reset
+        with asyncio.run(close_on(server)):
+            assert len(lingering._HELD) == 1
+            monkeypatch.setattr(lingering, "_STUCK_S", 0.0)
+            lingering._hold_out()
+
+
+def test_nothing_is_held_where_all_has_arrived():
+    async def main() -> int:
+        async with RealHost(RealOptions("one")) as one, RealHost(RealOptions("other")) as other:
+            listener = await other.listen("127.0.0.1:0")
+            near = await one.connect(listener.address)
+            far = await listener.accept()
+            await near.send(Header(0))
+            await far.recv(lambda _: None)
+            await near.close()
+            held = len(lingering._HELD)
+            await far.close()
+            await listener.close()
+            return held
+
+    assert asyncio.run(main()) == 0
 
 
 @pytest.mark.parametrize("turns", range(5))

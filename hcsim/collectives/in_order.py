@@ -29,7 +29,7 @@ class InOrder:
     """One operation's rounds, and what of them is posted."""
 
     __slots__ = (
-        "_ahead", "_largest", "_links", "_onwards", "_patient", "_roomless", "_rounds", "_sends", "_space", "_wiring",
+        "_largest", "_links", "_onwards", "_patient", "_roomless", "_rounds", "_sends", "_space", "_wiring",
     )  # fmt: skip
 
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
@@ -38,8 +38,6 @@ class InOrder:
         self._links = {number: wiring.links[rank] for number, rank in schedule.names.items()}
         self._patient = schedule.patient
         self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
-        self._ahead: _Posted = []
-        """Of the round that was posted last."""
         self._roomless: deque[tuple[_Posted, int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
@@ -51,10 +49,10 @@ class InOrder:
         wiring, links, roomless, sends = self._wiring, self._links, self._roomless, self._sends
         rank = wiring.ticket.rank
         step = 0
-        self._post(step)
+        ahead = self._post(step)
         for actions in self._rounds:
             state.step = step
-            posted = self._ahead
+            posted = ahead
             sending = True
             for number, action in enumerate(actions):
                 if type(action) is Send:
@@ -66,14 +64,14 @@ class InOrder:
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
-                    self._post(step + 1)
+                    ahead = self._post(step + 1)
                 if type(action) is Finish:
                     await wiring.finish(action.lo, action.hi)
                     continue
                 link = links[action.peer]
                 state.doing, state.peer = "receiving from", link.peer_rank
-                if (ahead := posted[number]) is not None:
-                    arrived, taken = ahead
+                if (known := posted[number]) is not None:
+                    arrived, taken = known
                 else:
                     arrived = wiring.post(link, action, step, wiring.memory.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
@@ -84,9 +82,9 @@ class InOrder:
                         roomless.popleft()
             step += 1
             if sending:
-                self._post(step)
+                ahead = self._post(step)
 
-    def _post(self, step: int) -> None:
+    def _post(self, step: int) -> _Posted:
         """Say where a round's messages go, once the round before it has sent all it sends.
 
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
@@ -96,10 +94,9 @@ class InOrder:
         if sends.through < step - 1:
             sends.through = step - 1
         if step == len(self._rounds):
-            return
+            return []
         wiring, patient, roomless, actions = self._wiring, self._patient, self._roomless, self._rounds[step]
         posted: _Posted = [None] * len(actions)
-        self._ahead = posted
         for number, action in enumerate(actions):
             if type(action) is Send:
                 continue
@@ -111,6 +108,7 @@ class InOrder:
                 if step in self._onwards:
                     place = self._onward(step, number, action, place)
                 posted[number] = wiring.post(self._links[action.peer], action, step, place), 0
+        return posted
 
     def _post_reduce(self, posted: _Posted, step: int, number: int, action: Reduce) -> bool:
         """Whether there was room for the one that comes next. One whose turn it is finds all the space free."""

@@ -168,8 +168,8 @@ def survey(rounds: Rounds) -> Survey:
                     patient.append((step, number))
                     break
             else:
-                for other in actions:
-                    if other.lo < hi and lo < other.hi and type(other) is Send:
+                for place, other in enumerate(actions):
+                    if other.lo < hi and lo < other.hi and (place < number or type(other) is Send):
                         patient.append((step, number))
                         break
         if sends and reduces > most_exchanged:

@@ -246,7 +246,8 @@ class VirtualChannel:
                 raise failure
 
     def _arrived(self, header: Header, payload: Payload) -> None:
-        if self._end is not None:
+        if self._end is not None:  # nobody will read it, so that it takes no room
+            self._in.consumed(HEADER_BYTES + header.length)
             return
         pump, reader = self._pump, self._reader
         if pump is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
@@ -310,6 +311,8 @@ class VirtualChannel:
 
     def _finish(self, error: ChannelClosed | RemoteProtocolError) -> None:
         """Close our end; the peer reads what was sent before, then the end of the stream."""
+        for header, _ in self._inbox:
+            self._in.consumed(HEADER_BYTES + header.length)
         self._inbox.clear()
         self._ended(error)
         if not self._out.dead:

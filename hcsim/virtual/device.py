@@ -107,6 +107,7 @@ class VirtualDevice:
         result = function()
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
+        # At full speed; but launching kernels takes as long on a machine that is throttled.
         lasts_s = seconds(self._machine, work, self.throttle) * self.throttle
         if lasts_s > 0.0:
             self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
@@ -142,8 +143,9 @@ class VirtualDevice:
         self._pace.change(0.0)
 
     def go_on(self) -> None:
-        """At the speed that is left, unless the machine is held."""
-        self._pace.change(0.0 if self._host.pauses else self.throttle)
+        """At the speed that is left, unless the machine is held. One that is down does nothing more in this life."""
+        if self._host.alive:
+            self._pace.change(0.0 if self._host.pauses else self.throttle)
 
     def spoil(self, spoiler: Spoiler) -> None:
         """Have something look at all results from now on, until it has done its damage."""

@@ -42,6 +42,7 @@ class VirtualClock:
         self._rate = 1.0
         self.offset_s = 0.0
         self._elapsed_offset_s = 0.0
+        self._stood_at_s: float | None = None
 
     def now(self) -> float:
         """See `runtime.clock.Clock.now`."""
@@ -69,12 +70,20 @@ class VirtualClock:
         self._elapsed_offset_s -= gained_s
         self._rate = faster
 
-    def slept(self, seconds: float) -> None:
-        """The machine was asleep for so long: time has passed, but not for what measures how long something takes."""
-        self._elapsed_offset_s -= seconds * self._rate
+    def stand_still(self) -> None:
+        """The machine sleeps: time passes, but not for what measures how long something takes."""
+        if self._stood_at_s is None:
+            self._stood_at_s = self.elapsed()
+
+    def go_on(self) -> None:
+        """The machine is awake again."""
+        if self._stood_at_s is not None:
+            self._elapsed_offset_s += self._stood_at_s - self.elapsed()
+            self._stood_at_s = None
 
     def go_on_from(self, before: VirtualClock) -> None:
         """Show what that clock shows: it is the same one, in the machine's next life."""
+        before.go_on()
         self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
 
 
@@ -105,6 +114,13 @@ class VirtualStore:
     def copy_of(self, as_of_s: float | None) -> dict[str, bytes]:
         """What was there at that time, or at the start of this life."""
         return self._at_start if as_of_s is None else self._copies[as_of_s]
+
+
+class Sleep:
+    """One closing of a machine's lid, and the ways that are closed with it."""
+
+    def __init__(self, ways: tuple[tuple[str, str], ...]) -> None:
+        self.ways = ways
 
 
 class VirtualHost:
@@ -140,7 +156,8 @@ class VirtualHost:
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""
-        self.asleep_until_s = 0.0
+        self.sleeps: list[Sleep] = []
+        self.asleep_until_ns = 0
         self.channels: dict[VirtualChannel, None] = {}
         self._listeners: dict[int, VirtualListener] = {}
         self._answered: dict[str, str] = {}
@@ -248,6 +265,8 @@ class VirtualHost:
         path = self._world.topology.route(self._name, target, over)
         if path is None or self._world.wiring.is_cut(self._name, target):
             return
+        if not self.alive and packet.what != "reset":  # which a system sends that outlives its process
+            return
         if self.net.waits(path, partial(self._carry, packet, delays_s, over)):
             return
         way_s = path.latency_s
@@ -336,6 +355,7 @@ class VirtualHost:
             if ends is None:  # the way went away behind the call
                 return
             call.taken_by = self
+            _disown(call.near)  # of a life before this one
             self.metrics.counter("hcsim_accepts_total").add()
             call.near, far = ends
             listener.offer(far)
@@ -373,16 +393,13 @@ class Call:
 
     def answered(self, channel: VirtualChannel | None) -> None:
         """The answer is back."""
-        if self.given_up:
-            _disown(channel)
-        elif not self.answer.done():
+        if not self.given_up and not self.answer.done():
             self.answer.set_result(channel)
 
     def give_up(self) -> None:
-        """Nobody wants the connection any more: its other end is told."""
+        """Nobody wants the connection any more: its other end, if there is one, is told, or learns it as it sends."""
         self.given_up = True
-        if self.answer.done():
-            _disown(self.answer.result())
+        _disown(self.near)
 
 
 def _disown(channel: VirtualChannel | None) -> None:

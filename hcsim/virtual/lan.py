@@ -33,8 +33,7 @@ class VirtualLan:
         if service not in self.history:
             self.history.append(service)
         self._announce(service)
-        loop = self._host.loop
-        loop.call_at_ns(loop.now_ns + 1_000_000_000, self._repeat, service)
+        self._host.loop.call_later(1.0, self._repeat, service)
 
     async def withdraw(self, name: str) -> None:
         """See `runtime.lan.Lan.withdraw`."""

@@ -37,6 +37,7 @@ import simpy
 from simpy.resources.base import Get, Put
 from simpy.resources.container import ContainerGet
 from simpy.resources.resource import Request
+from simpy.resources.store import StoreGet
 
 from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
@@ -440,8 +441,11 @@ def _take_back(event: Get[Any] | Put[Any]) -> None:
         event.cancel()
     elif isinstance(event, Request):
         event.resource.release(event)
-    elif isinstance(event, Get):
-        event.resource.put(event.amount if isinstance(event, ContainerGet) else event.value)
+    elif isinstance(event, ContainerGet):
+        event.resource.put(event.amount)
+    elif isinstance(event, StoreGet):
+        event.resource.items.insert(0, event.value)
+        event.resource._trigger_get(None)
 
 
 def _nanoseconds(seconds: float) -> int:

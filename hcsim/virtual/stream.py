@@ -147,19 +147,18 @@ class Stream:
         """Say what a partition holds back from now on: what we send, the acknowledgements of it, or both."""
         if data and not self.blocked and self._remaining > 0.0:
             self._pause()
-        opened = (self.blocked and not data) or (self.acks_blocked and not acks)
+        opened, acks_opened = self.blocked and not data, self.acks_blocked and not acks
         if acks != self.acks_blocked:
             self._unacknowledged = self.outstanding if acks else 0
         self.blocked, self.acks_blocked = data, acks
-        if not opened:
-            return
         # TCP notices at its next retransmission.
         when = self._loop.now_ns + round(RTO_S * NS)
-        if not data:
+        if opened:
             self._not_before_ns = max(self._not_before_ns, self._arrival_ns, when)
             if self._held:
                 self._loop.call_at_ns(self._not_before_ns, self._let_go)
-        self._loop.call_at_ns(when, self._resume)
+        if opened or acks_opened:
+            self._loop.call_at_ns(when, self._resume)
 
     def hold_until(self, when_ns: int) -> None:
         """Let nothing arrive before that time; whatever has left by then arrives at once."""
@@ -207,7 +206,7 @@ class Stream:
         if self.flow is None:
             if uses:
                 self.flow = Flow(self.number, uses, there.weight, self._bound())
-        elif uses != self.flow.uses:
+        elif uses != self.flow.uses or there.weight != self.flow.weight:
             sending = self.flow.wanted
             if sending:
                 self._pause()
@@ -358,8 +357,8 @@ class Stream:
                 self._arrive(message)
 
     def _delay_ns(self, size_bytes: int) -> int:
-        """What jitter, loss and full queues add to the latency of one message. A queue holds no more than what was
-        sent since the line was idle."""
+        """What jitter, loss and full queues add to the latency of one message. In a queue stands what others have
+        sent, and no more than they have since they were idle; what we sent ourselves took its time to leave."""
         self._burst += size_bytes
         delay_s = 0.0
         if self._jitter_s > 0.0:
@@ -368,8 +367,7 @@ class Stream:
             delay_s += self._retransmission_s(size_bytes)
         for resource, buffer_bytes in self._queues:
             if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                queued_bytes = self._burst + self._net.burst_bytes(resource, self)
-                delay_s += min(buffer_bytes, queued_bytes) / resource.capacity
+                delay_s += min(buffer_bytes, self._net.burst_bytes(resource, self)) / resource.capacity
         return round(delay_s * NS)
 
     def _retransmission_s(self, size_bytes: int) -> float:

@@ -34,10 +34,8 @@ class Wiring:
         self._add_gates()
         self._connections: dict[frozenset[str], int] = {}
         """How many there were between two hosts: what becomes of one pair gives no other's connections new names."""
-        self._senders: dict[tuple[str, str], dict[int, VirtualChannel]] = {}
-        """By who sends to whom, and their stream: ends whose last word has not arrived, closed or not."""
-        self._pairs: dict[int, tuple[str, str]] = {}
-        """Who sends to whom, by stream."""
+        self._speaking: dict[str, dict[int, VirtualChannel]] = {}
+        """By who sends, and their stream: ends whose last word has not arrived, closed or not."""
         net.on_end = self._ended
         self._changes: list[Change] = []
         self._cuts: dict[tuple[str, str], int] = {}
@@ -66,8 +64,7 @@ class Wiring:
             source, target = channel.host.name, channel.peer
             outgoing = channel.streams[0]
             channel.host.channels[channel] = None
-            self._pairs[outgoing.number] = source, target
-            self._senders.setdefault((source, target), {})[outgoing.number] = channel
+            self._speaking.setdefault(source, {})[outgoing.number] = channel
             if self.is_cut(source, target) or self.is_cut(target, source):
                 self._obstruct_one(channel)
             outgoing.hold_until(self.clogged_until_ns(source, target))
@@ -76,19 +73,18 @@ class Wiring:
         return near, far
 
     def channels(self, source: str, target: str) -> list[VirtualChannel]:
-        """The first host's ends of its connections to the second, also closed ones whose last word is under way."""
-        return list(self._senders.get((source, target), {}).values())
+        """The first host's ends of its connections to the second: the open ones, whatever became of the other end, and
+        closed ones whose last word is under way."""
+        return [channel for channel in self.channels_of(source) if channel.peer == target]
 
     def channels_of(self, name: str) -> list[VirtualChannel]:
         """All of a host's ends, likewise."""
-        return [
-            channel for (source, _), senders in self._senders.items() if source == name for channel in senders.values()
-        ]
+        opened = self._hosts[name].channels
+        return [*opened, *(channel for channel in self._speaking.get(name, {}).values() if channel not in opened)]
 
     def _ended(self, stream: Stream) -> None:
-        pair = self._pairs.pop(stream.number, None)
-        if pair is not None:
-            del self._senders[pair][stream.number]
+        for speaking in self._speaking.values():
+            speaking.pop(stream.number, None)
 
     def neighbours(self, host: VirtualHost) -> tuple[VirtualHost, ...]:
         """The hosts in the same broadcast domain."""
@@ -144,8 +140,8 @@ class Wiring:
         for name, capacity in self.topology.capacities.items():
             self._net.capacity(self.topology.resources[name], capacity)
         self._add_gates()
-        for pair in self._senders:
-            for channel in self.channels(*pair):
+        for name in self._hosts:
+            for channel in self.channels_of(name):
                 self._reroute(channel)
 
     def _add_gates(self) -> None:
@@ -157,8 +153,9 @@ class Wiring:
 
     def _reroute(self, channel: VirtualChannel) -> None:
         there, back = self._same_way(channel)
-        if there is not None and back is not None:
-            channel.streams[0].reroute(there, back)
+        outgoing = channel.streams[0]
+        if there is not None and back is not None and not outgoing.dead:
+            outgoing.reroute(there, back)
         self._obstruct_one(channel)
 
     def _obstruct(self, source: str, target: str) -> None:

@@ -242,6 +242,11 @@ def test_the_ranks_of_a_ring_have_their_rounds_in_common(operation: str) -> None
     assert len(apart) <= 2 * 64
 
 
+def test_what_is_received_twice_into_one_range_within_a_round_keeps_its_order() -> None:
+    rounds = ((Recv(1, 0, 4), Recv(2, 2, 6), Recv(3, 6, 8)),)
+    assert survey(rounds).patient == {(0, 1)}
+
+
 @given(world=st.integers(2, 40), beyond=st.integers(0, 100), data=st.data())
 def test_a_planner_says_of_its_plan_what_one_would_find_out(world: int, beyond: int, data: st.DataObject) -> None:
     shape = Shape(world=world, length=world + beyond, order=tuple(data.draw(st.permutations(range(world)))))

@@ -622,6 +622,26 @@ def test_what_was_granted_to_a_wait_in_the_instant_of_its_cancelling_goes_back(k
     assert run(main()) == {"store": ["it"], "tank": 5, "desk": 0}[kind]
 
 
+def test_what_goes_back_to_a_store_comes_first_and_a_release_stays_one() -> None:
+    async def main() -> list[Any]:
+        loop = the_loop()
+        store, desk = simpy.Store(loop.env), simpy.Resource(loop.env)
+        for item in "abc":
+            store.put(item)
+        held = desk.request()
+
+        def cancel(event: simpy.Event) -> None:
+            assert event.triggered
+            loop.event(event).cancel()
+
+        cancel(store.get())
+        cancel(desk.release(held))
+        await asyncio.sleep(1)
+        return [await loop.event(store.get()) for _ in range(3)] + [desk.count]
+
+    assert run(main()) == ["a", "b", "c", 0]
+
+
 def test_a_cancelled_wait_takes_nothing_from_a_store() -> None:
     async def main() -> Any:
         loop = the_loop()

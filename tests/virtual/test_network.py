@@ -360,18 +360,22 @@ def test_jitter_delays_but_never_reorders():
     assert 0.012 < times_s[-1] < 0.070
 
 
-def test_a_full_buffer_adds_its_length_to_the_delay():
-    (empty_s,) = arrivals_s(long_line(BARE), [("a", "b", 10 * MB)])
-    (full_s,) = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), [("a", "b", 10 * MB)])
+def test_a_buffer_that_others_have_filled_adds_its_length_to_the_delay():
+    flows = [("a", "b", 10 * MB), ("a", "b", MB)]
+    _, empty_s = arrivals_s(long_line(BARE), flows)
+    _, full_s = arrivals_s(long_line(BARE, line="buffer = '125 kB'"), flows)
     assert full_s - empty_s == pytest.approx(2 * 0.01, rel=0.01)  # 125 kB at 12.5 MB/s, up and down
 
 
-def test_nobody_waits_in_a_queue_that_nobody_has_filled():
-    pinged = [("a", "b", 100)]
-    (empty_s,) = arrivals_s(long_line(BARE), pinged)
-    (full_s,) = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), pinged)
-    assert full_s - empty_s < 1e-4
-    # Behind what another has sent in the meantime it does: 1 MB at 12.5 MB/s.
-    _, behind_s = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), [("a", "b", 10 * MB), ("a", "b", MB)])
-    _, beside_s = arrivals_s(long_line(BARE), [("a", "b", 10 * MB), ("a", "b", MB)])
-    assert behind_s - beside_s == pytest.approx(2 * 0.08, rel=0.01)
+@pytest.mark.parametrize("size", [100, 500_000, 10 * MB])
+def test_alone_on_a_line_nobody_waits_in_its_queue(size):
+    # However long the queue is, the line carries all the time, so that the last byte is through after size / rate.
+    (took_s,) = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), [("a", "b", size - HEADER_BYTES)])
+    assert took_s == pytest.approx(size / 12.5e6 + 0.05, rel=1e-3)
+
+
+def test_others_fill_a_queue_with_no_more_than_they_have_sent():
+    # Two pings at once: each finds at most the other before it.
+    pings = [("a", "b", 1000 - HEADER_BYTES)] * 2
+    took_s = arrivals_s(long_line(BARE, line="buffer = '1 MB'"), pings)
+    assert max(took_s) <= 2 * 1000 / 12.5e6 + 0.05 + 2 * 1000 / 12.5e6 + 1e-6

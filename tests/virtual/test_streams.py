@@ -191,6 +191,38 @@ def test_a_connection_that_is_made_behind_a_one_way_cut_is_cut_too():
     assert [event[0] >= 3e9 for event in events if event[1:3] == ("deliver", "b→a#1")] == [True]
 
 
+def test_data_that_was_never_held_is_not_delayed_when_acknowledgements_come_again():
+    world = World(pair(Partition(at_s=1.0, sides=SIDES[::-1], duration_s=0.5, oneway=True), rate_bps=inf))
+
+    async def main() -> list[tuple[int, float]]:
+        near, far = await connected(world)
+        receiving = asyncio.create_task(received(far, 40))
+        await until(1.1)
+        for number in range(40):
+            await near.send(Header(0, operation=number))
+            await asyncio.sleep(0.02)
+        return await receiving
+
+    for number, at_s in world.run(main()):
+        assert at_s == pytest.approx(1.1 + 0.02 * number + 0.0001, abs=1e-6)
+
+
+def test_both_ends_closed_leave_no_stream_behind_whatever_was_unread():
+    world = World(pair(effects="all", tcp="window = '64 KiB'"))
+
+    async def main() -> tuple[int, int]:
+        for _ in range(3):
+            near, far = await connected(world)
+            await sent(near, 10, 40_000)
+            await near.close()
+            await asyncio.sleep(1.0)
+            await far.close()
+            await asyncio.sleep(10.0)
+        return len(world.net._streams), len(world.wiring.channels("a", "b") + world.wiring.channels("b", "a"))
+
+    assert world.run(main()) == (0, 0)
+
+
 def test_without_acknowledgements_one_window_fills_the_receiver_and_no_more():
     world = World(pair(Partition(at_s=1.0, sides=SIDES[::-1], duration_s=50.0, oneway=True), effects="all"))
     size = MIB // 4

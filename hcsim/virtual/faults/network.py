@@ -118,7 +118,7 @@ def _move_back(world: World, fault: InterfaceChange) -> None:
 
 
 def _drop(world: World, node: str, medium: str) -> None:
-    for channel in list(world.host(node).channels):
+    for channel in world.wiring.channels_of(node):
         outgoing, incoming = channel.streams
         if medium in (outgoing.interfaces[0], incoming.interfaces[1]):
             channel.lose(f"{node} has left {medium}", answers=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hcsim.config import Crash, Lid, Pause, Restart, Throttle
 from hcsim.errors import UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
+from hcsim.virtual.host import Sleep
 from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
     host.alive = False
     for channel in channels:
         channel.vanish()
+    for sleep in host.sleeps:
+        world.wiring.mend(sleep.ways)
+    host.sleeps.clear()
     world.loop.discard(host)
     world.host_died(host)
 
@@ -114,24 +118,31 @@ def close_lid(fault: Lid, world: World) -> None:
     """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
     still."""
     host = world.host(fault.node)
+    if not host.alive:
+        return
     others = [other.name for other in world.hosts if other is not host]
-    ways = [way for other in others for way in ((host.name, other), (other, host.name))]
-    now_s = world.loop.time()
-    until_s = max(host.asleep_until_s, now_s + fault.duration_s)
-    slept_s = until_s - max(host.asleep_until_s, now_s)
-    host.asleep_until_s = until_s
-    world.loop.postpone(host, round(slept_s * NS))
-    world.wiring.cut(ways)
-    world.later(fault.duration_s, _wake, world, host, ways, slept_s, fault.connections == "dead")
+    sleep = Sleep(tuple(way for other in others for way in ((host.name, other), (other, host.name))))
+    until_ns = world.loop.now_ns + round(fault.duration_s * NS)
+    longer_ns = until_ns - max(host.asleep_until_ns, world.loop.now_ns)
+    if longer_ns > 0:
+        host.asleep_until_ns = until_ns
+        world.loop.postpone(host, longer_ns)
+    host.clock.stand_still()
+    host.sleeps.append(sleep)
+    world.wiring.cut(sleep.ways)
+    world.later(fault.duration_s, _wake, world, host, sleep, fault.connections == "dead")
     hold(world, host, fault.duration_s)
 
 
-def _wake(world: World, host: VirtualHost, ways: list[tuple[str, str]], slept_s: float, alone: bool) -> None:
-    world.wiring.mend(ways)
-    if host.alive:
-        host.clock.slept(slept_s)
-        for channel in list(host.channels) if alone else ():
-            channel.lose(f"{host.name} was asleep")
+def _wake(world: World, host: VirtualHost, sleep: Sleep, alone: bool) -> None:
+    if sleep not in host.sleeps:  # it went down meanwhile
+        return
+    host.sleeps.remove(sleep)
+    world.wiring.mend(sleep.ways)
+    if not host.sleeps:
+        host.clock.go_on()
+    for channel in world.wiring.channels_of(host.name) if alone else ():
+        channel.lose(f"{host.name} was asleep")
 
 
 @apply.register(Throttle)

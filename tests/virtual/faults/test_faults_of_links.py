@@ -13,9 +13,12 @@ from hcsim.config import (
     AnyFault,
     CablePulled,
     Clog,
+    Crash,
     HalfOpen,
     InterfaceChange,
+    Lid,
     LinkChange,
+    Partition,
     Reset,
     Restart,
     RouterReboot,
@@ -434,6 +437,131 @@ def test_a_call_that_was_given_up_leaves_nobody_behind():
 
     (end,) = world.run(main())
     assert "a has given it up" in end
+
+
+def test_a_call_whose_answer_was_lost_leaves_nobody_behind_when_it_is_given_up():
+    # b takes the call; nothing from b reaches a for a long time.
+    lost = Partition(at_s=1.0, sides=(("b",), ("a",)), duration_s=60.0, oneway=True)
+    world = World(on_switch(("a", "b"), (lost,), latency="100 ms"))
+
+    async def main() -> None:
+        listener = await world.host("b").listen("b:1")
+        await until(2.0)
+        with pytest.raises(DeadlineExceeded):
+            await world.host("a").connect("b:1", timeout_s=5.0)
+        far = await listener.accept()
+        with pytest.raises(ChannelBroken, match="a has given it up"):
+            await far.recv(lambda _: None)
+        assert not world.host("a").channels
+        assert not world.net._streams
+
+    world.run(main())
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (HalfOpen(at_s=1.0, between=("a", "b")), Reset(at_s=2.0, between=("b", "a"), mid_frame=False)),
+        (HalfOpen(at_s=1.0, between=("a", "b")), HalfOpen(at_s=2.0, between=("b", "a"))),
+        (Lid(at_s=1.0, node="a", duration_s=0.5, connections="dead"), HalfOpen(at_s=2.0, between=("b", "a"))),
+    ],
+    ids=["reset", "half open", "lid"],
+)
+def test_an_end_whose_other_end_is_gone_breaks_too(first, then):
+    world = world_with(first, then)
+
+    async def main() -> float:
+        _, far = await connected(world)
+        with pytest.raises(ChannelBroken):
+            await far.recv(lambda _: None)
+        return world.loop.time()
+
+    assert world.run(main()) == about(2.0)
+
+
+def test_what_had_not_left_a_machine_dies_with_it():
+    world = home_with(
+        WifiGate(at_s=1.0, medium="air", duration_s=60.0), RouterReboot(at_s=0.5, home="home", duration_s=0.1)
+    )
+    world.inject(CablePulled(at_s=0.7, node="laptop", medium="switch", duration_s=1000.0))
+    world.inject(Crash(at_s=3.0, node="laptop"))
+    watcher = Watcher(world.host("mini"))
+
+    async def main() -> None:
+        await until(2.0)
+        laptop = world.host("laptop")
+        await laptop.spawn(laptop.lan.advertise(Service("laptop", "laptop:1")), name="advertise")
+        await until(100.0)
+
+    world.run(main())
+    assert not [seen for seen in watcher.seen if "laptop" in str(seen)]
+
+
+@pytest.mark.parametrize("then_close", [False, True], ids=["open", "closed"])
+def test_what_was_under_way_over_a_medium_that_the_host_leaves_is_gone(then_close):
+    world = home_with(InterfaceChange(at_s=1.0, node="laptop", medium="switch", to="air", duration_s=5.0))
+
+    async def main() -> bool:
+        near, far = await connected(world, "laptop", "studio")
+        await until(0.9)
+        await near.send(Header(SECOND), Phantom(SECOND))
+        if then_close:
+            await near.close()
+        return await is_silent(far, 30.0)
+
+    assert world.run(main())
+
+
+def test_stations_share_as_their_new_links_say():
+    air = parse_scenario(
+        """
+        name = "air"
+        effects = "ideal"
+        [[medium]]
+        kind = "wifi"
+        name = "air"
+        phy_rate = "1 Gb/s"
+        efficiency = 1.0
+        fairness = "airtime"
+        [[medium]]
+        kind = "ethernet"
+        name = "switch"
+        rate = "10 Gb/s"
+        [[node]]
+        name = "server"
+        machine = "ideal"
+        links = ["switch"]
+        [[node]]
+        name = "a"
+        machine = "ideal"
+        links = [{ medium = "air", rate = "100 Mb/s" }]
+        [[node]]
+        name = "b"
+        machine = "ideal"
+        links = ["air"]
+        [[fault]]
+        kind = "link_change"
+        at = "1 s"
+        medium = "air"
+        rate = "100 Mb/s"
+        """,
+        "air",
+    )
+    world = World(air)
+
+    async def main() -> list[float]:
+        pairs = [await connected(world, "a", "server"), await connected(world, "b", "server")]
+        await until(1.5)
+
+        async def took_s(near: VirtualChannel, far: VirtualChannel) -> float:
+            await near.send(Header(SECOND // 10), Phantom(SECOND // 10))
+            await far.recv(lambda _: None)
+            return world.loop.time()
+
+        return await asyncio.gather(*(took_s(*ends) for ends in pairs))
+
+    one_s, other_s = world.run(main())
+    assert one_s == pytest.approx(other_s, rel=1e-3)
 
 
 def test_a_machine_that_goes_down_as_it_calls_is_not_taken_for_a_caller():

@@ -16,8 +16,10 @@ from hcsim.config import (
     AnyFault,
     ClockDrift,
     ClockJump,
+    Crash,
     Lid,
     NanGradient,
+    Partition,
     Pause,
     Restart,
     Throttle,
@@ -27,13 +29,14 @@ from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
+from hcsim.runtime.lan import Service
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import LATENCY_S, SECOND, connected, until, world_with
+from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, until, world_with
 
 # The lid.
 
@@ -108,6 +111,73 @@ def test_nobody_reaches_a_machine_that_sleeps_and_it_sends_nothing():
 
     # A tenth of a second of it had left before; the rest goes on when it wakes up.
     assert world.run(main()) == pytest.approx(101.0 + 0.9 + RTO_S, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (Lid(at_s=1.0, node="b", duration_s=60.0), Restart(at_s=2.0, node="b", down_s=1.0)),
+        (Crash(at_s=1.0, node="b"), Lid(at_s=2.0, node="b", duration_s=60.0), Restart(at_s=3.0, node="b")),
+    ],
+    ids=["asleep", "down"],
+)
+def test_a_machine_that_is_started_again_is_awake(faults):
+    world = world_with(*faults)
+
+    async def main() -> float:
+        await until(5.0)
+        await world.host("b").listen("b:1")
+        await world.host("a").connect("b:1", timeout_s=10.0)
+        return world.loop.time()
+
+    assert world.run(main()) < 6.5
+
+
+def test_a_stopwatch_does_not_run_while_the_machine_sleeps_however_its_clock_runs():
+    world = world_with(
+        Lid(at_s=1.0, node="a", duration_s=10.0), ClockDrift(at_s=6.0, node="a", rate=1.5, duration_s=100.0)
+    )
+
+    async def main() -> tuple[float, float]:
+        await until(0.5)
+        before_s = world.host("a").clock.elapsed()
+        await until(13.0)
+        return before_s, world.host("a").clock.elapsed()
+
+    assert world.run(main()) == pytest.approx((0.5, 1.0 + 2.0 * 1.5))
+
+
+def test_what_a_sleeping_machine_has_to_announce_it_announces_when_it_is_awake():
+    # The first announcement is lost; the one after a second would fall into the sleep.
+    world = world_with(
+        Partition(at_s=0.5, sides=(("a",), ("b", "c")), duration_s=0.5), Lid(at_s=1.2, node="a", duration_s=10.0)
+    )
+    seen = Watcher(world.host("b"))
+
+    async def main() -> None:
+        await until(0.6)
+        a = world.host("a")
+        await a.spawn(a.lan.advertise(Service("a", "a:1")), name="advertise")
+        await until(20.0)
+
+    world.run(main())
+    assert [at_s > 11.2 for at_s, *_ in seen.seen] == [True]
+
+
+def test_nothing_happens_on_a_machine_that_is_down():
+    events: list[Any] = []
+    faults = (Throttle(at_s=0.5, node="a", factor=0.5, duration_s=3.0), Crash(at_s=1.0, node="a"))
+    scenario = parse_scenario(f'name = "one"\nnode = [{{ name = "a", machine = {MACHINE} }}]', "one")
+    world = World(msgspec.structs.replace(scenario, faults=faults), sink=events.extend)
+
+    async def main() -> None:
+        host = world.host("a")
+        host.spawn(host.device.run(TEN_SECONDS, lambda: None), name="work")
+        await until(100.0)
+
+    world.run(main())
+    world.trace.digest()
+    assert [event[0] / 1e9 for event in events if event[1] == "timer"] == [100.0]
 
 
 # Work.

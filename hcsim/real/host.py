@@ -30,6 +30,7 @@ from hcsim.real.device import RealDevice
 from hcsim.real.failures import is_distrust, translated
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
+from hcsim.real.race import Place, Race
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
@@ -49,7 +50,7 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
 _NEXT_PLACE_S = 1.0
-"""How long one of a machine's addresses may take to answer before the next is tried; twice that the next time round."""
+"""How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 
 
@@ -91,7 +92,7 @@ class RealHost:
         self._clock = RealClock()
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None] | None] = {}
         self._listeners: list[Listener] = []
-        self._answered: dict[str, tuple[int, Any]] = {}
+        self._answered: dict[str, Place] = {}
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
@@ -153,35 +154,37 @@ class RealHost:
         return listener
 
     async def connect(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Channel:
-        """Open a channel; see `Host.connect`. A certificate that one of us does not trust ends the attempts at once."""
+        """Open a channel; see `Host.connect`. Where at no place both trust each other, it ends at once."""
         target = parse(address)
-        draw = self.rng("connect", address)
-        delay_s, next_place_s = _FIRST_RETRY_S, _NEXT_PLACE_S
-        failure: ChannelError | None = None
         until_s = self._clock.elapsed() + timeout_s
+        race = Race(lambda place: self._dial(target, place, until_s))
+        failure: OSError | None = None
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
+            async with asyncio.timeout(timeout_s), race:
+                delay_s, draw = _FIRST_RETRY_S, self.rng("connect", address)
+                channel: Channel | None = None
+                while channel is None:
                     try:
-                        channel = await self._dial(target, until_s, next_place_s)
-                        self._connected("opened")
-                        if isinstance(channel, StreamChannel):
-                            self._channels.add(channel)
-                        return channel
+                        channel = await self._round(target, race)
                     except OSError as error:
-                        failure = translated(error, address)
-                        if is_distrust(error):
+                        failure = error
+                        if is_distrust(error) and race.hopeless:
                             self._connected("refused")
-                            raise failure from error
-                    await asyncio.sleep(delay_s * draw.uniform(0.5, 1.0))
-                    delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
-                    next_place_s *= 2
+                            raise translated(error, address) from error
+                        channel = await race.wait(delay_s * draw.uniform(0.5, 1.0))
+                        delay_s = min(2 * delay_s, _SLOWEST_RETRY_S)
         except TimeoutError:
-            self._connected("refused" if isinstance(failure, PeerRefused) else "unanswered")
-            if isinstance(failure, PeerRefused):
-                raise PeerRefused(f"{failure} (tried for {timeout_s:.3g} s)", address) from None
-            reason = f": {failure}" if failure else ""
-            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{reason}") from None
+            failure = race.distrust or failure
+            reason = translated(failure, address) if failure else None
+            self._connected("refused" if isinstance(reason, PeerRefused) else "unanswered")
+            if isinstance(reason, PeerRefused):
+                raise PeerRefused(f"{reason} (tried for {timeout_s:.3g} s)", address) from None
+            why = f": {reason}" if reason else ""
+            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:.3g} s{why}") from None
+        self._connected("opened")
+        if isinstance(channel, StreamChannel):
+            self._channels.add(channel)
+        return channel
 
     def spawn(
         self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
@@ -253,29 +256,25 @@ class RealHost:
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(sum(channel.is_open for channel in self._channels))
 
-    async def _dial(self, target: Target, until_s: float, next_place_s: float) -> Channel:
-        """One attempt, at every address that the names stand for; the one that answered last comes first."""
-        failure = OSError(f"{' or '.join(target.hosts)} has no address")
+    async def _round(self, target: Target, race: Race) -> Channel:
+        """An attempt at every address that the names stand for; the one that answered last comes first."""
         places = await self._resolve(target)
         if target.scheme != TCP:
             return await carriers.dial(target, self._options.tls)
-        address = target.text
-        places.sort(key=lambda place: place != self._answered.get(address))
-        for family, sockaddr in places:
-            peer = address if len(target.hosts) == 1 else join_address(sockaddr)
-            try:
-                if self._shares_memory:
-                    half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-                    if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
-                        return StreamChannel(met.stream, peer, met.identity, met.binding)
-                async with asyncio.timeout(next_place_s if len(places) > 1 else None):
-                    channel = await self._dial_tcp(family, sockaddr, peer)
-                self._answered[address] = family, sockaddr
-                return channel
-            except OSError as error:  # TimeoutError is one
-                if not is_distrust(failure):  # a person must know that, whatever the other places say
-                    failure = error
-        raise failure
+        places.sort(key=lambda place: place != self._answered.get(target.text))
+        return await race.round(places, _NEXT_PLACE_S)
+
+    async def _dial(self, target: Target, place: Place, until_s: float) -> StreamChannel:
+        """One attempt at one place: through memory where that is possible, else by TCP."""
+        family, sockaddr = place
+        peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
+        if self._shares_memory:
+            half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
+            if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
+                return StreamChannel(met.stream, peer, met.identity, met.binding)
+        channel = await self._dial_tcp(family, sockaddr, peer)
+        self._answered[target.text] = place
+        return channel
 
     async def _dial_tcp(self, family: int, sockaddr: Any, peer: str) -> StreamChannel:
         """A channel to that place, with TLS where we have it."""
@@ -285,7 +284,7 @@ class RealHost:
         secured = await self._tls.handshake(sock, server_side=False)
         return StreamChannel(TlsStream(secured.sock), peer, secured.identity, secured.binding)
 
-    async def _resolve(self, target: Target) -> list[tuple[int, Any]]:
+    async def _resolve(self, target: Target) -> list[Place]:
         """Socket families and addresses of names, if our security allows to use them."""
         loop = asyncio.get_running_loop()
         found: list[Any] = []

@@ -320,7 +320,7 @@ def test_an_address_that_swallows_calls_holds_up_none_of_the_others(addresses) -
 def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, addresses_tried: str
 ) -> None:
-    """It goes round, with more patience each time, until one answers; that one is then tried first."""
+    """The one that answers is tried first the next time."""
     monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.001)
 
     async def body(left: RealHost, right: RealHost) -> None:
@@ -337,6 +337,87 @@ def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     between(RealOptions("left", tls=tls, shared_memory=False), RealOptions("right", tls=tls), body)
 
 
+def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
+    monkeypatch: pytest.MonkeyPatch, addresses: Callable[[int], list[str]]
+) -> None:
+    """The attempt at the silent one runs on, and those at the other do not wait for it."""
+    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.3)
+    port = int(addresses(1)[0].rpartition(":")[2])
+    tried: list[str] = []
+    connected_socket = real_host._connected_socket
+
+    async def connected(family: int, sockaddr: Any) -> socket.socket:
+        tried.append(sockaddr[0])
+        if sockaddr[0] == "127.0.0.2":
+            await asyncio.Event().wait()
+        if len(tried) <= 7:
+            raise ConnectionRefusedError
+        return await connected_socket(family, sockaddr)
+
+    monkeypatch.setattr(real_host, "_connected_socket", connected)
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen(f"127.0.0.1:{port}")
+        channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
+        assert channel.peer == listener.address
+        assert tried.count("127.0.0.2") == 1
+        await channel.close()
+
+    between(RealOptions("left", shared_memory=False), RealOptions("right"), body)
+
+
+def test_an_address_that_answers_slowly_is_not_cut_off_for_another_that_does_not_answer(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.05)
+    handshakes = 0
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        port = int(listener.address.rpartition(":")[2])
+        assert right._tls is not None
+        handshake = right._tls.handshake
+
+        async def slow(*args: Any, **kwargs: Any) -> Any:
+            nonlocal handshakes
+            handshakes += 1
+            await asyncio.sleep(0.5)
+            return await handshake(*args, **kwargs)
+
+        monkeypatch.setattr(right._tls, "handshake", slow)
+        with socket.create_server(("127.0.0.2", port)):
+            channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
+            assert channel.peer == listener.address
+            assert handshakes == 1
+            await channel.close()
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_attempts_at_several_addresses_leave_nothing_behind(authority: Authority, cancelled: bool) -> None:
+    def open_files() -> set[str]:
+        return set(os.listdir("/dev/fd"))
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+            with socket.create_server(("127.0.0.2", port)):
+                before = len(open_files()), len(asyncio.all_tasks())
+                address = f"127.0.0.1|127.0.0.2:{port}"
+                calls = [asyncio.create_task(left.connect(address, timeout_s=0.5 + n / 50)) for n in range(20)]
+                if cancelled:
+                    for call in calls:
+                        await asyncio.sleep(0.003)
+                        call.cancel()
+                outcomes = await asyncio.gather(*calls, return_exceptions=True)
+                expected = asyncio.CancelledError if cancelled else DeadlineExceeded
+                assert {type(outcome) for outcome in outcomes} == {expected}
+                assert (len(open_files()), len(asyncio.all_tasks())) == before
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
+
+
 @pytest.mark.parametrize("addresses_tried", ["127.0.0.1|127.0.0.2", "127.0.0.2|127.0.0.1"])
 def test_a_certificate_that_is_not_trusted_is_told_whatever_the_other_addresses_say(
     authority: Authority, tmp_path: Path, addresses_tried: str
@@ -345,10 +426,33 @@ def test_a_certificate_that_is_not_trusted_is_told_whatever_the_other_addresses_
         listener = await right.listen("127.0.0.1:0")
         port = listener.address.rpartition(":")[2]
         with pytest.raises(PeerRefused, match="our authority did not sign its certificate"):
-            await left.connect(f"{addresses_tried}:{port}", timeout_s=600)
+            await left.connect(f"{addresses_tried}:{port}", timeout_s=1)
 
     foreign = Authority(tmp_path, "foreign").member("two")
     between(RealOptions("left", tls=authority.member("one")), RealOptions("right", tls=foreign), body)
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_attempts_at_once_only_if_no_other_address_may_answer(
+    authority: Authority, tmp_path: Path
+) -> None:
+    foreign = Authority(tmp_path, "foreign").member("two")
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        async with RealHost(RealOptions("foreign", tls=foreign, shared_memory=False)) as stranger:
+            port = (await stranger.listen("127.0.0.1:0")).address.rpartition(":")[2]
+            address = f"127.0.0.1|127.0.0.2:{port}"
+            connecting = asyncio.create_task(left.connect(address, timeout_s=15))
+            await asyncio.sleep(0.1)  # it has met the stranger
+            listener = await right.listen(f"127.0.0.2:{port}")
+            channel = await connecting
+            assert channel.peer == listener.address
+            await channel.close()
+            await listener.close()
+            await stranger.listen(f"127.0.0.2:{port}")
+            with pytest.raises(PeerRefused, match="our authority did not sign its certificate"):
+                await left.connect(address, timeout_s=600)
+
+    between(secure(authority, "left"), secure(authority, "right"), body)
 
 
 def test_nagle_is_off_at_both_ends() -> None:

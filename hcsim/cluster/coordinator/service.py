@@ -162,6 +162,9 @@ class Coordinator:
             return await answer
         finally:
             del self._questions[question]
+            self._undone = deque(
+                effect for effect in self._undone if not (isinstance(effect, Answer) and effect.question == question)
+            )
             if answer.cancelled():
                 self.state.gave_up(question)
 
@@ -171,11 +174,9 @@ class Coordinator:
         """Do it, behind what has not been done yet: nothing is said that had to be written down before and was not."""
         self._undone.extend(effects)
         while self._undone:
-            effect = self._undone[0]
-            match effect:
-                case Keep():
-                    if not self._save():
-                        break  # the next tick tries again
+            if isinstance(self._undone[0], Keep) and not self._save():
+                break  # the next tick tries again
+            match self._undone.popleft():  # before it is done: one that fails must not hold up the others for ever
                 case Note(text):
                     self._tell_people(text)
                 case Tell(worker, notice):
@@ -188,7 +189,6 @@ class Coordinator:
                             answer.set_result(value)
                         else:
                             answer.set_exception(error)
-            self._undone.popleft()
         self._news.tell()
 
     def _save(self) -> bool:

@@ -8,11 +8,19 @@ import shutil
 import numpy as np
 import pytest
 
-from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker
+from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker, messages
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Pause, Reset
-from hcsim.errors import CallRefused, CollectiveError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.errors import (
+    CallRefused,
+    CollectiveError,
+    ConfigError,
+    DeadlineExceeded,
+    HcsimError,
+    UsageError,
+    WorkerLost,
+)
 from hcsim.real.host import RealHost, RealOptions
 from tests.cluster.coordinator.conftest import run_virtual
 
@@ -364,6 +372,68 @@ def test_a_coordinator_that_cannot_write_tells_people_and_goes_on_when_it_can(tm
             folder.mkdir()
             assert [peer.worker for peer in (await asking).peers] == ["w0"]
             await first.close()
+            await coordinator.close()
+            await listener.close()
+
+    asyncio.run(main())
+
+
+def test_answers_that_nobody_waits_for_do_not_pile_up_while_nothing_can_be_written(monkeypatch):
+    def full(name: str, data: bytes) -> None:
+        raise ConfigError("the disk is full")
+
+    async def main() -> None:
+        hub, one, other = (RealHost(RealOptions(name)) for name in ("hub", "w0", "w1"))
+        async with asyncio.timeout(60), hub, one, other:
+            listener = await hub.listen("127.0.0.1:0")
+            coordinator = Coordinator(hub, quick(2, silence_s=20.0))
+            coordinator.open(listener)
+            first = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
+            second = await Worker.join(other, listener.address, "w1", "127.0.0.1:2")
+            with monkeypatch.context() as broken:
+                broken.setattr(hub.store, "save", full)
+                asking = [host.spawn(worker.ready(), name="ready") for host, worker in ((one, first), (other, second))]
+                while not coordinator._undone:  # noqa: ASYNC110 - nobody tells when both have asked
+                    await asyncio.sleep(0.01)
+                before = len(coordinator._undone)
+                for _ in range(20):
+                    with pytest.raises(DeadlineExceeded):
+                        await first._line.call(messages.COMMITTED, deadline_s=0.01)
+                while coordinator._questions.keys() - range(3):  # noqa: ASYNC110 - nor that it was given up
+                    await asyncio.sleep(0.01)
+                assert len(coordinator._undone) == before
+            assert [(await roster).generation for roster in asking] == [1, 1]
+            for worker in (first, second):
+                await worker.close()
+            await coordinator.close()
+            await listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_whose_people_cannot_be_told_goes_on():
+    deaf = False
+
+    def note(text: str) -> None:
+        if deaf:
+            raise BrokenPipeError("nobody reads that")
+
+    async def main() -> None:
+        nonlocal deaf
+        hub, one = (RealHost(RealOptions(name)) for name in ("hub", "w0"))
+        async with asyncio.timeout(60), hub, one:
+            listener = await hub.listen("127.0.0.1:0")
+            coordinator = Coordinator(hub, quick(1, silence_s=20.0), note=note)
+            coordinator.open(listener)
+            worker = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
+            generation = (await worker.ready()).generation
+            await worker._line.call(messages.BEGIN, generation, 5, deadline_s=10)
+            deaf = True
+            with pytest.raises(HcsimError, match="nobody reads that"):
+                await worker._line.call(messages.REPORT, generation, 5, "digest", deadline_s=10)
+            assert (await worker._line.call(messages.COMMITTED, deadline_s=10))[0].step == 5
+            await worker._line.call(messages.BARRIER, generation, "after", deadline_s=10)
+            await worker.close()
             await coordinator.close()
             await listener.close()
 

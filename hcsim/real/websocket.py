@@ -124,8 +124,9 @@ async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel
 class WebSocketListener:
     """Accepts channels at one address and path."""
 
-    def __init__(self, path: str, handshake_timeout_s: float) -> None:
+    def __init__(self, path: str, handshake_timeout_s: float, *, has_tls: bool) -> None:
         self._path = path.rstrip("/")
+        self._has_tls = has_tls
         self._handshake_timeout_s = handshake_timeout_s
         self._address = ""
         self._unaccepted = Unaccepted()
@@ -140,7 +141,7 @@ class WebSocketListener:
         cls, path: str, family: int, sockaddr: Any, context: ssl.SSLContext | None, handshake_timeout_s: float
     ) -> WebSocketListener:
         """Listen."""
-        self = cls(path, handshake_timeout_s)
+        self = cls(path, handshake_timeout_s, has_tls=context is not None)
         app = web.Application()
         app.router.add_get("/{path:.*}", self._called)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
@@ -175,19 +176,26 @@ class WebSocketListener:
         assert self._runner is not None
         assert self._runner.server is not None
         protocol = self._runner.server()
+        patience_s = self._handshake_timeout_s
         if len(self._strangers) >= MAX_UNACCEPTED:
-            self._send_away(self._one_too_many())
-        limit = asyncio.get_running_loop().call_later(self._handshake_timeout_s, self._send_away, protocol)
-        self._strangers[protocol] = limit
+            if (one := self._one_too_many()) is not None:
+                self._send_away(one)
+            else:
+                patience_s = 0.0
+        self._strangers[protocol] = asyncio.get_running_loop().call_later(patience_s, self._send_away, protocol)
         return protocol
 
     def _one_too_many(self) -> Any:
-        """Who has said nothing for longest, from the address with the most of them: the newest may be one of us."""
+        """Who has said nothing for longest, from the address with the most of them: the newest may be one of us.
+
+        Nobody in its TLS handshake: nothing is known of it yet, and nothing would be closed."""
         silent: dict[str, list[Any]] = {}
         for protocol in self._strangers:  # the oldest first
-            peer = protocol.transport and protocol.transport.get_extra_info("peername")
-            silent.setdefault(peer[0] if peer else "", []).append(protocol)
-        return max(silent.values(), key=len)[0]
+            transport = protocol.transport
+            if transport is not None or not self._has_tls:
+                peer = transport and transport.get_extra_info("peername")
+                silent.setdefault(peer[0] if peer else "", []).append(protocol)
+        return max(silent.values(), key=len)[0] if silent else None
 
     def _send_away(self, protocol: Any) -> None:
         if (limit := self._strangers.pop(protocol, None)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -390,6 +391,40 @@ def test_silent_callers_do_not_shut_others_out_of_a_websocket_listener() -> None
         await listener.close()
 
     between(body, RealOptions("left"), RealOptions("right", handshake_timeout_s=600))
+
+
+def test_who_is_in_its_tls_handshake_is_not_sent_away_for_newer_callers(authority: EcAuthority) -> None:
+    files = authority.member("early")
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.check_hostname = False
+    context.load_cert_chain(files.cert, files.key)
+
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen("wss://127.0.0.1:0")
+        port = int(listener.address.rpartition(":")[2])
+
+        def call(source: str) -> socket.socket:
+            return socket.create_connection(("127.0.0.1", port), source_address=(source, 0), timeout=10)
+
+        with ExitStack() as stack:
+            early = stack.enter_context(call("127.0.0.1"))
+            for _ in range(MAX_UNACCEPTED + 8):
+                stack.enter_context(call("127.0.0.2"))
+                await asyncio.sleep(0.002)  # it is taken in
+
+            def speak() -> bytes:
+                with context.wrap_socket(early) as tls:
+                    tls.sendall(
+                        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+                    )
+                    return tls.recv(12)
+
+            assert await asyncio.to_thread(speak) == b"HTTP/1.1 101"
+            await (await listener.accept()).close()
+        await listener.close()
+
+    between(body, right=RealOptions("right", tls=authority.member("right"), handshake_timeout_s=600))
 
 
 def test_an_idle_websocket_is_kept_alive_by_pings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
@@ -60,36 +60,12 @@ class MdnsLan:
     async def browse(self) -> AsyncIterator[Sighting]:
         """All services in view, then every change."""
         responder = self._opened()
-        found: asyncio.Queue[tuple[str, Service | None]] = asyncio.Queue()
-        resolving: dict[str, asyncio.Task[None]] = {}
-        changed: set[str] = set()
-        """Those that have changed while they were resolved."""
-        slots = asyncio.Semaphore(_MOST_RESOLVING)
-
-        async def resolve(name: str) -> None:
-            async with slots:
-                changed.add(name)
-                while name in changed:
-                    changed.discard(name)
-                    if (service := await self._resolve(name)) is not None:
-                        found.put_nowait((name, service))
-            del resolving[name]
-
-        def note(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-            if state_change is ServiceStateChange.Removed:
-                if name in resolving:
-                    resolving.pop(name).cancel()
-                found.put_nowait((name, None))
-            elif name in resolving:
-                changed.add(name)
-            else:  # beside the others: a name that nobody answers for must not hold them up
-                resolving[name] = asyncio.create_task(resolve(name), name=f"resolve {name}")
-
-        browser = AsyncServiceBrowser(responder.zeroconf, SERVICE_TYPE, handlers=[note])
+        search = _Search(self._resolve)
+        browser = AsyncServiceBrowser(responder.zeroconf, SERVICE_TYPE, handlers=[search.note])
         in_view: dict[str, Service] = {}
         try:
             while True:
-                name, service = await found.get()
+                name, service = await search.found()
                 if service is None:
                     if name in in_view:
                         yield Sighting(in_view.pop(name), gone=True)
@@ -97,11 +73,10 @@ class MdnsLan:
                     in_view[name] = service
                     yield Sighting(service)
         finally:
-            tasks = tuple(resolving.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await browser.async_cancel()
+            try:
+                await browser.async_cancel()  # first: until then it hears of more
+            finally:
+                await search.end()
 
     async def close(self) -> None:
         """Withdraw everything and close the sockets."""
@@ -136,6 +111,62 @@ class MdnsLan:
             return None
         properties = {key: value or "" for key, value in info.decoded_properties.items()}
         return Service(name.removesuffix(f".{SERVICE_TYPE}"), address_at(addresses, info.port), properties)
+
+
+class _Search:
+    """Resolves the names that a browser hears of, beside each other: one without an answer holds up no other."""
+
+    def __init__(self, resolve: Callable[[str], Awaitable[Service | None]]) -> None:
+        self._resolve = resolve
+        self._found: asyncio.Queue[tuple[str, Service | None] | Exception] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._changed: set[str] = set()
+        """Those that have changed while they were resolved."""
+        self._slots = asyncio.Semaphore(_MOST_RESOLVING)
+
+    def note(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        """For the browser to call, by these names."""
+        if state_change is ServiceStateChange.Removed:
+            if name in self._resolving:
+                self._resolving.pop(name).cancel()
+            self._found.put_nowait((name, None))
+        elif name in self._resolving:
+            self._changed.add(name)
+        else:
+            task = asyncio.create_task(self._follow(name), name=f"resolve {name}")
+            self._resolving[name] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def found(self) -> tuple[str, Service | None]:
+        """The next name, with what it stands for now; raises what a resolution raised."""
+        found = await self._found.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def end(self) -> None:
+        """Resolve nothing more."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, name: str) -> None:
+        """Resolve a name until it has not changed meanwhile."""
+        try:
+            async with self._slots:
+                self._changed.add(name)
+                while name in self._changed:
+                    self._changed.discard(name)
+                    if (service := await self._resolve(name)) is not None:
+                        self._found.put_nowait((name, service))
+        except Exception as error:
+            self._found.put_nowait(error)
+        finally:
+            if self._resolving.get(name) is asyncio.current_task():  # else it was removed, and perhaps came again
+                del self._resolving[name]
 
 
 async def _numeric(host: str) -> list[str]:

@@ -19,8 +19,8 @@ _LINGER_S = 0.25
 """How long a close waits for what was sent to leave."""
 _WIND_DOWN_S = 60.0
 """How long what was sent may take to arrive, after that."""
-_SMALL_TALK_BYTES = 64 * 1024
-"""How much a peer may go on to say meanwhile. One that says more wants to know that nobody listens."""
+_SMALL_TALK_PIECES, _SMALL_TALK_BYTES = 16, 64 * 1024
+"""How much a peer may go on to say meanwhile. One that says more, or more often, must learn that nobody listens."""
 
 
 class Pipe(Protocol):
@@ -234,12 +234,13 @@ class PiecewiseChannel:
                     await asyncio.wait((self._write,))
                 await self._pipe.finish()
                 self._finished.set_result(None)
-                until_s, heard_bytes = clock() + _LINGER_S, 0
-                while heard_bytes <= _SMALL_TALK_BYTES or clock() <= until_s:
+                until_s, pieces, heard_bytes, talks_on = clock() + _LINGER_S, 0, 0, False
+                while not talks_on or clock() <= until_s:
                     self._read = self._read or asyncio.create_task(self._pipe.read())
                     if (piece := await self._read) is None:
                         return
-                    heard_bytes += len(piece)
+                    pieces, heard_bytes = pieces + 1, heard_bytes + len(piece)
+                    talks_on = pieces > _SMALL_TALK_PIECES or heard_bytes > _SMALL_TALK_BYTES
                     self._read = None
         except OSError:  # TimeoutError is one
             pass

@@ -85,7 +85,9 @@ class _ClientPipe(_WebSocketPipe):
 
     async def abort(self) -> None:
         try:
-            await super().abort()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):  # aiohttp's own limit begins anew with all that the peer says
+                    await super().abort()
         finally:
             await self._session.close()
 

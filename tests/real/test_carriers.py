@@ -110,6 +110,26 @@ def test_what_the_accepting_side_sent_before_it_closed_arrives(address: str) -> 
     between(body)
 
 
+@pytest.mark.parametrize("address", CARRIERS)
+def test_a_peer_that_says_a_little_again_and_again_finds_out_that_we_have_gone(address: str) -> None:
+    async def body(left: RealHost, right: RealHost) -> None:
+        listener = await right.listen(address)
+        client, server = await left.connect(listener.address), await listener.accept()
+
+        async def talk() -> None:
+            for _ in range(100):
+                await server.send(Header(10), memoryview(bytes(10)))
+                await asyncio.sleep(0.04)
+
+        await client.close()
+        with pytest.raises(ChannelBroken):
+            await talk()
+        await server.close()
+        await listener.close()
+
+    between(body)
+
+
 @pytest.mark.parametrize("address", SECURE)
 def test_members_reach_each_other_over_mutual_tls(authority: EcAuthority, address: str) -> None:
     async def body(left: RealHost, right: RealHost) -> None:

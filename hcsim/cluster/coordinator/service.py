@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -206,7 +207,8 @@ class Coordinator:
     def _tell_people(self, text: str) -> None:
         self._host.trace("coordinator", text)
         if self._note is not None:
-            self._note(text)
+            with suppress(OSError):  # nobody reads it any more: that is no worker's matter
+                self._note(text)
 
     async def _tell(self, line: Endpoint, notice: Notice) -> None:
         try:

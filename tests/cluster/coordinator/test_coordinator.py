@@ -429,8 +429,7 @@ def test_a_coordinator_whose_people_cannot_be_told_goes_on():
             generation = (await worker.ready()).generation
             await worker._line.call(messages.BEGIN, generation, 5, deadline_s=10)
             deaf = True
-            with pytest.raises(HcsimError, match="nobody reads that"):
-                await worker._line.call(messages.REPORT, generation, 5, "digest", deadline_s=10)
+            await worker._line.call(messages.REPORT, generation, 5, "digest", deadline_s=10)
             assert (await worker._line.call(messages.COMMITTED, deadline_s=10))[0].step == 5
             await worker._line.call(messages.BARRIER, generation, "after", deadline_s=10)
             await worker.close()

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +16,12 @@ from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.virtual.channel import VirtualChannel, VirtualListener
+from hcsim.virtual.clock import VirtualClock
 from hcsim.virtual.datagrams import Datagram
 from hcsim.virtual.device import VirtualDevice
 from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.loop import OWNER
+from hcsim.virtual.store import VirtualStore
 from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
@@ -32,95 +34,6 @@ LAST_BACKOFF_S = 1.0
 FIRST_FREE_PORT = 49152
 NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried."""
-
-
-class VirtualClock:
-    """The world's time, seen through a clock that may drift and jump."""
-
-    def __init__(self, host: VirtualHost) -> None:
-        self._loop = host.loop
-        self._rate = 1.0
-        self.offset_s = 0.0
-        self._elapsed_offset_s = 0.0
-        self._stood_at_s: float | None = None
-
-    def now(self) -> float:
-        """See `runtime.clock.Clock.now`."""
-        return self._loop.time() * self._rate + self.offset_s
-
-    def elapsed(self) -> float:
-        """See `runtime.clock.Clock.elapsed`."""
-        return self._loop.time() * self._rate + self._elapsed_offset_s
-
-    async def sleep(self, seconds: float) -> None:
-        """See `runtime.clock.Clock.sleep`."""
-        await asyncio.sleep(seconds / self._rate)
-
-    def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
-        """See `runtime.clock.Clock.timeout`."""
-        return asyncio.timeout(None if seconds is None else seconds / self._rate)
-
-    # The world's side of a clock.
-
-    def multiply_rate(self, factor: float) -> None:
-        """Run faster or slower from now on; what it shows does not leap."""
-        faster = self._rate * factor
-        gained_s = self._loop.time() * (faster - self._rate)
-        self.offset_s -= gained_s
-        self._elapsed_offset_s -= gained_s
-        self._rate = faster
-
-    def stand_still(self) -> None:
-        """The machine sleeps: time passes, but not for what measures how long something takes."""
-        if self._stood_at_s is None:
-            self._stood_at_s = self.elapsed()
-
-    def go_on(self) -> None:
-        """The machine is awake again."""
-        if self._stood_at_s is not None:
-            self._elapsed_offset_s += self._stood_at_s - self.elapsed()
-            self._stood_at_s = None
-
-    def go_on_from(self, before: VirtualClock) -> None:
-        """Show what that clock shows: it is the same one, in the machine's next life."""
-        before.go_on()
-        self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
-
-
-class VirtualStore:
-    """A host's disk, in one of the host's lives."""
-
-    def __init__(self, records: Mapping[str, bytes], before: VirtualStore | None = None) -> None:
-        self.records = dict(records)
-        self._at_start = dict(records)
-        self._copies: dict[float, dict[str, bytes]] = before._copies if before is not None else {}
-
-    def where(self, name: str) -> str:
-        """Nobody finds it but whoever has the world."""
-        return f"{name}, on a virtual disk"
-
-    def load(self, name: str) -> bytes | None:
-        """See `runtime.store.Store.load`."""
-        return self.records.get(name)
-
-    def save(self, name: str, data: bytes) -> None:
-        """See `runtime.store.Store.save`."""
-        self.records[name] = data
-
-    def keep_copy(self, as_of_s: float) -> None:
-        """Keep what is there now, for a life that will find an old state."""
-        self._copies[as_of_s] = dict(self.records)
-
-    def copy_of(self, as_of_s: float | None) -> dict[str, bytes]:
-        """What was there at that time, or at the start of this life."""
-        return self._at_start if as_of_s is None else self._copies[as_of_s]
-
-
-class Sleep:
-    """One closing of a machine's lid, and the ways that are closed with it."""
-
-    def __init__(self, ways: tuple[tuple[str, str], ...]) -> None:
-        self.ways = ways
 
 
 class VirtualHost:
@@ -144,7 +57,7 @@ class VirtualHost:
         self.life: int = 1 if before is None else before.life + 1
         self._seeded = name if before is None else f"{name}#{self.life}"
         self.machine = machine
-        self.clock = VirtualClock(self)
+        self.clock = VirtualClock(self.loop)
         self.device = VirtualDevice(self, machine)
         if before is not None:
             self.clock.go_on_from(before.clock)
@@ -156,7 +69,8 @@ class VirtualHost:
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""
-        self.sleeps: list[Sleep] = []
+        self.sleeps: list[tuple[tuple[str, str], ...]] = []
+        """For each time that its lid is closed at the moment, the ways from and to it that are closed with it."""
         self.asleep_until_ns = 0
         self.channels: dict[VirtualChannel, None] = {}
         self._listeners: dict[int, VirtualListener] = {}

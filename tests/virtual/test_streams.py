@@ -61,6 +61,17 @@ async def received(channel: VirtualChannel, count: int) -> list[tuple[int, float
     return [((await channel.recv(lambda _: None))[0].operation, loop.time()) for _ in range(count)]
 
 
+async def steadily(world: World, count: int, from_s: float, every_s: float) -> list[tuple[int, float]]:
+    """Frames that leave one after the other: their numbers in the order of their coming, and when they came."""
+    near, far = await connected(world)
+    receiving = asyncio.create_task(received(far, count))
+    await until(from_s)
+    for number in range(count):
+        await near.send(Header(0, operation=number))
+        await asyncio.sleep(every_s)
+    return await receiving
+
+
 SIDES = (("a",), ("b",))
 
 
@@ -123,17 +134,7 @@ def test_thousands_of_small_frames_wait_behind_a_partition():
 )
 def test_what_is_held_on_its_way_arrives_in_its_order(fault):
     world = World(pair(fault, latency="300 ms", rate_bps=inf))
-
-    async def main() -> list[tuple[int, float]]:
-        near, far = await connected(world)
-        receiving = asyncio.create_task(received(far, 100))
-        await until(1.5)
-        for number in range(100):
-            await near.send(Header(0, operation=number))
-            await asyncio.sleep(0.01)
-        return await receiving
-
-    found = world.run(main())
+    found = world.run(steadily(world, 100, from_s=1.5, every_s=0.01))
     assert [number for number, _ in found] == list(range(100))
     assert [at_s for _, at_s in found] == sorted(at_s for _, at_s in found)
 
@@ -193,17 +194,7 @@ def test_a_connection_that_is_made_behind_a_one_way_cut_is_cut_too():
 
 def test_data_that_was_never_held_is_not_delayed_when_acknowledgements_come_again():
     world = World(pair(Partition(at_s=1.0, sides=SIDES[::-1], duration_s=0.5, oneway=True), rate_bps=inf))
-
-    async def main() -> list[tuple[int, float]]:
-        near, far = await connected(world)
-        receiving = asyncio.create_task(received(far, 40))
-        await until(1.1)
-        for number in range(40):
-            await near.send(Header(0, operation=number))
-            await asyncio.sleep(0.02)
-        return await receiving
-
-    for number, at_s in world.run(main()):
+    for number, at_s in world.run(steadily(world, 40, from_s=1.1, every_s=0.02)):
         assert at_s == pytest.approx(1.1 + 0.02 * number + 0.0001, abs=1e-6)
 
 

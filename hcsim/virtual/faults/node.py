@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from hcsim.config import Crash, Lid, Pause, Restart, Throttle
 from hcsim.errors import UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
-from hcsim.virtual.host import Sleep
 from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
     host.alive = False
     for channel in channels:
         channel.vanish()
-    for sleep in host.sleeps:
-        world.wiring.mend(sleep.ways)
+    for ways in host.sleeps:
+        world.wiring.mend(ways)
     host.sleeps.clear()
     world.loop.discard(host)
     world.host_died(host)
@@ -121,24 +120,23 @@ def close_lid(fault: Lid, world: World) -> None:
     if not host.alive:
         return
     others = [other.name for other in world.hosts if other is not host]
-    sleep = Sleep(tuple(way for other in others for way in ((host.name, other), (other, host.name))))
+    ways = tuple(way for other in others for way in ((host.name, other), (other, host.name)))
     until_ns = world.loop.now_ns + round(fault.duration_s * NS)
     longer_ns = until_ns - max(host.asleep_until_ns, world.loop.now_ns)
     if longer_ns > 0:
         host.asleep_until_ns = until_ns
         world.loop.postpone(host, longer_ns)
     host.clock.stand_still()
-    host.sleeps.append(sleep)
-    world.wiring.cut(sleep.ways)
-    world.later(fault.duration_s, _wake, world, host, sleep, fault.connections == "dead")
+    host.sleeps.append(ways)
+    world.wiring.cut(ways)
+    world.later(fault.duration_s, _wake, world, host, fault.connections == "dead")
     hold(world, host, fault.duration_s)
 
 
-def _wake(world: World, host: VirtualHost, sleep: Sleep, alone: bool) -> None:
-    if sleep not in host.sleeps:  # it went down meanwhile
+def _wake(world: World, host: VirtualHost, alone: bool) -> None:
+    if not host.sleeps:  # it went down meanwhile
         return
-    host.sleeps.remove(sleep)
-    world.wiring.mend(sleep.ways)
+    world.wiring.mend(host.sleeps.pop())
     if not host.sleeps:
         host.clock.go_on()
     for channel in world.wiring.channels_of(host.name) if alone else ():

@@ -6,7 +6,7 @@ import asyncio
 
 from hcsim.config import AnyFault, Scenario, parse_scenario
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.runtime.lan import Sighting
+from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -101,6 +101,14 @@ async def connected(world: World, source: str = "a", target: str = "b") -> tuple
 
 async def until(at_s: float) -> None:
     await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+
+
+async def announced(world: World, name: str, at_s: float, until_s: float) -> None:
+    """A host announces itself, and time passes."""
+    await until(at_s)
+    host = world.host(name)
+    await host.spawn(host.lan.advertise(Service(name, f"{name}:1")), name="advertise")
+    await until(until_s)
 
 
 class Watcher:

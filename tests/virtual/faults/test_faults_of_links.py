@@ -35,7 +35,7 @@ from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, home, until, world_with
+from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, announced, connected, home, until, world_with
 
 about = partial(pytest.approx, abs=2e-6)
 """Ideal links still take a moment for a header."""
@@ -486,14 +486,7 @@ def test_what_had_not_left_a_machine_dies_with_it():
     world.inject(CablePulled(at_s=0.7, node="laptop", medium="switch", duration_s=1000.0))
     world.inject(Crash(at_s=3.0, node="laptop"))
     watcher = Watcher(world.host("mini"))
-
-    async def main() -> None:
-        await until(2.0)
-        laptop = world.host("laptop")
-        await laptop.spawn(laptop.lan.advertise(Service("laptop", "laptop:1")), name="advertise")
-        await until(100.0)
-
-    world.run(main())
+    world.run(announced(world, "laptop", 2.0, 100.0))
     assert not [seen for seen in watcher.seen if "laptop" in str(seen)]
 
 

@@ -29,14 +29,13 @@ from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
-from hcsim.runtime.lan import Service
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
-from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, connected, until, world_with
+from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, announced, connected, until, world_with
 
 # The lid.
 
@@ -153,14 +152,7 @@ def test_what_a_sleeping_machine_has_to_announce_it_announces_when_it_is_awake()
         Partition(at_s=0.5, sides=(("a",), ("b", "c")), duration_s=0.5), Lid(at_s=1.2, node="a", duration_s=10.0)
     )
     seen = Watcher(world.host("b"))
-
-    async def main() -> None:
-        await until(0.6)
-        a = world.host("a")
-        await a.spawn(a.lan.advertise(Service("a", "a:1")), name="advertise")
-        await until(20.0)
-
-    world.run(main())
+    world.run(announced(world, "a", 0.6, 20.0))
     assert [at_s > 11.2 for at_s, *_ in seen.seen] == [True]
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.virtual.stream import NS, RTO_S, Message, Stream, frame_event
+from hcsim.virtual.stream import NS, Message, Stream, frame_event
+from hcsim.virtual.tcp import RTO_S
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost

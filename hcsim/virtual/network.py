@@ -64,9 +64,9 @@ class Network:
         self.sharing.set_bound(flow, bytes_ps)
         self._touch()
 
-    def burst_bytes(self, resource: Resource, besides: Stream) -> float:
-        """What other streams have sent through the resource since each was last idle."""
-        others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides.flow]
+    def burst_bytes(self, resource: Resource, besides: Flow | None) -> float:
+        """What other flows have sent through the resource since each was last idle."""
+        others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides]
         return sum(amount * self._streams[flow.id].burst_bytes for flow, amount in others if flow.id in self._streams)
 
     def forget(self, stream: Stream) -> None:

@@ -2,10 +2,9 @@
 
 While it has something to send it is one flow; its rate is its share of the network, bounded by
 
-    rate ≤ min(window, cwnd)/RTT, and ≤ the loss model's cap
+    rate ≤ min(window, congestion window)/RTT, and ≤ the loss model's cap
 
-cwnd starts at ten segments and grows once in a round trip by what was sent in it, so it doubles
-every RTT under load. A message arrives one latency (plus jitter, plus what a loss or a full queue costs)
+A message arrives one latency (plus jitter, plus what a loss or a full queue costs; see `tcp.py`)
 after its last byte left, never before the one ahead of it. A stream stops between two messages while
 the receiver has a window's worth unread.
 
@@ -16,26 +15,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from hcsim.config import Tcp
-from hcsim.rng import stream as random_stream
 from hcsim.runtime.channel import EMPTY, Payload
 from hcsim.runtime.frame import Header
 from hcsim.telemetry.trace import Event
 from hcsim.virtual.links import Path, merged
 from hcsim.virtual.sharing import Flow
+from hcsim.virtual.tcp import RTO_S, CongestionWindow, Delays, loss_bound_bytes_ps
 
 if TYPE_CHECKING:
     from hcsim.virtual.network import Gate, Network
-
-RTO_S = 0.2
-"""TCP's smallest retransmission time-out: what a loss in a message's last packets costs."""
-TAIL_PACKETS = 3
-"""A loss among these has no three duplicate ACKs behind it, so only the time-out finds it."""
 
 NS = 1_000_000_000
 
@@ -59,10 +52,9 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_counted_from", "_cwnd", "_due", "_earned", "_held",
-        "_idle_since_ns", "_jitter", "_jitter_s", "_latency_ns", "_loop", "_loss", "_loss_bound", "_mss", "_net",
-        "_not_before_ns", "_packet_loss", "_queues", "_rate", "_remaining", "_rtt_s", "_ticking", "_unacknowledged",
-        "_uneven", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
+        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_congestion", "_delays", "_due", "_held", "_idle_since_ns",
+        "_latency_ns", "_loop", "_loss_bound", "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s",
+        "_unacknowledged", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
         "number", "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
@@ -98,32 +90,24 @@ class Stream:
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
         self.flow = Flow(number, uses, there.weight, inf) if uses else None
         self._mss = there.mtu - tcp.header_bytes
-        self._cwnd = float(tcp.initial_window_segments * self._mss) if tcp.slow_start else inf
-        self._jitter = random_stream(net.seed, "jitter", name)
-        self._packet_loss = there.loss
-        self._loss = random_stream(net.seed, "loss", name)
+        self._congestion = (
+            CongestionWindow(tcp.initial_window_segments * self._mss, tcp.window_bytes) if tcp.slow_start else None
+        )
+        self._delays = Delays(net, name, there, self._mss) if Delays.on(there) else None
         self._loss_bound = loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there)
-        self._queues = tuple(hop.queue for hop in there.hops if hop.queue is not None)
-        self._uneven = bool(there.jitter_s or there.loss or self._queues)
         self._rate = 0.0
         self._remaining = 0.0
         self._changed_ns = 0
         self._arrival_ns = 0
         self._idle_since_ns = 0
-        self._earned = 0.0
-        """Bytes that left since the last look at the congestion window, and will open it."""
-        self._counted_from = 0.0
-        """What remained of the message at the head when it was last counted."""
         self._burst = 0
         """Bytes of the messages that left since the stream was last idle."""
         self._due = 0
-        self._ticking = False
         if self.flow is not None:
             self.flow.bound = self._bound()
 
     def _retime(self, there: Path, back: Path) -> None:
         self._latency_ns = round(there.latency_s * NS)
-        self._jitter_s = there.jitter_s
         self._rtt_s = there.latency_s + back.latency_s + there.jitter_s + back.jitter_s
 
     def push(self, message: Message) -> None:
@@ -199,8 +183,10 @@ class Stream:
     def reroute(self, there: Path, back: Path) -> None:
         """The path changed under us: another latency, loss, or cost per byte."""
         self._retime(there, back)
-        self._packet_loss = there.loss
-        self._uneven = bool(there.jitter_s or there.loss or self._queues)
+        if self._delays is not None:
+            self._delays.follow(there)
+        elif Delays.on(there):
+            self._delays = Delays(self._net, self.name, there, self._mss)
         self._loss_bound = loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there)
         uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
         if self.flow is None:
@@ -233,14 +219,19 @@ class Stream:
             return
         if self.blocked or not self._has_room():
             return
-        message = self.queue[0]
-        if self._net.tcp.restart_after_idle:
-            self._restart_if_idle()
-        self._remaining = self._counted_from = float(message.size_bytes)
-        self._changed_ns = self._loop.now_ns
+        if self._congestion is not None and self._net.tcp.restart_after_idle:
+            self._restart_if_idle(self._congestion)
+        self._next(self._loop.now_ns)
         for gate in self.gates:
             gate.watch()
         self._net.start(self)
+
+    def _next(self, now_ns: int) -> None:
+        """The message at the head begins to leave."""
+        self._remaining = float(self.queue[0].size_bytes)
+        self._changed_ns = now_ns
+        if self._congestion is not None and self._congestion.is_opening:
+            self._congestion.next(self._remaining)
 
     def _has_room(self) -> bool:
         """Whether the receiver's window lets another message leave."""
@@ -275,9 +266,10 @@ class Stream:
             loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None:
                 self._set_half_time(now_ns)
-            if self._cwnd < self._window_bytes and not self._ticking:
-                self._ticking = True
-                loop.call_at_ns(now_ns + round(self._rtt_s * NS), self._tick)
+            congestion = self._congestion
+            if congestion is not None and congestion.is_opening and not congestion.ticking:
+                congestion.ticking = True
+                loop.call_at_ns(now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _set_half_time(self, now_ns: int) -> None:
         if self._at_half is not None and self.queue[0].size_bytes > self._mss:
@@ -294,8 +286,8 @@ class Stream:
             return
         message = self.queue[0]
         self._remaining = 0.0
-        if self._cwnd < self._window_bytes:
-            self._earned += self._counted_from
+        if self._congestion is not None and self._congestion.is_opening:
+            self._congestion.count(0.0)
         self._left(message)
 
     def _left(self, message: Message) -> None:
@@ -307,8 +299,9 @@ class Stream:
         if self.acks_blocked:
             self._unacknowledged += message.size_bytes
         arrival = now + self._latency_ns
-        if self._uneven:
-            arrival += self._delay_ns(message.size_bytes)
+        if self._delays is not None:
+            self._burst += message.size_bytes
+            arrival += round(self._delays.draw_s(message.size_bytes, self._rtt_s, self.flow) * NS)
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival
@@ -318,8 +311,7 @@ class Stream:
         if self.flow is None:
             return
         if self.queue and not self.blocked and self._has_room():
-            self._remaining = self._counted_from = float(self.queue[0].size_bytes)
-            self._changed_ns = now
+            self._next(now)
             self._due += 1
             self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None:
@@ -356,73 +348,35 @@ class Stream:
             for message in held:
                 self._arrive(message)
 
-    def _delay_ns(self, size_bytes: int) -> int:
-        """What jitter, loss and full queues add to the latency of one message. In a queue stands what others have
-        sent, and no more than they have since they were idle; what we sent ourselves took its time to leave."""
-        self._burst += size_bytes
-        delay_s = 0.0
-        if self._jitter_s > 0.0:
-            delay_s += self._jitter.expovariate(1.0 / self._jitter_s)
-        if self._packet_loss > 0.0:
-            delay_s += self._retransmission_s(size_bytes)
-        for resource, buffer_bytes in self._queues:
-            if resource.capacity > 0.0 and self._net.sharing.is_full(resource):
-                delay_s += min(buffer_bytes, self._net.burst_bytes(resource, self)) / resource.capacity
-        return round(delay_s * NS)
-
-    def _retransmission_s(self, size_bytes: int) -> float:
-        """One round trip when a packet of the message is hit, a time-out when it is one of the last."""
-        packets = ceil(size_bytes / self._mss)
-        tail = min(packets, TAIL_PACKETS)
-        draw = self._loss.random()
-        kept_tail = (1.0 - self._packet_loss) ** tail
-        if draw < 1.0 - kept_tail:
-            return max(RTO_S, self._rtt_s)
-        return self._rtt_s if draw < 1.0 - kept_tail * (1.0 - self._packet_loss) ** (packets - tail) else 0.0
-
     # The congestion window.
 
     def _bound(self) -> float:
-        window = min(float(self._window_bytes), self._cwnd)
-        return min(window / self._rtt_s if self._rtt_s > 0.0 else inf, self._loss_bound)
+        if self._rtt_s <= 0.0:
+            return self._loss_bound
+        window = float(self._window_bytes)
+        if self._congestion is not None:
+            window = min(window, self._congestion.size_bytes)
+        return min(window / self._rtt_s, self._loss_bound)
 
-    def _tick(self) -> None:
-        """A round trip has passed: the window opens by what has left in it, to twice its size at most."""
-        self._ticking = False
+    def _tick(self, congestion: CongestionWindow) -> None:
+        """A round trip has passed."""
+        congestion.ticking = False
         if self.dead or self.flow is None:
             return
         sending = self._remaining > 0.0 and self._rate > 0.0
         if sending:
             self._advance(self._loop.now_ns)
-            self._earned += self._counted_from - self._remaining
-            self._counted_from = self._remaining
-        self._cwnd += min(self._earned, self._cwnd)
-        self._earned = 0.0
+            congestion.count(self._remaining)
+        congestion.open()
         self._net.bound(self.flow, self._bound())
         # A stream held back by its share rather than by its window needs no further ticks.
-        if sending and self._cwnd < self._window_bytes and self._rate * self._rtt_s * 2.0 >= self._cwnd:
-            self._ticking = True
-            self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick)
+        if sending and congestion.is_opening and self._rate * self._rtt_s * 2.0 >= congestion.size_bytes:
+            congestion.ticking = True
+            self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
-    def _restart_if_idle(self) -> None:
+    def _restart_if_idle(self, congestion: CongestionWindow) -> None:
         idle_s = (self._loop.now_ns - self._idle_since_ns) / NS
-        if self._net.tcp.slow_start and idle_s > max(RTO_S, self._rtt_s):
-            self._cwnd = float(self._net.tcp.initial_window_segments * self._mss)
-            self._earned = 0.0
+        if idle_s > max(RTO_S, self._rtt_s):
+            congestion.restart()
             assert self.flow is not None
             self._net.bound(self.flow, self._bound())
-
-
-def loss_bound_bytes_ps(tcp: Tcp, mss: int, rtt_s: float, path: Path) -> float:
-    """What TCP can sustain when each packet is lost with the path's probability."""
-    loss = path.loss
-    if loss <= 0.0 or rtt_s <= 0.0 or tcp.loss_model == "none":
-        return inf
-    if tcp.loss_model == "mathis":
-        return mss / rtt_s * sqrt(1.5 / loss)
-    if tcp.loss_model == "pftk":  # Padhye, Firoiu, Towsley and Kurose, with one ACK per packet
-        timeouts = RTO_S * min(1.0, 3.0 * sqrt(3.0 * loss / 8.0)) * loss * (1.0 + 32.0 * loss**2)
-        return mss / (rtt_s * sqrt(2.0 * loss / 3.0) + timeouts)
-    if tcp.loss_model == "cubic":
-        return float(1.054 * (rtt_s / loss) ** 0.75 * mss / rtt_s)
-    return path.rate_bytes_ps * (1.0 - loss)

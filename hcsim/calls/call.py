@@ -119,7 +119,7 @@ async def _remember(group: Group, operation: str, of: Compression, arrays: Seque
     if operation == "restore":
         compressing(group).restore(of, arrays[0].tobytes())
         return arrays[0].size
-    memory = compressing(group).memory(of.key)
+    memory = compressing(group).memory(of)
     if operation == "memory":
         arrays[0][...] = np.frombuffer(memory, np.uint8)
     return len(memory)

@@ -7,7 +7,8 @@ comes, or the memory is asked for; one in which a call failed leaves no trace.
 
 A compressed all-reduce is several collectives, one after the other. So that those of calls in flight together are not
 taken for each other's, each call has a bucket of the group to itself, the next one of `BUCKETS`: ranks start calls in
-one order, and so agree on it. Bucket 0 is for what is not compressed.
+one order, and so agree on it. Bucket 0 is for what is not compressed. Whether they also agree on how to compress they
+find out in the first call of a key, or of a way to compress.
 
 Encoded are float32s: a tensor of another dtype is converted, and the sum converted back. A NaN or an infinity is
 refused, and ends the group.
@@ -16,12 +17,15 @@ refused, and ends the group.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from math import prod
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 
+from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
 from hcsim.compressors.base import Compressor, State
@@ -33,7 +37,8 @@ from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import Ledger
 
-BUCKETS = 256
+BUCKETS = 8
+"""Calls that may be under way together. Each keeps memory for payloads, which serves every call that has its turn."""
 OWN = "own/"
 """How the names of what a rank alone remembers begin."""
 
@@ -49,6 +54,8 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What is remembered belongs to this; of a call without a key nothing is."""
     step: int = 0
     """Of the key: rises from one step to the next."""
+    life: int = 0
+    """Of the key: a higher one than before begins with nothing remembered."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Names and shapes of the tensors that the array consists of; none: it is one, without a name."""
 
@@ -66,9 +73,12 @@ def check(spec: str, *, remembered: bool) -> None:
 class _Kept:
     """A compressor, and which step it is in."""
 
-    def __init__(self, spec: str, compressor: Compressor) -> None:
-        self.spec = spec
-        self.compressor = compressor
+    def __init__(self, how: Compression, rank: int) -> None:
+        self.spec = how.spec
+        self.life = how.life
+        self.compressor = make(how.spec, seed=how.seed, rank=rank)
+        self.agreed = False
+        """Whether some call has asked the others how they compress."""
         self._step = 0
         self._under_way = 0
         self._failed = False
@@ -94,6 +104,19 @@ class _Kept:
         self._failed = False
 
 
+class _Turn(NamedTuple):
+    """A call's place among the others, the same on all ranks."""
+
+    number: int
+    call: int
+    first: bool
+    """Of its kind."""
+
+    @property
+    def bucket(self) -> int:
+        return self.number + 1
+
+
 class Compressing:
     """The compressed calls of one group."""
 
@@ -109,11 +132,12 @@ class Compressing:
         """Replace the array by everybody's sum or mean, the same bits on every rank."""
         number = self._calls % BUCKETS
         self._calls += 1
+        turn = _Turn(number, self._calls, self._is_first(how))
         kept = self._of(how) if how.key else None
         try:
             # No await before this: calls take their turns in the order in which they were started.
             async with self._turns.setdefault(number, asyncio.Lock()):
-                await self._exchange(group, array, op, how, number, kept)
+                await self._exchange(group, array, op, how, turn, kept)
         except CollectiveError:
             raise
         except BaseException as error:
@@ -122,14 +146,16 @@ class Compressing:
             raise
 
     async def _exchange(
-        self, group: Group, array: Array, op: str, how: Compression, number: int, kept: _Kept | None
+        self, group: Group, array: Array, op: str, how: Compression, turn: _Turn, kept: _Kept | None
     ) -> None:
+        if turn.first:
+            await _agree(group, how, turn.bucket)
         compressor = kept.compressor if kept is not None else self._memoryless(how)
         flat = array if array.dtype == np.float32 else array.astype(np.float32)
-        tensors = _placed(how.tensors or ((f"call {number}", array.shape),), array.size)
-        bucket = Bucket(number + 1, (), tensors, 0, array.size)
+        tensors = _placed(how.tensors or ((f"call {turn.number}", array.shape),), array.size)
+        bucket = Bucket(turn.bucket, (), tensors, 0, array.size)
         weight = 1 / group.size if op == "mean" else 1.0
-        step = how.step if kept is not None else self._calls
+        step = how.step if kept is not None else turn.call
         done = False
         if kept is not None:
             kept.enter(step)
@@ -142,10 +168,10 @@ class Compressing:
         if flat is not array:
             array[...] = flat
 
-    def memory(self, key: str) -> bytes:
-        """All that is remembered under a key, for `restore`."""
-        kept = self._kept.get(key)
-        if kept is None:
+    def memory(self, how: Compression) -> bytes:
+        """All that is remembered under its key, for `restore`."""
+        kept = self._kept.get(how.key)
+        if kept is None or _is_later(how, kept):
             return b""
         kept.settle()
         return _packed(kept.spec, kept.compressor.state())
@@ -163,12 +189,19 @@ class Compressing:
 
     def _of(self, how: Compression) -> _Kept:
         kept = self._kept.get(how.key)
-        if kept is None:
-            compressor = make(how.spec, seed=how.seed, rank=self._rank)
-            kept = self._kept[how.key] = _Kept(how.spec, compressor)
+        if kept is None or _is_later(how, kept):
+            kept = self._kept[how.key] = _Kept(how, self._rank)
         if kept.spec != how.spec:
             raise UsageError(f"{how.key} was compressed by {kept.spec}, and cannot now be by {how.spec}")
         return kept
+
+    def _is_first(self, how: Compression) -> bool:
+        """Whether no call before this one was compressed in the same way, under its key if it has one."""
+        if not how.key:
+            return (how.spec, how.seed) not in self._plain
+        kept = self._of(how)
+        first, kept.agreed = not kept.agreed, True
+        return first
 
     def _memoryless(self, how: Compression) -> Compressor:
         made = self._plain.get((how.spec, how.seed))
@@ -176,6 +209,26 @@ class Compressing:
             check(how.spec, remembered=False)
             made = self._plain[how.spec, how.seed] = make(how.spec, seed=how.seed, rank=self._rank)
         return made
+
+
+def _is_later(how: Compression, kept: _Kept) -> bool:
+    """Whether what is kept is an earlier life's; refuses one that is over."""
+    if how.life < kept.life:
+        raise UsageError(
+            f"what is called {how.key} has begun anew since: give models that are trained side by side unlike names"
+        )
+    return how.life > kept.life
+
+
+async def _agree(group: Group, how: Compression, bucket: int) -> None:
+    """Refuse to go on where ranks compress in unlike ways: what they draw at random has to be the same."""
+    word = hashlib.sha256(msgspec.json.encode((how.spec, how.seed, how.key, how.tensors))).digest()
+    words = [array_of(each).tobytes() for each in await group.all_gather(np.frombuffer(word, np.uint8), bucket=bucket)]
+    if unlike := [str(rank) for rank, theirs in enumerate(words) if theirs != words[0]]:
+        raise UsageError(
+            f"the compressor, its seed or the names of what it compresses ({how.key or how.spec}) are not the same on"
+            f" rank 0 and on {', '.join(unlike)}"
+        )
 
 
 def without_debts(memory: bytes) -> bytes:

@@ -8,6 +8,7 @@ Gradients are told apart by their parameters' names, not by bucket, so what is o
 rebuilding of the buckets after the first step. The average is the same on every rank, bit for bit.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._C._distributed_c10d import GradBucket
 from hcsim.calls.call import Call
 from hcsim.calls.compression import Compression, check, with_debts_of, without_debts
 from hcsim.torch_backend.process_group import HcsimGroup
+
+_lives = itertools.count(1)
 
 
 class CompressionState:
@@ -34,7 +37,8 @@ class CompressionState:
         seed: int = 0,
         name: str = "gradients",
     ) -> None:
-        """The same on all ranks. Several models on one group need unlike names. `compression` as everywhere in the
+        """The same on all ranks. Models that are trained side by side on one group need unlike names: a new state takes
+        the place of the one before it that had its name, and owes nothing. `compression` as everywhere in the
         toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef"; without "+ef" what is not sent is lost."""
         check(compression, remembered=True)
         group = process_group if process_group is not None else dist.group.WORLD
@@ -44,6 +48,7 @@ class CompressionState:
         self.compression = compression
         self._seed = seed
         self._key = name
+        self._life = next(_lives)
         self._step = 0
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -51,7 +56,7 @@ class CompressionState:
         """How this bucket goes out."""
         tensors = tuple((self._names[each], tuple(each.shape)) for each in bucket.parameters())
         how = Compression(
-            spec=self.compression, seed=self._seed, key=self._key, step=self._step, tensors=tensors,
+            spec=self.compression, seed=self._seed, key=self._key, life=self._life, step=self._step, tensors=tensors,
         )  # fmt: skip
         if bucket.is_last():
             self._step += 1
@@ -85,7 +90,7 @@ class CompressionState:
         self.group.line.start(call, [np.frombuffer(bytearray(memory), np.uint8)]).wait(None)
 
     def _whose(self) -> Compression:
-        return Compression(spec=self.compression, seed=self._seed, key=self._key)
+        return Compression(spec=self.compression, seed=self._seed, key=self._key, life=self._life)
 
 
 def compression_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -9,7 +9,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The same on all ranks."""
 
     compression: str = ""
-    """How sums and means of floats travel in all_reduce: "int8", "bf16", "topk:0.01"; empty: as they are.
+    """How sums and means of floats travel in all_reduce: "int8", "bf16", "topk:0.01"; empty: as they are, and so do
+    float64s, which no compressor can hold.
 
     Not one that remembers tensors from step to step ("+ef", "powersgd:4"): see `hcsim.torch_backend.hooks`."""
     least_bytes: int = 1 << 16

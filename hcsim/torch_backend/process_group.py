@@ -299,7 +299,8 @@ class HcsimGroup(ProcessGroup):
 
     def _compresses(self, tensor: Tensor) -> bool:
         large = tensor.numel() * tensor.element_size() >= self._options.least_bytes
-        return bool(self._options.compression) and large and tensor.is_floating_point()
+        fits = tensor.is_floating_point() and tensor.dtype != torch.float64  # what is encoded are float32s
+        return bool(self._options.compression) and large and fits
 
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
         target = Flat(outputs, read=False)

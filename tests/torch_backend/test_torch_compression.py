@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,15 @@ def test_one_percent_with_feedback_learns_the_digits_as_well_as_all_of_it(ranks:
     assert compressed > dense - 0.01
 
 
-def _reduced(meeting: Meeting, spec: str, op: str) -> tuple[Tensor, Tensor, Tensor]:
+def _init(meeting: Meeting, **options: Any) -> None:
     dist.init_process_group(
         "hcsim", init_method=f"file://{meeting.file}", rank=meeting.rank, world_size=meeting.size,
-        pg_options=Options(compression=spec, least_bytes=4000),
+        pg_options=Options(**options),
     )  # fmt: skip
+
+
+def _reduced(meeting: Meeting, spec: str, op: str) -> tuple[Tensor, Tensor, Tensor]:
+    _init(meeting, compression=spec, least_bytes=4000)
     large = [_values(meeting.rank, number) for number in range(3)]
     works = [dist.all_reduce(each, op=getattr(dist.ReduceOp, op), async_op=True) for each in large]
     small, whole = torch.full((9,), 1 / 3), torch.arange(5000) * (meeting.rank + 1)
@@ -228,3 +233,75 @@ def _with_a_nan() -> str:
 def test_a_gradient_that_is_no_number_ends_the_step_everywhere_and_is_named(ranks: Ranks) -> None:
     for said in ranks.run(_with_a_nan, size=2):
         assert "1.weight" in said
+
+
+def _one_after_the_other(before: str) -> tuple[dict[str, Array], str]:
+    """A training after another one, which is over; and what becomes of that if it goes on all the same."""
+    model, rank = _model(), dist.get_rank()
+    old = None
+    if before:
+        old, _ = _hooked(_model(), before)
+        _step(old, _gradients(rank, 7, model))
+    ddp, _ = _hooked(model, "topk:0.1+ef")
+    average = _step(ddp, _gradients(rank, 0, model))
+    said = ""
+    if old is not None:
+        try:
+            _step(old, _gradients(rank, 8, model))
+        except (CallFailed, ValueError, RuntimeError) as error:
+            said = str(error)
+    return average, said
+
+
+@pytest.mark.parametrize("before", ["topk:0.1+ef", "int8+ef"])
+def test_a_new_state_owes_nothing_of_what_one_of_its_name_owed(ranks: Ranks, before: str) -> None:
+    alone = ranks.run(_one_after_the_other, "", size=2)
+    for (average, _), (after, said) in zip(alone, ranks.run(_one_after_the_other, before, size=2), strict=True):
+        for name, expected in average.items():
+            assert np.array_equal(after[name], expected)
+        assert "unlike names" in said
+
+
+def _seeded_by_rank(spec: str) -> str:
+    from hcsim.torch_backend.hooks import CompressionState, compression_hook
+
+    model = _model()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(CompressionState(model, spec, seed=dist.get_rank()), compression_hook)
+    try:
+        _step(ddp, _gradients(dist.get_rank(), 0, model))
+    except (CallFailed, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_draw_unlike_numbers_are_told_so(ranks: Ranks) -> None:
+    for said in ranks.run(_seeded_by_rank, "randomk:0.1+ef", size=3):
+        assert "not the same on rank 0 and on 1, 2" in said
+
+
+def _many_calls(meeting: Meeting) -> tuple[int, Tensor]:
+    _init(meeting, compression="bf16")
+    tensor = torch.ones(1 << 18)
+    tracemalloc.start()
+    for _ in range(40):
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+    return tracemalloc.get_traced_memory()[0], tensor
+
+
+def test_calls_use_the_memory_of_those_before_them(ranks: Ranks) -> None:
+    for held, tensor in ranks.run(_many_calls, size=2, backend=""):
+        assert torch.equal(tensor, torch.ones_like(tensor))
+        assert held < 16 * tensor.nbytes
+
+
+def _wide(meeting: Meeting) -> Tensor:
+    _init(meeting, compression="zstd")
+    tensor = torch.full((1 << 14,), 1e300, dtype=torch.float64) / 3
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def test_double_precision_travels_as_it_is(ranks: Ranks) -> None:
+    for tensor in ranks.run(_wide, size=2, backend=""):
+        assert torch.equal(tensor, torch.full((1 << 14,), 1e300, dtype=torch.float64) / 3 * 2)

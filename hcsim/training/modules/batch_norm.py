@@ -24,15 +24,25 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
         """The module, with each of its batch norms in this form. Parameters and statistics stay the same objects."""
+        return cls._converted(module, group, {})
+
+    @classmethod
+    def _converted(
+        cls, module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]
+    ) -> nn.Module:
+        if module in done:  # it has several names
+            return done[module]
+        done[module] = module
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             made = cls(
                 module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group=group
             )
             made._parameters, made._buffers = module._parameters, module._buffers
-            return made.train(module.training)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, group))
-        return module
+            done[module] = made.train(module.training)
+        for name, child in module._modules.items():  # under all of their names
+            if child is not None:
+                setattr(module, name, cls._converted(child, group, done))
+        return done[module]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel, the second dimension."""

@@ -79,18 +79,26 @@ class Sharded(nn.Module):
         self._whole = None  # a backward pass that failed may have left an old one
         whole: Tensor = _Gather.apply(self.shard, self)  # type: ignore[no-untyped-call]
         place, version = whole.untyped_storage().data_ptr(), self.shard._version
+        kept = used = 0
 
         def pack(tensor: Tensor) -> Tensor | _Held:
+            nonlocal kept
             if tensor.untyped_storage().data_ptr() != place:
                 return tensor
+            kept += 1
             return _Held(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(held: Tensor | _Held) -> Tensor:
+            nonlocal used
             if isinstance(held, Tensor):
                 return held
             if self.shard._version != version:
                 raise RuntimeError("a sharded block's parameters have changed between its forward and backward pass")
-            return self._gathered().as_strided(*held)
+            part = self._gathered().as_strided(*held)
+            used += 1
+            if not self.shard.requires_grad and used % kept == 0:  # nothing comes back through `_Gather` to let it go
+                self._whole = None
+            return part
 
         parameters = {piece.name: whole[piece.lo : piece.hi].view(piece.shape) for piece in self.pieces}
         try:

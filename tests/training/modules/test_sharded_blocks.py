@@ -133,6 +133,27 @@ def test_nothing_keeps_the_whole_between_forward_and_backward(ranks: Ranks) -> N
     ranks.run(memory, size=2)
 
 
+def frozen_memory() -> None:
+    """Blocks that learn nothing, behind one that does."""
+    held = [Sharded(nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)).requires_grad_(False)) for _ in range(3)]
+    twice = nn.Sequential(nn.Linear(9, 9), *held, held[0])
+    made = twice(torch.randn(4, 9)).square().sum()
+    made.backward(retain_graph=True)
+    assert [block._whole for block in held] == [None] * 3
+    expected = [parameter.grad.clone() for parameter in twice[0].parameters() if parameter.grad is not None]
+    assert len(expected) == 2
+    twice.zero_grad()
+    made.backward()
+    assert [block._whole for block in held] == [None] * 3
+    for parameter, grad in zip(twice[0].parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_frozen_blocks_let_the_whole_go_after_the_backward_pass_too(ranks: Ranks) -> None:
+    ranks.run(frozen_memory, size=2)
+
+
 def edges() -> None:
     torch.manual_seed(1)
     plain = nn.Linear(3, 2)

@@ -103,3 +103,12 @@ def test_converting_keeps_the_parameters_and_the_mode() -> None:
     assert all(a is b for a, b in zip(after.buffers(), buffers, strict=True))
     assert not any(module.training for module in after.modules())
     assert SyncBatchNorm.convert(after) is after
+
+
+def test_a_norm_of_several_names_stays_one() -> None:
+    norm = nn.BatchNorm2d(CHANNELS)
+    after = SyncBatchNorm.convert(nn.ModuleDict({"first": norm, "second": nn.Sequential(norm), "again": norm}))
+    assert isinstance(after, nn.ModuleDict)
+    assert isinstance(after["first"], SyncBatchNorm)
+    assert after["again"] is after["first"]
+    assert after["second"].get_submodule("0") is after["first"]

@@ -68,6 +68,9 @@ class Compressor(Protocol):
     def size_bytes(self, shape: Shape) -> int:
         """The exact size of the payload for such a tensor (an estimate where `sized` is false)."""
 
+    def most_bytes(self, shape: Shape) -> int:
+        """No payload for such a tensor is larger."""
+
     @property
     def sized(self) -> bool:
         """Whether the size depends on the shape alone; a lossless coder's does not."""

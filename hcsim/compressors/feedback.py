@@ -58,6 +58,10 @@ class Feedback:
         """The inner one's."""
         return self._inner.size_bytes(shape)
 
+    def most_bytes(self, shape: Shape) -> int:
+        """The inner one's."""
+        return self._inner.most_bytes(shape)
+
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
         """The inner one's."""
         return cast(Linear, self._inner).round_bytes(shape)

@@ -53,11 +53,16 @@ class Lossless(ChunkedCompressor):
         """An estimate."""
         return HEADER_BYTES + math.ceil(FLOAT_BYTES * prod(shape) / self._ratio)
 
+    def most_bytes(self, shape: Shape) -> int:
+        """What zstd makes of what cannot be packed: a little more."""
+        size_bytes, frames = FLOAT_BYTES * prod(shape), -(-prod(shape) // self.chunk)
+        return HEADER_BYTES + size_bytes + size_bytes // 128 + (_LENGTH_BYTES + 512) * frames
+
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         coder = zstandard.ZstdCompressor(level=self._level)
         starts = range(0, flat.size, self.chunk)
         end = HEADER_BYTES + _LENGTH_BYTES * len(starts)
-        payload = self._room(of.name, end + _most_bytes(flat.nbytes, len(starts)))
+        payload = self._room(of.name, self.most_bytes(shape))
         payload[:HEADER_BYTES] = np.frombuffer(self._header(flat.size), np.uint8)
         lengths = payload[HEADER_BYTES:end].view("<u4")
         for at, lo in enumerate(starts):
@@ -92,11 +97,6 @@ class Lossless(ChunkedCompressor):
                     raise decodes_badly(of.name)
 
         return unpack
-
-
-def _most_bytes(size_bytes: int, frames: int) -> int:
-    """What zstd makes at most of that much, which cannot be packed: a little more."""
-    return size_bytes + size_bytes // 128 + 512 * frames
 
 
 def _frames(body: Bytes, count: int, of: Ident) -> list[memoryview]:

@@ -164,3 +164,17 @@ def test_a_gradient_that_is_not_a_number_ends_the_exchange_on_all_ranks_and_name
     assert isinstance(results[1], CompressionError)
     assert LAYOUT.tensors[0].name in str(results[1])
     assert all(isinstance(result, hcsim.HcsimError) for result in results)
+
+
+@pytest.mark.parametrize("claimed", [40 << 30, -1])
+def test_a_length_that_no_payload_can_have_is_refused_before_memory_is_taken(claimed: int) -> None:
+    async def program(group: Group) -> None:
+        if group.rank == 1:
+            await group.all_gather(np.array([claimed] * group.size))
+        else:
+            aggregator = OneLevel(group, Ledger(group.host), make("zstd", seed=3, rank=group.rank))
+            await aggregator.total(gradient(group.rank), LAYOUT.buckets(1 << 20)[0], 1.0, 0)
+
+    refused = hcsim.simulate(quiet_cluster(2), program).results[0]
+    assert isinstance(refused, CompressionError)
+    assert f"rank 1 announces {claimed} bytes" in str(refused)

@@ -23,6 +23,7 @@ from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets, split
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
 from hcsim.compressors.feedback import Feedback
+from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench, nothing
 from hcsim.training.layout import Tensor
@@ -51,7 +52,7 @@ class QuantisedExchange:
         parts = self._parts(tensors)
         ours = parts[group.rank]
         payloads, lost = await self._first.encode(shapes, lambda: self._encode_parts(flat, tensors, parts, step))
-        received = await self._received(payloads, bucket)
+        received = await self._received(payloads, ours, bucket)
         theirs = [array_of(p) for p in await group.all_to_all(payloads, received, bucket=bucket)]
 
         part_shapes = [piece.shape for piece in ours]
@@ -135,17 +136,26 @@ class QuantisedExchange:
         for piece, (lo, hi) in zip(pieces, pairwise(offsets(sizes)), strict=True):
             decode(payload[lo:hi], piece.view(flat), Ident(piece.name, step))
 
-    async def _received(self, payloads: list[Bytes], bucket: int) -> list[int]:
+    async def _received(self, payloads: list[Bytes], ours: list[Tensor], bucket: int) -> list[int]:
         """How much each rank sends us: as much as we send ourselves, or what they say."""
         rank, size = self._group.rank, self._group.size
         if self._coder.sized:
             return [payloads[rank].size] * size
         lengths = await self._group.all_gather(np.array([p.size for p in payloads]), bucket=bucket)
-        return [int(theirs[rank]) for theirs in map(array_of, lengths)]
+        return self._believed([int(theirs[rank]) for theirs in map(array_of, lengths)], [ours] * size)
 
     async def _counts(self, payload: Bytes, parts: list[list[Tensor]], bucket: int) -> list[int]:
         """How long each rank's encoded sum is."""
         if self._coder.sized:
             return [sum(self._coder.size_bytes(piece.shape) for piece in part) for part in parts]
         lengths = await self._group.all_gather(np.array([payload.size]), bucket=bucket)
-        return [int(theirs[0]) for theirs in map(array_of, lengths)]
+        return self._believed([int(theirs[0]) for theirs in map(array_of, lengths)], parts)
+
+    def _believed(self, lengths: list[int], parts: list[list[Tensor]]) -> list[int]:
+        """What ranks say of their payloads' lengths, if that is possible: we are about to take so much memory."""
+        for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
+            most = sum(self._coder.most_bytes(piece.shape) for piece in part)
+            if not 0 <= length <= most:
+                name = part[0].name if part else "nothing"
+                raise CompressionError(f"rank {rank} announces {length} bytes, where {most} would be the most", name)
+        return lengths

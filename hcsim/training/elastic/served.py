@@ -23,6 +23,7 @@ The server saves now and then. When all have been lost, training goes on from th
 from __future__ import annotations
 
 import asyncio
+import zlib
 from copy import copy
 
 import msgspec
@@ -85,7 +86,8 @@ class Served:
         self._keeper = Keeper(learner, optimizer(self.settings))
         work = copy(learner)
         work.replica = what.replica(seed, host.device.torch_name)
-        self._gradients = Gradients(learner.layout, make(settings.compressor, seed=seed, rank=0))
+        drawer = zlib.crc32(conductor.us.node.encode())  # ranks change with the view, and one that rounds does not
+        self._gradients = Gradients(learner.layout, make(settings.compressor, seed=seed, rank=drawer))
         worker = Worker(work, self._gradients, self._policy, name=conductor.us.node, job=JOB)
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)

@@ -25,8 +25,6 @@ from hcsim.training.parameter_server.messages import Push
 from hcsim.training.task import Flat
 
 WHOLE = "none"
-SLACK_BYTES = 1024
-"""What a payload may have beyond its tensor: a coder that finds nothing to save adds a little."""
 
 
 class Received(NamedTuple):
@@ -48,9 +46,9 @@ class Gradients:
         self.length = layout.length
         self._dense = make(WHOLE, seed=0, rank=0)
         self._exact = [compressor.size_bytes(tensor.shape) for tensor in self.tensors]
-        self._most = [FLOAT_BYTES * tensor.length * 65 // 64 + SLACK_BYTES for tensor in self.tensors]
-        self.most_bytes = sum(self._most)
-        """No honest push is larger, whatever it was compressed with."""
+        codecs = compressor, self._dense
+        self.most_bytes = max(sum(codec.most_bytes(tensor.shape) for tensor in self.tensors) for codec in codecs)
+        """No honest push is larger."""
         self.encode_work = _sum(compressor.encode_work(tensor.shape) for tensor in self.tensors)
         self.decode_work = _sum(compressor.decode_work(tensor.shape) for tensor in self.tensors)
 
@@ -93,8 +91,8 @@ class Gradients:
         if len(push.sizes) != len(self.tensors):
             return f"{len(push.sizes)} payloads for {len(self.tensors)} tensors"
         codec = self._codec(push)
-        for tensor, size, most in zip(self.tensors, push.sizes, self._most, strict=True):
-            if size != codec.size_bytes(tensor.shape) if codec.sized else size > most:
+        for tensor, size in zip(self.tensors, push.sizes, strict=True):
+            if size != codec.size_bytes(tensor.shape) if codec.sized else size > codec.most_bytes(tensor.shape):
                 return f"{size} bytes for {tensor.name}, whose shape is {list(tensor.shape)}"
         return ""
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.compressors.base import Ident
+from hcsim.compressors.draws import bits
 from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError
@@ -293,3 +294,16 @@ def test_what_the_servers_own_worker_owes_is_saved_as_of_the_same_update(number:
     outcome, steps = started_anew(last_s * (0.15 + 0.07 * number), settings, members="a")
     assert 2 < steps[0] < 40
     assert outcome.sha256() == through.sha256()
+
+
+def test_workers_that_round_at_random_do_not_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[object, ...]] = []
+
+    def watched(*name: str | int) -> np.random.SFC64:
+        drawn.append(name)
+        return bits(*name)
+
+    monkeypatch.setattr("hcsim.compressors.int8.bits", watched)
+    train(SWITCH, replace(SYNC, compressor="int8:stochastic", steps=2), what=lambda host: Linear())
+    assert len({name[2] for name in drawn}) == len("abcd")
+    assert len({*drawn}) == len(drawn)

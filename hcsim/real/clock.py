@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+
+from hcsim.runtime.clock import Limit
 
 
 class RealClock:
@@ -26,7 +27,7 @@ class RealClock:
         """Wait; zero or less lets every other ready task run once."""
         await asyncio.sleep(max(seconds, 0.0))
 
-    def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
+    def timeout(self, seconds: float | None) -> Limit:
         """As `asyncio.timeout`."""
         if seconds is None or not seconds > 0:
             return asyncio.timeout(seconds)
@@ -99,6 +100,10 @@ class _Limit:
             self._limits.remove(self)
         elif self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
             raise TimeoutError from error  # nobody else has cancelled it as well
+
+    def expired(self) -> bool:
+        """See `runtime.clock.Limit.expired`."""
+        return self._expired
 
     def expire(self) -> None:
         """It has taken too long."""

@@ -16,11 +16,12 @@ async def within(clock: Clock, seconds: float | None, late: str) -> AsyncIterato
     """What takes longer is cancelled, and raises `DeadlineExceeded` in these words.
 
     Something in it that has a deadline of its own knows better what was late."""
+    limit = clock.timeout(seconds)
     try:
-        async with clock.timeout(seconds):
+        async with limit:
             yield
     except TimeoutError as error:
-        if isinstance(error, HcsimError):
+        if isinstance(error, HcsimError) or not limit.expired():
             raise
         raise DeadlineExceeded(late) from None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
+
+from hcsim.runtime.clock import Limit
 
 if TYPE_CHECKING:
     from hcsim.virtual.loop import VirtualLoop
@@ -32,7 +33,7 @@ class VirtualClock:
         """See `runtime.clock.Clock.sleep`."""
         await asyncio.sleep(seconds / self._rate)
 
-    def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[object]:
+    def timeout(self, seconds: float | None) -> Limit:
         """See `runtime.clock.Clock.timeout`."""
         return asyncio.timeout(None if seconds is None else seconds / self._rate)
 

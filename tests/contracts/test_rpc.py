@@ -244,6 +244,59 @@ def test_results_that_nobody_reads_are_bounded(arena):
     arena.run(body)
 
 
+def test_a_peer_that_calls_and_never_reads_loses_its_channel(arena):
+    async def talk() -> str:
+        return "and so on" * 1000
+
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        far = Endpoint(right, server, registry(talk), Limits(max_calls=1))
+        calls = 0
+        with suppress(ChannelError):
+            while not far.ended.done() and calls < 500_000:
+                calls += 1
+                data = encode(Call(calls, "talk", Parcel(b"\x90")))
+                await client.send(Header(len(data), Kind.CONTROL), memoryview(data))
+        assert "does not read our answers" in str(await far.ended)
+        await far.close()
+
+    arena.run(body)
+
+
+def test_an_error_that_can_hardly_be_told_is_told_and_the_channel_lives_on(arena):
+    class Dumb(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    async def fail(how: str) -> None:
+        raise {"name": ValueError("cannot read caf\udce9.bin"), "dumb": Dumb(), "slow": TimeoutError("of its own")}[how]
+
+    async def body(left, right):
+        near, far = await ends(arena, left, right, theirs=[fail, add])
+        for how, said in (
+            ("name", r"ValueError: cannot read caf\\udce9\.bin"),
+            ("dumb", "Dumb"),
+            ("slow", "TimeoutError"),
+        ):
+            for deadline_s in (None, 60.0):
+                with pytest.raises(RemoteError, match=said):
+                    await near.call("fail", how, deadline_s=deadline_s)
+        assert await near.call("add", 1) == 11
+        await closed(near, far)
+
+    arena.run(body)
+
+
+def test_a_message_that_cannot_be_encoded_ends_the_channel_with_its_reason(arena):
+    async def body(left, right):
+        near, far = await ends(arena, left, right, theirs=[add])
+        with pytest.raises(ChannelBroken, match=r"could not be sent: .*surrogate"):
+            await near.call("add\udce9", 1)
+        await closed(near, far)
+
+    arena.run(body)
+
+
 def test_our_errors_keep_their_class_and_others_come_as_text(arena):
     class Odd(Exception):
         pass
@@ -508,7 +561,7 @@ def test_a_reference_in_an_answer_that_nobody_waits_for_is_released(arena):
         [(Header(0, Kind.CONTROL), encode(Cancel(5)))],
         [(Header(0, Kind.CONTROL), encode(Release(5, 1)))],
         [(Header(0, Kind.CONTROL), encode(Failure(5, "UsageError", "no")))],
-        [(Header(0, Kind.CONTROL), encode(Call(1, "add", Parcel(b"\x91\x01")))) for _ in range(2)],
+        [(Header(0, Kind.CONTROL), encode(Call(1, "add", Parcel(b"\x90")))) for _ in range(2)],
     ],
 )
 def test_what_no_correct_peer_sends_ends_the_channel(arena, frames):

@@ -18,7 +18,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
-from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, HcsimError, UsageError
+from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, HcsimError
 from hcsim.runtime.channel import Channel, Payload
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
@@ -71,7 +71,7 @@ class Endpoint:
 
     @property
     def unread_bytes(self) -> int:
-        """Of arrays that we have returned and that have not left yet."""
+        """Of what we have returned and that has not left yet."""
         return self._line.outbox.results_bytes
 
     @overload
@@ -111,7 +111,7 @@ class Endpoint:
             await self._line.outbox.run()
         except ChannelError as error:
             self._end(error)
-        except UsageError as error:  # what was given cannot cross this channel
+        except Exception as error:  # what was given cannot cross this channel
             self._end(ChannelBroken(f"a message to {peer} could not be sent: {error}", peer))
 
     async def _receive(self) -> None:

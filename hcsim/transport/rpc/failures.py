@@ -33,7 +33,16 @@ OUR_ERRORS: dict[str, type[HcsimError]] = {
 
 def describe(error: BaseException) -> tuple[str, str]:
     """The kind and the text of an error, for the caller."""
-    return type(error).__name__[:128], str(error)[:MAX_TEXT]
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error that cannot say what it is"
+    return _sendable(type(error).__name__)[:128], _sendable(text)[:MAX_TEXT]
+
+
+def _sendable(text: str) -> str:
+    """A file's name may have bytes in it that are no text."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def revive(kind: str, text: str, call: str, peer: str, table: Mapping[str, type[HcsimError]]) -> HcsimError:

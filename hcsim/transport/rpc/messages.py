@@ -56,6 +56,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return 4 * max(self.max_calls, MAX_DEPTH)
 
     @property
+    def max_unread(self) -> int:
+        """Messages for the peer that wait to be sent, beyond which it must not call. Who waits for answers is never
+        near that."""
+        return 16 * self.max_served
+
+    @property
     def max_frame_bytes(self) -> int:
         """The largest frame that a peer with these limits sends."""
         return max(self.segment_bytes, self.max_body_bytes + OVERHEAD_BYTES)

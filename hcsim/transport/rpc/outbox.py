@@ -12,7 +12,7 @@ from typing import Any
 
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind
-from hcsim.transport.rpc.messages import OF_RESULT, Message, encode
+from hcsim.transport.rpc.messages import Message, Result, encode
 
 
 class Outgoing:
@@ -29,7 +29,7 @@ class Outgoing:
         self.frames = _frames(message, step, arrays, segment_bytes)
         self.keep = keep
         """What must live until all is sent."""
-        self.results_bytes = sum(map(len, arrays)) if step == OF_RESULT else 0
+        self.results_bytes = len(message.parcel.body) + sum(map(len, arrays)) if isinstance(message, Result) else 0
         self.begun = False
         self.dropped = False
 
@@ -42,7 +42,11 @@ class Outbox:
         self._queue: deque[Outgoing] = deque()
         self._wanted: asyncio.Future[None] | None = None
         self.results_bytes = 0
-        """Of arrays that we have returned and not sent yet."""
+        """Of what we have returned and not sent yet."""
+
+    def __len__(self) -> int:
+        """How many messages wait to be sent."""
+        return len(self._queue)
 
     def put(self, outgoing: Outgoing) -> None:
         """Send it when its turn comes."""

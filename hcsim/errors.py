@@ -9,6 +9,11 @@ these once, at the boundary where they enter.
 
 from __future__ import annotations
 
+import msgspec
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What comes of decoding bytes that are no message: they may also be no text, or nested without end."""
+
 
 class HcsimError(Exception):
     """Everything that hcsim raises on purpose."""

@@ -89,7 +89,7 @@ class Figures:
                     gauge("hcsim_link_bandwidth_bytes_per_second", **labels).set(rate_Bps)
         gauge("hcsim_view_epoch").set(view.epoch)
         gauge("hcsim_view_members").set(len(view.members))
-        gauge("hcsim_leader").set(view.rank(membership.us) == 0)
+        gauge("hcsim_leader").set(view.rank(membership.us) == 0 and not membership.status.leaving)
         for answer, ballots in membership.votes.items():
             counter("hcsim_ballots_total", answer=answer).value = ballots
         for outcome, rounds in membership.rounds.items():

@@ -12,7 +12,7 @@ import msgspec
 
 from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.view import Member, Standing, View, standing
-from hcsim.errors import RemoteProtocolError
+from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.runtime.host import Interface
 
 
@@ -158,5 +158,5 @@ def decode(data: bytes | memoryview, peer: str) -> Message:
     """A message from a peer, checked."""
     try:
         return _DECODER.decode(data)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None

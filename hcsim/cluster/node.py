@@ -25,9 +25,10 @@ from hcsim.cluster.terms import Terms, refusal, unlike
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
 from hcsim.config.cluster import Cluster
-from hcsim.errors import ConfigError, HcsimError, PeerRefused
+from hcsim.errors import HcsimError, PeerRefused
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
+from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
 
 _TICK_S = 0.001
@@ -84,7 +85,8 @@ class Node:
         self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
         self._us = Member(me.node, me.boot, me.name, me.address, me.home)
         rules = Rules(config.needed, config.quorum, config.settle_s, self._beat.timeout_s)
-        self._membership = Membership(self._us, me.control, rules, self._remembered(), self._save)
+        remembered = kept(host.store, self._record, Record)
+        self._membership = Membership(self._us, me.control, rules, remembered, self._save)
         self._known = self._membership.status
         self._lines = Lines(host, self)
         self._ways = Ways(host, me.node, self._control_of)
@@ -110,7 +112,7 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._figures.end()
+        self._figures.end()  # tells how it was until now
         await self._lines.close(reason)
         await self._discovery.goodbye()
 
@@ -385,12 +387,5 @@ class Node:
     def _now(self) -> float:
         return self._host.clock.elapsed()
 
-    def _remembered(self) -> Record | None:
-        data = self._host.store.load(self._record)
-        try:
-            return None if data is None else msgspec.msgpack.decode(data, type=Record)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"the record {self._record} cannot be read ({error}): remove it") from None
-
     def _save(self, record: Record) -> None:
-        self._host.store.save(self._record, msgspec.msgpack.encode(record))
+        keep(self._host.store, self._record, record)

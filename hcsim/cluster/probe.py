@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from hcsim.errors import ChannelError, DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import UNDECODABLE, ChannelError, DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header, Kind
@@ -307,6 +307,6 @@ async def _hear(channel: Channel) -> _Message:
         payload = EMPTY
     try:
         message: _Message = _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"{channel.peer} does not measure as we do: {error}", channel.peer) from None
     return message

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import zlib
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from hcsim.errors import UNDECODABLE, ConfigError
+
+T = TypeVar("T")
+_CRC_BYTES = 4
 
 
 class Store(Protocol):
@@ -16,3 +24,24 @@ class Store(Protocol):
 
     def where(self, name: str) -> str:
         """Where a person finds the record of that name."""
+
+
+def keep(store: Store, name: str, record: Any) -> None:
+    """Save a record in a form that shows whether it was damaged since."""
+    data = msgspec.msgpack.encode(record)
+    store.save(name, zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data)
+
+
+def kept(store: Store, name: str, kind: type[T]) -> T | None:
+    """What `keep` has saved, or None."""
+    saved = store.load(name)
+    if saved is None:
+        return None
+    crc, data = saved[:_CRC_BYTES], saved[_CRC_BYTES:]
+    why = "it was changed since it was written"
+    if crc == zlib.crc32(data).to_bytes(_CRC_BYTES, "big"):
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except UNDECODABLE as error:  # another version's
+            why = str(error)
+    raise ConfigError(f"{store.where(name)}: cannot be read: {why}; remove it to start afresh")

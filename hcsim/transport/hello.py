@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from hcsim.errors import RemoteProtocolError
+from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.wire import Wire
@@ -73,7 +73,7 @@ def decode_hello(data: bytes, peer: str) -> Hello:
     """What a stranger has sent for a hello."""
     try:
         return msgspec.msgpack.decode(data, type=Hello)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # also no text, or nested without end
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
 
 

@@ -67,6 +67,13 @@ def test_gauges_show_the_view_that_a_crash_left(crashed: Party, name: str) -> No
     assert [metrics.value(f"hcsim_{gauge}") for gauge in gauges] == [2, 1, 0, view.epoch, 2, name == "a"]
 
 
+def test_who_has_left_leads_nobody() -> None:
+    party = Party(ABC)
+    party.meanwhile = dict.fromkeys(ABC, Node.leave)
+    party.run(3.0)
+    assert {name: of(party, name).value("hcsim_leader") for name in ABC} == dict.fromkeys(ABC, 0)
+
+
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_every_view_is_counted_by_its_reason_and_who_came_and_went(crashed: Party, name: str) -> None:
     metrics = of(crashed, name)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from hcsim.cluster.coordinator import messages
 from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
 from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Registered, Roster
@@ -19,6 +17,7 @@ from hcsim.cluster.coordinator.state import State
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
+from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
 from hcsim.transport.callers import Callers
 from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
@@ -37,7 +36,8 @@ class Coordinator:
     ) -> None:
         self._host = host
         self._record = f"{RECORD}-{cluster}"
-        self.state = State(policy, cluster, self._load(), host.clock.elapsed())
+        before = kept(host.store, self._record, Kept) or Kept()
+        self.state = State(policy, cluster, before, host.clock.elapsed())
         self._note = note
         self._who: dict[Endpoint, Register] = {}
         self._lines: dict[str, Endpoint] = {}
@@ -195,7 +195,7 @@ class Coordinator:
     def _save(self) -> bool:
         """Write down what must outlive a restart; if that fails, people are told, once."""
         try:
-            self._host.store.save(self._record, msgspec.msgpack.encode(self.state.kept()))
+            keep(self._host.store, self._record, self.state.kept())
         except ConfigError as error:
             if not self._unsaved:
                 self._tell_people(f"{error}; nobody is answered until that can be done")
@@ -228,17 +228,6 @@ class Coordinator:
 
     def _now(self) -> float:
         return self._host.clock.elapsed()
-
-    def _load(self) -> Kept:
-        data = self._host.store.load(self._record)
-        if data is None:
-            return Kept()
-        try:
-            return msgspec.msgpack.decode(data, type=Kept)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{self._record}: what the coordinator wrote down cannot be read ({error}); remove it to start afresh"
-            ) from None
 
     def _start(self, work: Coroutine[Any, Any, Any], name: str) -> None:
         task = self._host.spawn(work, name=name)

@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import RemoteProtocolError
+from hcsim.errors import UNDECODABLE, RemoteProtocolError
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=256)]
@@ -147,5 +147,5 @@ def answer(data: bytes | memoryview, peer: str) -> Answer:
 def _read(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview, peer: str) -> _Message:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None

@@ -6,9 +6,7 @@ import asyncio
 from functools import lru_cache
 from typing import Any
 
-import msgspec
-
-from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import UNDECODABLE, CallRefused, ChannelError, DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime import waiting
 from hcsim.transport.rpc.failures import revive
 from hcsim.transport.rpc.inbox import Incoming
@@ -91,7 +89,7 @@ class Calling:
         del self.pending[number]  # nothing is left to be cancelled
         try:
             return unpack(answered.parcel, answered.arrays, answered.taken, procedure.result)
-        except (msgspec.DecodeError, CallRefused, UnicodeDecodeError, RecursionError) as error:
+        except (*UNDECODABLE, CallRefused) as error:
             raise RemoteProtocolError(
                 f"{procedure.name} at {line.peer} returned something else than it is known for: {error}", line.peer
             ) from None

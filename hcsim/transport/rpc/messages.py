@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import RemoteProtocolError, UsageError
+from hcsim.errors import UNDECODABLE, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Payload, Phantom
 
 Number = Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -147,5 +147,5 @@ def decode(payload: Payload, peer: str) -> Message:
         raise RemoteProtocolError(f"{peer} sent a message without content", peer)
     try:
         return _DECODER.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None

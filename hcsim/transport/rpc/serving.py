@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hcsim.errors import CallRefused, UsageError
+from hcsim.errors import UNDECODABLE, CallRefused, UsageError
 from hcsim.runtime.waiting import within
 from hcsim.transport.rpc.failures import describe
 from hcsim.transport.rpc.inbox import Incoming
@@ -151,7 +151,7 @@ class Serving:
 def _arguments(procedure: Procedure[Any], incoming: Incoming) -> tuple[Any, ...]:
     try:
         read = unpack(incoming.parcel, incoming.arrays, incoming.taken, procedure.arguments)
-    except (msgspec.DecodeError, CallRefused, UnicodeDecodeError, RecursionError) as error:
+    except (*UNDECODABLE, CallRefused) as error:
         raise CallRefused(f"{procedure.name}: wrong arguments: {error}") from None
     return msgspec.structs.astuple(read)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from hcsim.checkpoints.optimizer import restore_optimizer
 from hcsim.checkpoints.parts import Part, check_data, complete, data_file, parts_in, steps_in, write_part
-from hcsim.checkpoints.plain import dtype_of, put_together
+from hcsim.checkpoints.plain import dtype_name, put_together
 from hcsim.checkpoints.random_numbers import restore_random_state
 from hcsim.checkpoints.ranges import Names
-from hcsim.checkpoints.saver import HasState
+from hcsim.checkpoints.snapshot import HasState
+from hcsim.checkpoints.tensors import Tensors
 from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError, NoCheckpoint
 
@@ -30,44 +29,32 @@ class Checkpoint:
     def __init__(self, folder: Path, parts: Mapping[int, Part]) -> None:
         self._folder = folder
         self._parts = parts
-        self._files: dict[int, Any] = {}
+        self._tensors = Tensors(folder, parts)
         self.step = parts[0].step
         self.world = parts[0].world
         """How many ranks saved it."""
-        same: dict[str, Any] = put_together(parts[0].plain, lambda path: self._own_tensor(0, path))
-        self.plain: dict[str, Any] = same["given"]
+        self.plain: dict[str, Any] = self._plain(0)["given"]
         """What `save` was given beside the step."""
-        self._optimizer: Mapping[str, Any] | None = same["optimizer"]
 
     @classmethod
     def open(cls, folder: Path | str, step: int | None = None) -> Checkpoint:
         """What is whole in one folder, whoever else there is: to look at, say, or to use a model that was trained."""
         return cls(Path(folder), _chosen(Path(folder), step, lambda mine: [mine])[0])
 
-    def model(self) -> dict[str, Tensor]:
+    def model(self) -> dict[str, Any]:
         """The whole model's parameters and buffers by their names, as `nn.Module.load_state_dict` takes them."""
-        return {name: self._tensor(f"model/{name}") for name in self._model_names()}
+        plain = self._plain(0)
+        found = {name: self._tensors.whole(f"model/{name}") for name in self._tensors.names("model/")}
+        found |= plain.get("extra", {})
+        return found | {name: found[saved] for name, saved in plain.get("aliases", {}).items()}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is none of that name."""
-        return next((part.pieces[name].shape for part in self._parts.values() if name in part.pieces), None)
+        return self._tensors.shape(name)
 
     def elements(self, name: str, lo: int, hi: int) -> Tensor:
         """Some elements of a tensor, from whichever parts have them."""
-        pieces = {rank: part.pieces[name] for rank, part in self._parts.items() if name in part.pieces}
-        if not pieces:
-            raise CheckpointError(f"the checkpoint of step {self.step} has no {name}")
-        found = torch.empty(hi - lo, dtype=dtype_of(next(iter(pieces.values())).dtype))
-        have = 0
-        for rank, piece in pieces.items():
-            first, last = max(lo, piece.lo), min(hi, piece.hi)
-            if first < last:
-                values = self._file(rank).get_slice(name)[first - piece.lo : last - piece.lo]
-                found[first - lo : last - lo] = values
-                have += last - first
-        if have != hi - lo:
-            raise CheckpointError(f"the checkpoint of step {self.step} has not all of {name}")
-        return found
+        return self._tensors.elements(name, lo, hi)
 
     @torch.no_grad()
     def restore(
@@ -82,15 +69,23 @@ class Checkpoint:
 
         What a rank alone had goes to that rank again, and so do its random numbers. A rank that is new has what rank
         0 had, and is asked to `forget()` what is rank 0's alone, if it can; where there are fewer ranks now, a state
-        with a method `absorb` also takes what those had that are gone: residuals that are still to be sent, say."""
+        with a method `absorb` also takes what those had that are gone: residuals that are still to be sent, say.
+        Where there are more or fewer ranks now, tensors of the model and the optimizer that differed are refused."""
         rank, world = place(group)
-        self._restore_model(model)
+        before = rank if rank < self.world else 0
+        plain = self._plain(before)
+        tensors = Tensors(self._folder, self._parts, rank if world == self.world else None)
+        if optimizer is not None and plain["optimizer"] is None:
+            raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
+        if world != self.world:
+            for path in ("model/", "optimizer/") if optimizer is not None else ("model/",):
+                for name in tensors.names(path):
+                    tensors.check(path + name)
+        self._restore_model(model, tensors, plain.get("extra"))
         if optimizer is not None:
-            if self._optimizer is None:
-                raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
-            restore_optimizer(optimizer, model, self._optimizer, self)
+            restore_optimizer(optimizer, model, plain["optimizer"], tensors)
         for name, state in (also or {}).items():
-            state.load_state_dict(self._own(rank if rank < self.world else 0, name))
+            state.load_state_dict(self._own(before, name))
             if rank >= self.world and hasattr(state, "forget"):
                 state.forget()
             if hasattr(state, "absorb"):
@@ -99,50 +94,47 @@ class Checkpoint:
         if rank < self.world:
             restore_random_state(self._own(rank, "random"))
 
-    def _restore_model(self, model: nn.Module) -> None:
+    def _restore_model(self, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
         names = Names(model)
         ranges = [*names.ranges()]
         for part in ranges:
-            there = self.shape(f"model/{part.name}")
+            there = tensors.shape(f"model/{part.name}")
             if there != part.shape:
                 raise CheckpointError(
                     f"{part.name} has shape {list(part.shape)} in the model, and in the checkpoint "
                     + ("it is missing" if there is None else f"{list(there)}")
                 )
-        known = {*names.whole()}
-        if beyond := [name for name in self._model_names() if name not in known]:
+            saved = tensors.dtype(f"model/{part.name}")
+            if not torch.can_cast(saved, part.values.dtype):
+                raise CheckpointError(
+                    f"{part.name} is {dtype_name(part.values.dtype)} in the model, which cannot hold the "
+                    f"{dtype_name(saved)} of the checkpoint"
+                )
+        modules = names.extra() if extra is not None else {}  # older checkpoints have none of these
+        known, saved_names = {*names.whole(), *modules}, [*tensors.names("model/"), *(extra or {})]
+        if beyond := [name for name in saved_names if name not in known]:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} is of another model: this one has no {', '.join(beyond[:3])}"
                 + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
             )
+        if lacking := [name for name in modules if name not in saved_names]:
+            raise CheckpointError(f"the checkpoint of step {self.step} has no {lacking[0]}")
         for part in ranges:
-            part.values.copy_(self.elements(f"model/{part.name}", part.lo, part.hi).view(part.values.shape))
+            part.values.copy_(tensors.elements(f"model/{part.name}", part.lo, part.hi).view(part.values.shape))
+        for name, module in modules.items():
+            module.set_extra_state((extra or {})[name])
 
-    def _model_names(self) -> list[str]:
-        """Of its parameters and buffers."""
-        names = {name for part in self._parts.values() for name in part.pieces if name.startswith("model/")}
-        return sorted(name.removeprefix("model/") for name in names)
-
-    def _tensor(self, name: str) -> Tensor:
-        shape = self.shape(name)
-        assert shape is not None
-        return self.elements(name, 0, math.prod(shape)).view(shape)
+    def _plain(self, rank: int) -> dict[str, Any]:
+        """What that rank had beside tensors of the model's and the optimizer's."""
+        found: dict[str, Any] = put_together(self._parts[rank].plain, lambda path: self._tensors.saved_by(rank, path))
+        return found
 
     def _own(self, rank: int, name: str) -> Any:
         """The state of that name that a rank alone had."""
         states = dict(self._parts[rank].own["$dict"])
         if name not in states:
             raise CheckpointError(f"the checkpoint of step {self.step} has no state called {name}")
-        return put_together(states[name], lambda path: self._own_tensor(rank, path))
-
-    def _own_tensor(self, rank: int, path: str) -> Tensor:
-        tensor: Tensor = self._file(rank).get_tensor(path)
-        return tensor.view(self._parts[rank].pieces[path].shape)
-
-    def _file(self, rank: int) -> Any:
-        if rank not in self._files:
-            self._files[rank] = safe_open(data_file(self._folder, self._parts[rank]), framework="pt")
-        return self._files[rank]
+        return put_together(states[name], lambda path: self._tensors.saved_by(rank, path))
 
 
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:

@@ -28,7 +28,7 @@ FORMAT = "hcsim checkpoint part 1"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """A range of a tensor's elements, in row-major order."""
 
     dtype: str
@@ -36,6 +36,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Of the whole tensor."""
     lo: int
     hi: int
+    own: bool = False
+    """Whether other ranks have others of these elements, or none."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

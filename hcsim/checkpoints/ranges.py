@@ -1,7 +1,8 @@
 """The tensors of a model under the names that they have when nothing of it is wrapped.
 
-A tensor that all ranks hold is saved once, by one of them. One that is divided among the ranks (`Sharded`) is saved
-in pieces under the name and shape that it has in the whole model, so that any number of ranks, or one, can read it.
+A tensor that is alike on all ranks is saved once, by one of them. One that is divided among the ranks (`Sharded`) is
+saved in pieces under the name and shape that it has in the whole model, so that any number of ranks, or one, can read
+it. One that differs, such as a pipeline's stage, is each rank's own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hcsim.checkpoints.words import place
 from hcsim.errors import CheckpointError
-from hcsim.training.modules.sharded import Sharded
+from hcsim.training.modules.sharded import Piece, Sharded
 
 
 class Range(NamedTuple):
@@ -26,7 +28,8 @@ class Range(NamedTuple):
     """Of the whole."""
     lo: int
     held_by: Literal["all", "first", "us"]
-    """Whose they are to save. Buffers are the first rank's: they may differ, and its are what DDP gives the others."""
+    """Whose they are. Where "first" ones are unlike, another number of ranks goes on from the first rank's: buffers, as
+    DDP gives its to the others, and what DDP averages, which unlike machines round differently."""
 
     @property
     def hi(self) -> int:
@@ -38,31 +41,58 @@ class Names:
     """What a model's tensors are called, and which part of them is here."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules = modules
         self._blocks = {name: module for name, module in modules.items() if isinstance(module, Sharded)}
+        self._ddp = {name: module for name, module in modules.items() if isinstance(module, DistributedDataParallel)}
         within = {name: inner for name, module in modules.items() if (inner := _wraps(module))}
         self._wrappers = sorted(within.items(), key=lambda item: -len(item[0]))  # from the inside out
-        self._fleeting = {
+        fleeting = {
             _joined(name, buffer) for name, module in modules.items() for buffer in module._non_persistent_buffers_set
         }
+        every = model.named_buffers(remove_duplicate=False)
+        self._buffers = {name: buffer for name, buffer in every if name not in fleeting}
+        self._every = {**dict(model.named_parameters(remove_duplicate=False)), **self._buffers}
+        """What is saved, under every name that it has."""
+        self._first: dict[Tensor, str] = {}
+        for name, tensor in self._every.items():
+            self._first.setdefault(tensor, name)
+        self._extras: dict[nn.Module, str] = {}
+        for name, module in modules.items():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self._extras.setdefault(module, self._extra(name))
 
     def ranges(self) -> Iterator[Range]:
         """The model's parameters and buffers, or what this rank has of them."""
-        for name, parameter in self._model.named_parameters():
-            yield from self.like(name, parameter)
-        for name, buffer in self._model.named_buffers():
-            if name not in self._fleeting:
-                for each in self.like(name, buffer):
-                    yield each._replace(held_by="first")
+        for tensor, name in self._first.items():
+            yield from self.like(name, tensor)
 
     def whole(self) -> Iterator[str]:
         """The names of all that is saved of the model, on whichever rank."""
-        for name, _ in self._model.named_parameters():
+        for name in self._first.values():
             yield from self.within(name)
-        for name, _ in self._model.named_buffers():
-            if name not in self._fleeting:
-                yield from self.within(name)
+
+    def extra(self) -> dict[str, nn.Module]:
+        """The modules that have an extra state, by the name of that, as `state_dict` has it."""
+        return {name: module for module, name in self._extras.items()}
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of what is saved under another, by which `state_dict` has it too: of tied weights, say."""
+        also = {self._extra(name): self._extras[of] for name, of in self._modules.items() if of in self._extras}
+        for name, tensor in self._every.items():
+            if self.block(name) is None:
+                also[self._unwrapped(name)] = self._unwrapped(self._first[tensor])
+        called: dict[nn.Module, list[str]] = {}
+        for name, module in self._modules.items():
+            called.setdefault(module, []).append(name)
+        for block in dict.fromkeys(self._blocks.values()):
+            places = {(piece.lo, piece.hi): piece for piece in block.places}
+            for piece in block.pieces:
+                owner, _, last = piece.name.rpartition(".")
+                for name in called[block.block.get_submodule(owner)]:
+                    saved = self._in_block(self._first[block.shard], places[piece.lo, piece.hi])
+                    also[self._unwrapped(_joined(name, last))] = saved
+        return {name: saved for name, saved in also.items() if name != saved}
 
     def like(self, name: str, tensor: Tensor) -> Iterator[Range]:
         """A tensor that is divided as the parameter of that name is: the parameter itself, or a moment of it."""
@@ -70,7 +100,7 @@ class Names:
             raise CheckpointError(f"{name} is a DTensor, which torch divides: torch.distributed.checkpoint saves it")
         block = self.block(name)
         if block is None:
-            yield Range(self._unwrapped(name), tensor.detach(), tuple(tensor.shape), 0, "all")
+            yield Range(self._unwrapped(name), tensor.detach(), tuple(tensor.shape), 0, self._held_by(name))
             return
         flat = tensor.detach()
         start, end = block.rank * flat.numel(), (block.rank + 1) * flat.numel()
@@ -82,15 +112,28 @@ class Names:
     def within(self, name: str) -> list[str]:
         """The parameters of the whole model that are in the one of that name, on whichever rank."""
         block = self.block(name)
-        if block is None:
-            return [self._unwrapped(name)]
-        prefix = _joined(name.rpartition(".")[0], "block")
-        return [self._unwrapped(f"{prefix}.{piece.name}") for piece in block.places]
+        return [self._unwrapped(name)] if block is None else [self._in_block(name, piece) for piece in block.places]
 
     def block(self, name: str) -> Sharded | None:
         """The block whose shard has that name."""
         prefix, _, last = name.rpartition(".")
         return self._blocks.get(prefix) if last == "shard" else None
+
+    def _in_block(self, shard: str, piece: Piece) -> str:
+        return self._unwrapped(_joined(shard.rpartition(".")[0], f"block.{piece.name}"))
+
+    def _held_by(self, name: str) -> Literal["all", "first"]:
+        """Of one that is not divided."""
+        if name in self._buffers:
+            return "first"
+        for prefix, ddp in self._ddp.items():
+            inner = name.removeprefix(_joined(prefix, "module."))
+            if inner != name and inner not in ddp.parameters_to_ignore and ddp.process_group.size() == place(None)[1]:
+                return "first"
+        return "all"
+
+    def _extra(self, module: str) -> str:
+        return self._unwrapped(_joined(module, "_extra_state"))
 
     def _unwrapped(self, name: str) -> str:
         for prefix, inner in self._wrappers:

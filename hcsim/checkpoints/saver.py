@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import threading
 import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
-from hcsim.checkpoints.optimizer import optimizer_plain, optimizer_ranges
-from hcsim.checkpoints.parts import Part, Piece, parts_in, remove_savings, remove_step, steps_in, write_part
-from hcsim.checkpoints.plain import dtype_name, taken_apart
-from hcsim.checkpoints.random_numbers import random_state
-from hcsim.checkpoints.ranges import Names, Range
+from hcsim.checkpoints.parts import Part, parts_in, remove_savings, remove_step, steps_in, write_part
+from hcsim.checkpoints.snapshot import HasState, Marks, Snapshot, State
 from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError
-
-
-class HasState(Protocol):
-    """A learning-rate schedule, a communication hook with residuals, a data loader…"""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and words, in dictionaries and lists."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Go on from there."""
 
 
 class Saver:
@@ -74,19 +59,27 @@ class Saver:
     def save(self, step: int, **plain: Any) -> None:
         """Save this step; `plain` are numbers and words, the same on all ranks. All ranks call this.
 
+        Tensors of the model and the optimizer that are alike on all ranks, to the bit, are saved once. Those that are
+        not are each rank's own, and only as many ranks can go on from them.
+
         Returns when a copy has been taken. Raises, on all ranks, what went wrong with the saving before or with
         taking the copy, on any of them; nothing is saved then."""
         trouble: BaseException | None = None
-        taken: Snapshot | None = None
-        again = 0
+        word = _Word()
         try:
             self.wait()
-            taken = snapshot(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
+            state = State.of(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
             again = 1 + max((part.again for part in parts_in(self._folder, step)[0]), default=-1)
+            word = _Word(_Saving(secrets.token_hex(16), again), state.marks())
         except Exception as error:
             trouble = error
-        saving = self._agreed(taken, again, trouble)
-        assert taken is not None
+        words = self._told(word, trouble)
+        try:
+            taken = state.copied([word.marks for word in words])
+        except Exception as error:
+            trouble = error
+        self._told(_Word(), trouble)
+        saving = words[0].saving._replace(again=max(word.saving.again for word in words))
         replaced = None if self._step is None or not self._again else (self._step, self._again)
         if self._step is not None:
             self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
@@ -106,20 +99,16 @@ class Saver:
             self._step = None
             raise self._errors.pop()
 
-    def _agreed(self, taken: Snapshot | None, again: int, trouble: BaseException | None) -> _Saving:
-        """Which saving this is; all ranks can do it."""
+    def _told(self, word: _Word, trouble: BaseException | None) -> list[_Word]:
+        """What each rank says. Raises on all of them if one has trouble."""
         said = "" if trouble is None else str(trouble) or repr(trouble)
-        ours = _Word(_Saving(secrets.token_hex(16), again), said, taken.everyones if taken else "")
-        words = [
-            msgspec.msgpack.decode(word, type=_Word) for word in gathered(msgspec.msgpack.encode(ours), self._group)
-        ]
+        ours = msgspec.msgpack.encode(msgspec.structs.replace(word, trouble=said))
+        words = [msgspec.msgpack.decode(each, type=_Word) for each in gathered(ours, self._group)]
         troubles = [f"rank {rank}: {word.trouble}" for rank, word in enumerate(words) if word.trouble]
         if troubles:
             self._step = None
             raise CheckpointError("; ".join(troubles)) from trouble
-        if len({word.everyones for word in words}) > 1:
-            raise CheckpointError("the ranks hold different tensors, though none of them is divided among them")
-        return words[0].saving._replace(again=max(word.saving.again for word in words))
+        return words
 
     def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
         """Our part, and those of the ranks before us, of which we hold copies."""
@@ -167,100 +156,13 @@ def _tell_unheard(errors: list[BaseException]) -> None:
 class _Saving(NamedTuple):
     """See `Part`."""
 
-    number: str
-    again: int
+    number: str = ""
+    again: int = 0
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before a saving."""
+    """What a rank says before a saving, and when its copy is taken."""
 
-    saving: _Saving
-    trouble: str
-    everyones: str
-
-
-class Snapshot(NamedTuple):
-    """A rank's part of the state at one moment, in memory of its own."""
-
-    step: int
-    rank: int
-    world: int
-    tensors: dict[str, Tensor]
-    pieces: dict[str, Piece]
-    plain: Any
-    own: Any
-    everyones: str
-    """A digest of the names and shapes of what all ranks hold."""
-
-    def packed(self, saving: str, again: int = 0) -> tuple[Part, bytes]:
-        """As it is written."""
-        data = save(self.tensors)
-        part = Part(
-            saving=saving,
-            again=again,
-            step=self.step,
-            rank=self.rank,
-            world=self.world,
-            size_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            pieces=self.pieces,
-            plain=self.plain,
-            own=self.own,
-        )
-        return part, data
-
-
-def snapshot(
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    also: Mapping[str, HasState] | None = None,
-    plain: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Snapshot:
-    """Copy what this rank has to save."""
-    if step < 0:
-        raise CheckpointError(f"steps are counted from 0, and this is {step}")
-    rank, world = place(group)
-    ranges = [part._replace(name=f"model/{part.name}") for part in Names(model).ranges()]
-    of_optimizer = None
-    if optimizer is not None:
-        ranges += optimizer_ranges(optimizer, model)
-        of_optimizer = optimizer_plain(optimizer, model)
-    beside: dict[str, Tensor] = {}
-    states = {name: state.state_dict() for name, state in (also or {}).items()}
-    own_plain = taken_apart({**states, "random": random_state()}, "own", beside)
-    same_plain = taken_apart({"given": dict(plain or {}), "optimizer": of_optimizer}, "plain", beside)
-    ours = [*_dealt(ranges, rank, world)]
-    ours += [Range(name, tensor, tuple(tensor.shape), 0, "us") for name, tensor in beside.items()]
-    named = sorted((part.name, part.shape) for part in ranges if part.held_by == "all")
-    return Snapshot(
-        step=step,
-        rank=rank,
-        world=world,
-        tensors={part.name: _copy(part.name, part.values) for part in ours},
-        pieces={part.name: Piece(dtype_name(part.values.dtype), part.shape, part.lo, part.hi) for part in ours},
-        plain=same_plain,
-        own=own_plain,
-        everyones=hashlib.sha256(msgspec.json.encode(named)).hexdigest(),
-    )
-
-
-def _dealt(ranges: list[Range], rank: int, world: int) -> list[Range]:
-    """Those that are ours to write. Of what all ranks hold, the largest are dealt out first, to who has least."""
-    ours = [part for part in ranges if part.held_by == "us" or (part.held_by == "first" and rank == 0)]
-    loads = [0] * world
-    everyones = [part for part in ranges if part.held_by == "all"]
-    for part in sorted(everyones, key=lambda part: (-part.values.nbytes, part.name)):
-        writer = loads.index(min(loads))
-        loads[writer] += part.values.nbytes
-        if writer == rank:
-            ours.append(part)
-    return ours
-
-
-def _copy(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.complex128:
-        raise CheckpointError(f"{name} is complex128, which a safetensors file cannot hold")
-    return tensor.detach().reshape(-1).to("cpu", copy=True)
+    saving: _Saving = _Saving()
+    marks: Marks = {}
+    trouble: str = ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hcsim.checkpoints.snapshot import Snapshot, State
 from hcsim.training.modules.batch_norm import SyncBatchNorm
 from hcsim.training.modules.sharded import Sharded
 
@@ -80,3 +83,9 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert tensor.dtype == theirs[name].dtype, name
         assert tensor.shape == theirs[name].shape, name
         assert torch.equal(tensor, theirs[name]), name
+
+
+def snapshot(*args: Any, **options: Any) -> Snapshot:
+    """What a rank saves if the others hold the same."""
+    state = State.of(*args, **options)
+    return state.copied([state.marks()] * state.world)

@@ -14,8 +14,9 @@ from torch import nn
 
 from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import Part, parts_in, step_folder, steps_in, write_part
-from hcsim.checkpoints.saver import Saver, snapshot
+from hcsim.checkpoints.saver import Saver
 from hcsim.errors import CheckpointError, NoCheckpoint
+from tests.checkpoints.programs import snapshot
 from tests.torch_backend.ranks import Killed, Meeting, Ranks
 
 

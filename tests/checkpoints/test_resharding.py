@@ -17,9 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hcsim.checkpoints.loader import Checkpoint
 from hcsim.checkpoints.parts import write_part
-from hcsim.checkpoints.saver import snapshot
 from hcsim.training.modules.sharded import Sharded
-from tests.checkpoints.programs import adam, model, same, sharded, tensors, train
+from tests.checkpoints.programs import adam, model, same, sharded, snapshot, tensors, train
 
 MOST = 8
 

@@ -1,0 +1,156 @@
+"""All that `nn.Module.state_dict` has of a model is saved, and put back only where it fits."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hcsim.checkpoints.loader import load
+from hcsim.checkpoints.parts import step_folder
+from hcsim.checkpoints.saver import Saver
+from hcsim.errors import CheckpointError
+from hcsim.training.modules.sharded import Sharded
+from tests.torch_backend.ranks import Ranks
+
+
+def saved(folder: Path | str, model: nn.Module) -> Any:
+    saver = Saver(folder, model)
+    saver.save(1)
+    saver.wait()
+    return load(folder)
+
+
+class Counting(nn.Module):
+    """Counts in a state that is no tensor."""
+
+    def __init__(self, updates: Any = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.updates = updates
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "seen": torch.ones(3)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["seen"], torch.ones(3))
+        self.updates = state["updates"]
+
+
+class Tied(nn.Module):
+    """A weight, a buffer and two modules that have two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.bias = nn.Parameter(torch.randn(7))
+        self.out = nn.Linear(3, 7, bias=False)
+        self.out.weight = self.table.weight
+        scale = torch.randn(2)
+        self.register_buffer("fleeting", scale, persistent=False)
+        self.register_buffer("scale", scale)
+        self.register_buffer("same", scale)
+        self.norm = nn.BatchNorm1d(2)
+        self.again = self.norm
+        self.counting = Counting(5)
+        self.counted = self.counting
+
+
+def compiled(of: nn.Module) -> Any:
+    return torch.compile(of, backend="eager")
+
+
+@pytest.mark.parametrize("wrapped", [nn.Identity, nn.DataParallel, compiled])
+def test_what_has_several_names_is_there_under_each(tmp_path: Path, wrapped: Any) -> None:
+    ours = Tied()
+    found = saved(tmp_path, ours if wrapped is nn.Identity else wrapped(ours)).model()
+    assert found.keys() == ours.state_dict().keys()
+    for one, other in (("table", "out"), ("norm", "again")):
+        assert found[f"{one}.weight"] is found[f"{other}.weight"]
+    again = Tied()
+    again.counting.updates = 0
+    again.load_state_dict(found)
+    assert again.counting.updates == 5
+    assert torch.equal(again.out.weight, ours.table.weight)
+    assert torch.equal(again.get_buffer("scale"), ours.get_buffer("fleeting"))
+
+
+def shared_blocks(folder: str) -> None:
+    """Tied within a block, and a block that has two names itself."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(Tied(), nn.Linear(2, 2))
+    want = {name: value.clone() for name, value in plain.state_dict().items() if isinstance(value, Tensor)}
+    block = Sharded(plain[1])
+    ours = nn.Sequential(Sharded(plain[0]), block, block)
+    found = saved(folder, ours).model()
+    for name, value in want.items():
+        assert torch.equal(found[name], value), name
+    assert found["2.weight"] is found["1.weight"]
+    whole = nn.Sequential(Tied(), layer := nn.Linear(2, 2), layer)
+    whole.load_state_dict(found)
+
+
+def test_sharded_blocks_have_every_name_too(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(shared_blocks, str(tmp_path), size=2)
+
+
+def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
+    found = saved(tmp_path, nn.Sequential(Counting(5), nn.ReLU()))
+    again = nn.Sequential(Counting(), nn.ReLU())
+    found.restore(again)
+    assert again[0].updates == 5
+    assert found.model()["0._extra_state"]["updates"] == 5
+    with pytest.raises(CheckpointError, match=r"is of another model: this one has no 0\._extra_state"):
+        found.restore(_without_count())
+    with pytest.raises(CheckpointError, match=r"has no 0\._extra_state"):
+        saved(tmp_path / "without", _without_count()).restore(again)
+    with pytest.raises(CheckpointError, match=r"0\._extra_state/updates is a object"):
+        saved(tmp_path, nn.Sequential(Counting(object())))
+
+
+def _without_count() -> nn.Module:
+    made = nn.Sequential(nn.Module())
+    made[0].layer = nn.Linear(2, 2)
+    return made
+
+
+def numbers(values: Tensor) -> nn.Module:
+    made = nn.Module()
+    made.register_buffer("numbers", values)
+    return made
+
+
+@pytest.mark.parametrize("here", [torch.uint8, torch.int64, torch.bool])
+def test_whole_numbers_do_not_hold_others(tmp_path: Path, here: torch.dtype) -> None:
+    found = saved(tmp_path, numbers(torch.tensor([1.7, -300.0])))
+    kept = numbers(torch.ones(2, dtype=here))
+    name = str(here).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=f"numbers is {name} in the model, which cannot hold the float32"):
+        found.restore(kept)
+    assert torch.equal(kept.get_buffer("numbers"), torch.ones(2, dtype=here))
+    found.restore(narrow := numbers(torch.zeros(2, dtype=torch.bfloat16)))
+    assert narrow.get_buffer("numbers")[1] == -300
+
+
+def test_checkpoints_of_the_first_release_are_loaded(tmp_path: Path) -> None:
+    """They say nothing of ranks that differ, of further names and of extra states."""
+    ours = Counting(5)
+    saved(tmp_path, ours)
+    path = step_folder(tmp_path, 1) / "rank-0-of-1.json"
+    part = msgspec.json.decode(path.read_bytes().rsplit(b"\n", 2)[0])
+    plain = dict(part["plain"]["$dict"])
+    part["plain"]["$dict"] = [["given", plain["given"]], ["optimizer", plain["optimizer"]]]
+    assert {field for piece in part["pieces"].values() for field in piece} == {"dtype", "shape", "lo", "hi"}
+    body = msgspec.json.encode(part)
+    path.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
+    found = load(tmp_path)
+    again = Counting(4)
+    found.restore(again)
+    assert again.updates == 4
+    assert torch.equal(again.layer.weight, ours.layer.weight)
+    assert list(found.model()) == ["layer.bias", "layer.weight"]

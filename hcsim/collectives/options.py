@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from numbers import Real
+
 import msgspec
+from msgspec.structs import force_setattr
 
 from hcsim.collectives.cost import Links
+from hcsim.collectives.data import whole_number
 from hcsim.errors import UsageError
 
 
@@ -30,5 +35,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s >= 0:  # nor is it NaN
-            raise UsageError(f"a time limit is a number of seconds, not {self.timeout_s}")
+        if not (isinstance(self.timeout_s, Real) and self.timeout_s >= 0):  # nor is it NaN
+            raise UsageError(f"a time limit is a number of seconds, not {self.timeout_s!r}")
+        if self.watch_s is not None and not (isinstance(self.watch_s, Real) and self.watch_s > 0):
+            raise UsageError(f"who watches looks again after a number of seconds, not {self.watch_s!r}")
+        # Lists would do, too, but plans are kept by what they are made of.
+        force_setattr(self, "arity", whole_number("an arity", self.arity))
+        force_setattr(self, "order", _ranks("an order", self.order))
+        if not isinstance(self.groups, Iterable):
+            raise UsageError(f"groups are a list of lists of ranks, not {self.groups!r}")
+        force_setattr(self, "groups", tuple(_ranks("a group", group) for group in self.groups))
+
+
+def _ranks(what: str, given: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{what} is a list of ranks, not {given!r}")
+    return tuple(whole_number("a rank", rank) for rank in given)

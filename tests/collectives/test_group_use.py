@@ -217,6 +217,14 @@ REFUSED = {
     "an exchange with oneself": lambda g: g.sendrecv(np.ones(3), 1 - g.rank, np.ones(3), g.rank),
     "an exchange of objects": lambda g: g.sendrecv(np.array([None]), 1 - g.rank, np.ones(3), 1 - g.rank),
     "no time limit": lambda g: g.within(float("nan")),
+    "a time limit in words": lambda g: g.within("3"),
+    "no time limit at all": lambda g: Options(timeout_s=None),
+    "a watch that never rests": lambda g: Options(watch_s=0),
+    "a watch in words": lambda g: Options(watch_s="now and then"),
+    "half an arity": lambda g: Options(arity=2.5),
+    "an order of one": lambda g: Options(order=3),
+    "an order of names": lambda g: Options(order=("mini", "air")),
+    "groups of none": lambda g: Options(groups=[1, 2]),
     "a subgroup without us": lambda g: g.subgroup([1 - g.rank]),
     "a subgroup with a rank twice": lambda g: g.subgroup([0, 1, 0]),
     "a subgroup of strangers": lambda g: g.subgroup([0, 1, 2]),
@@ -299,3 +307,14 @@ def test_a_phantom_has_whole_elements():
         Phantom(10, 4)
     assert Phantom(8, 4) != Phantom(8)
     assert repr(Phantom(8, 4)) == "Phantom(8, 4)"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("ring", Options(order=np.array([2, 0, 1]))), ("hierarchical", Options(groups=[[0, 2], [1]]))],
+)
+def test_orders_and_groups_may_be_lists_or_numpys(virtual, algorithm, options):
+    async def program(group: Group) -> float:
+        return float((await group.all_reduce(np.ones(8), algorithm=algorithm))[0])
+
+    assert virtual.run(3, program, options=options) == [3.0] * 3

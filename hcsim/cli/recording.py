@@ -73,6 +73,15 @@ class _Output:
         return ConfigError(f"{self._path}: cannot be written: {error.strerror}")
 
 
+class _Lost(SystemExit):
+    """The trace cannot be written. It happens in the midst of whatever is recorded, and no component of the simulated
+    machines is to take it for its own error: the loop passes on this and a person's interrupt, and nothing else."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(1)
+        self.error = error
+
+
 class Ran(Protocol):
     """A virtual run that is over."""
 
@@ -92,9 +101,12 @@ class Ran(Protocol):
 @contextmanager
 def recording(files: Files) -> Iterator[Recording]:
     """Open them: what cannot be written is found out before the run."""
-    with ExitStack() as stack:
-        sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
-        yield Recording(sink, None if files.metrics is None else stack.enter_context(_Output(files.metrics)))
+    try:
+        with ExitStack() as stack:
+            sink = None if files.trace is None else _lines(stack.enter_context(_Output(files.trace)))
+            yield Recording(sink, None if files.metrics is None else stack.enter_context(_Output(files.metrics)))
+    except _Lost as lost:
+        raise lost.error from None
 
 
 def tell_fingerprint(run: Ran) -> None:
@@ -106,8 +118,16 @@ def tell_fingerprint(run: Ran) -> None:
 def _lines(file: _Output) -> Sink:
     """Writes each event as a line of JSON."""
     encode = msgspec.json.Encoder().encode_lines
+    lost = False
 
     def write(events: Sequence[Event]) -> None:
-        file.write(encode(events))
+        nonlocal lost
+        if lost:  # while the world is torn down
+            return
+        try:
+            file.write(encode(events))
+        except ConfigError as error:
+            lost = True
+            raise _Lost(error) from None
 
     return write

@@ -52,7 +52,7 @@ class PlainLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Hand an error that no task receives to the handler, as asyncio does; an interrupt has its own way out."""
-        if isinstance(context.get("exception"), KeyboardInterrupt):
+        if isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             return
         if self._exception_handler is None:
             self.default_exception_handler(context)

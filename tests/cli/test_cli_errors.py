@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,19 @@ def test_a_full_disk_is_told_plainly(option: str | None) -> None:
     assert ended.returncode in (1, 2)
     assert "cannot be written: No space left on device" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: Path) -> None:
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, 16 * 1024))
+
+    trace = tmp_path / "trace.jsonl"
+    command = ("run", "four-macs-churn", "--task", "convex", "--steps", "60", "--trace", str(trace))
+    ended = hcsim_process(*command, stdout=subprocess.DEVNULL, preexec_fn=little_room)
+    assert ended.returncode == 2
+    said = ended.stderr.splitlines()
+    assert said[-1] == f"error: {trace}: cannot be written: File too large"
+    assert all(line.startswith("mini-1: ") for line in said[:-1])
 
 
 def test_a_closed_standard_input_is_an_empty_one() -> None:

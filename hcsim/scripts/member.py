@@ -13,33 +13,32 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from hcsim.cluster.conductor import next_view
 from hcsim.cluster.node import Node
-from hcsim.cluster.view import View
+from hcsim.cluster.view import Member, View
 from hcsim.config import Cluster
-from hcsim.errors import ConfigError, DeadlineExceeded, HcsimError
+from hcsim.errors import ConfigError, HcsimError
 from hcsim.launch import RealNode, real_introduction, real_member
 from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
+from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
 from hcsim.scripts.environment import environment
 from hcsim.scripts.failures import ended_how, failure_of
-from hcsim.scripts.store import Reply, StoreLine, StoreService
+from hcsim.scripts.losses import end_of, lost
+from hcsim.scripts.store import LINGER_S, StoreLine, StoreService
 
 _BEGUN = "hcsim/begun"
-_ENDED = "hcsim/ended"
 _FAILED = "hcsim/failed"
 _BEGIN_S = 60.0
-_LINGER_S = 30.0
-"""How long the store outlives its own machine's script, for those that are slower; and how long a rank waits there
-for the others once a script has failed: who has failed sets no more keys."""
 _GRACE_S = 5.0
 
 
@@ -82,25 +81,29 @@ async def run_in_cluster(
         me = real_introduction(host, here, cluster, credentials)
         inside = admitted(host, credentials, tell)
         node = Node(inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"})
+        door = await inside.listen(me.address)  # before anybody counts on us: the port may be taken
         async with running(node):
             view = await next_view(inside, node, -1, leaving)
             if view is None:
                 raise HcsimError("left before the script began")
-            async with _meeting(inside, node, view) as store:
+            async with _meeting(inside, node, view, door) as store:
                 members = await _begin(store, node, view, tell)
-                us = members.index(node.us.node)
+                us = members.index(node.us)
                 found = _found(here, view, us, len(members), hosts_of(node.us.address)[0])
-                code = await _run([script.path, *script.arguments], found, store, leaving)
+                losing = lost(inside, node, view, members, store)
+                code = await _run([script.path, *script.arguments], found, store, losing, leaving)
                 await _end(store, us, len(members), code)
             await node.leave()
             return Ended(us, len(members), code)
 
 
 @asynccontextmanager
-async def _meeting(host: Host, node: Node, view: View) -> AsyncIterator[StoreLine]:
-    """Our way to the store; the most senior member keeps it."""
+async def _meeting(host: Host, node: Node, view: View, door: Listener) -> AsyncIterator[StoreLine]:
+    """Our way to the store; the most senior member keeps it, behind its door."""
     if view.leader.node == node.us.node:
-        host.spawn(StoreService().serve(host, view.leader.address), name="store")
+        host.spawn(StoreService().serve(host, door), name="store")
+    else:
+        await door.close()
     store = StoreLine(host, view.leader.name, view.leader.address)
     try:
         yield store
@@ -108,18 +111,18 @@ async def _meeting(host: Host, node: Node, view: View) -> AsyncIterator[StoreLin
         await store.close()
 
 
-async def _begin(store: StoreLine, node: Node, view: View, tell: Callable[[str], None]) -> list[str]:
+async def _begin(store: StoreLine, node: Node, view: View, tell: Callable[[str], None]) -> list[Member]:
     """Who takes part, by rank, as the most senior member has decided."""
     if view.leader.node == node.us.node:
-        decided = msgspec.json.encode([[member.node, member.name] for member in view.members])
+        decided = msgspec.json.encode(view.members)
         await store.do(Stored("set", (_BEGUN,), (decided,), timeout_s=_BEGIN_S))
     reply = await store.do(Stored("get", (_BEGUN,), timeout_s=_BEGIN_S))
-    members: list[list[str]] = msgspec.json.decode(reply.values[0])
-    nodes, names = [node for node, _ in members], ", ".join(name for _, name in members)
-    if node.us.node not in nodes:
+    members = msgspec.json.decode(reply.values[0], type=list[Member])
+    names = ", ".join(member.name for member in members)
+    if node.us not in members:
         raise HcsimError(f"the script has begun without this machine, on {names}: start it again on all of them")
-    tell(f"the script begins on {names}; this machine is rank {nodes.index(node.us.node)}")
-    return nodes
+    tell(f"the script begins on {names}; this machine is rank {members.index(node.us)}")
+    return members
 
 
 def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str]) -> dict[str, str]:
@@ -129,8 +132,14 @@ def _found(here: RealNode, view: View, rank: int, world: int, ours: Sequence[str
     return {**os.environ, **environment(rank, world, first, 1), **cluster}
 
 
-async def _run(script: Sequence[str], found: dict[str, str], store: StoreLine, leaving: asyncio.Event | None) -> int:
-    """Run it to its end, and see to its store meanwhile; its exit status."""
+async def _run(
+    script: Sequence[str],
+    found: dict[str, str],
+    store: StoreLine,
+    losing: Coroutine[Any, Any, Failed],
+    leaving: asyncio.Event | None,
+) -> int:
+    """Run it to its end, and see to its store and to what becomes of the others meanwhile; its exit status."""
     ours, theirs = socket.socketpair()
     news, to_them = socket.socketpair()
     with theirs, to_them:
@@ -139,8 +148,12 @@ async def _run(script: Sequence[str], found: dict[str, str], store: StoreLine, l
             pass_fds=[theirs.fileno(), to_them.fileno()], env=found,
             start_new_session=True,  # an interrupt is for us, and we pass it on
         )  # fmt: skip
-    failure = asyncio.ensure_future(_failure(store, Conversation(news, Failed)))
-    attending = asyncio.ensure_future(_attend(Conversation(ours, Stored), store, failure))
+    told = Conversation(news, Failed)
+    beside = [
+        asyncio.ensure_future(_tell_failure(store, told)),
+        asyncio.ensure_future(_tell_loss(losing, store, told)),
+        asyncio.ensure_future(_attend(Conversation(ours, Stored), store)),
+    ]
     passing_on = asyncio.ensure_future(_interrupt(process, leaving)) if leaving is not None else None
     try:
         return await process.wait()
@@ -148,50 +161,53 @@ async def _run(script: Sequence[str], found: dict[str, str], store: StoreLine, l
         if passing_on is not None:
             passing_on.cancel()
         _signal(process, signal.SIGKILL)  # and all that it started
-        attending.cancel()
-        failure.cancel()
-        await asyncio.gather(attending, failure, return_exceptions=True)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
 
 
-async def _failure(store: StoreLine, news: Conversation) -> str:
-    """The first failure of a script on any machine, of which ours is told."""
-    failed = msgspec.msgpack.decode((await store.do(Stored("get", (_FAILED,)))).values[0], type=Failed)
+async def _tell_failure(store: StoreLine, news: Conversation) -> None:
+    """Our script hears of the first failure of a script on any machine."""
+    try:
+        word = (await store.do(Stored("get", (_FAILED,)))).values[0]
+    except HcsimError as error:
+        store.hurry(str(error), LINGER_S)
+        return
+    failed = msgspec.msgpack.decode(word, type=Failed)
+    store.hurry(failed.reason, LINGER_S)
     with suppress(HungUp):
         news.say(failed)
-    return failed.reason
 
 
-async def _attend(conversation: Conversation, store: StoreLine, failure: asyncio.Task[str]) -> None:
+async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversation) -> None:
+    """It hears of the first machine that is lost, and so do the others; with that of rank 0 the store is."""
+    failed = await losing
+    store.hurry(failed.reason, LINGER_S if failed.rank else 0.0)
+    with suppress(HungUp):
+        news.say(failed)
+    with suppress(HcsimError):
+        await _set_failed(store, failed)
+
+
+async def _set_failed(store: StoreLine, failed: Failed) -> None:
+    """Let all ranks hear of it, if it is the first failure."""
+    word = msgspec.msgpack.encode(failed)
+    await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
+
+
+async def _attend(conversation: Conversation, store: StoreLine) -> None:
     while True:
         try:
             asked = await asyncio.to_thread(conversation.hear)
         except HungUp:
             return
         try:
-            reply = await _done(asked, store, failure)
+            reply = await store.do(asked)
             answer = Answer(0.0, 0.0, number=reply.number, values=reply.values)
         except HcsimError as error:
             answer = Answer(0.0, 0.0, failure=failure_of(error))
         with suppress(HungUp):
             conversation.say(answer)
-
-
-async def _done(asked: Stored, store: StoreLine, failure: asyncio.Task[str]) -> Reply:
-    """What comes of it; it takes not much longer once a script has failed."""
-    try:
-        async with asyncio.timeout(None) as limit:
-
-            def hurry(_: asyncio.Task[str]) -> None:
-                limit.reschedule(asyncio.get_running_loop().time() + _LINGER_S)
-
-            failure.add_done_callback(hurry)
-            try:
-                return await store.do(asked)
-            finally:
-                failure.remove_done_callback(hurry)
-    except TimeoutError:
-        what = f"{asked.operation} of {', '.join(asked.keys)}"
-        raise HcsimError(f"{what}: {failure.result()}") from None
 
 
 async def _interrupt(process: asyncio.subprocess.Process, leaving: asyncio.Event) -> None:
@@ -208,13 +224,10 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 async def _end(store: StoreLine, rank: int, world: int, code: int) -> None:
     """Say that we are done, and how; who keeps the store waits for the others to say so."""
-    with suppress(HcsimError, DeadlineExceeded):
+    with suppress(HcsimError):
         if code:
-            failed = Failed(rank, f"the script of rank {rank} failed: it {ended_how(code)}")
-            word = msgspec.msgpack.encode(failed)
-            await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
-        done = (await store.do(Stored("add", (f"{_ENDED}/count",), amount=1, timeout_s=_GRACE_S))).number
-        if done == world:
-            await store.do(Stored("set", (_ENDED,), (b"",), timeout_s=_GRACE_S))
+            await _set_failed(store, Failed(rank, f"the script of rank {rank} failed: it {ended_how(code)}"))
+        await store.do(Stored("set", (end_of(rank),), (b"",), timeout_s=_GRACE_S))
         if rank == 0:
-            await store.do(Stored("wait", (_ENDED,), timeout_s=_LINGER_S))
+            others = tuple(end_of(other) for other in range(1, world))
+            await store.do(Stored("wait", others, timeout_s=LINGER_S))

@@ -77,7 +77,7 @@ class _ScriptWorld(World):
         names, rank = self._names, self._names.index(host.name)
         store = f"{names[0]}:{STORE_PORT}"
         if rank == 0:
-            host.spawn(StoreService().serve(host, store), name="store")
+            host.spawn(StoreService().serve(host, await host.listen(store)), name="store")
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
         seat = Seat(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
         process = self._running[host.name] = self._processes.start(seat)

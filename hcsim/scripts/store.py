@@ -12,11 +12,15 @@ from collections.abc import Sequence
 import msgspec
 
 from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError
+from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.scripts.conversation import Stored
 from hcsim.transport.rpc import Endpoint, Procedure, Registry
 
 PORT = 29500
+LINGER_S = 30.0
+"""How long a rank waits there for the others once a script has failed: who has failed sets no more keys. As long the
+store outlives its own machine's script, for those that are slower."""
 _MOST_WAIT_S = 1e9
 
 
@@ -47,11 +51,10 @@ class StoreService:
         self._queues: dict[str, deque[bytes]] = {}
         self._changed = asyncio.Condition()
 
-    async def serve(self, host: Host, address: str) -> None:
+    async def serve(self, host: Host, listener: Listener) -> None:
         """Answer whoever calls there, for as long as the host lives."""
         registry = Registry()
         registry.serve(_STORE, self.do)
-        listener = await host.listen(address)
         while True:
             Endpoint(host, await listener.accept(), registry)
 
@@ -124,9 +127,33 @@ class StoreLine:
         self._keeper = keeper
         self._address = address
         self._endpoint: Endpoint | None = None
+        self._under_way: dict[asyncio.Timeout, None] = {}
+        self._hurried: tuple[str, float] | None = None
+
+    def hurry(self, reason: str, within_s: float) -> None:
+        """From now on let no call take longer than that: what it waits for may never come, for this reason."""
+        if self._hurried is None or within_s < self._hurried[1]:
+            self._hurried = reason, within_s
+            for limit in self._under_way:
+                limit.reschedule(asyncio.get_running_loop().time() + within_s)
 
     async def do(self, asked: Stored) -> Reply:
-        """Have it done, within the time that the rank allows."""
+        """Have it done, within the time that the rank allows, and that there is any hope."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                if self._hurried is not None:
+                    limit.reschedule(asyncio.get_running_loop().time() + self._hurried[1])
+                self._under_way[limit] = None
+                try:
+                    return await self._done(asked)
+                finally:
+                    del self._under_way[limit]
+        except TimeoutError:
+            if not limit.expired() or self._hurried is None:
+                raise
+            raise HcsimError(f"{asked.operation} of {', '.join(asked.keys)}: {self._hurried[0]}") from None
+
+    async def _done(self, asked: Stored) -> Reply:
         limit_s = _MOST_WAIT_S if asked.timeout_s is None else max(asked.timeout_s, 1e-3)
         request = Request(asked.operation, asked.keys, asked.values, asked.amount)
         what = f"{asked.operation} of {', '.join(asked.keys)}"

@@ -41,6 +41,16 @@ if dist.get_rank() == 1:
     sys.exit(3)
 dist.barrier()
 """
+WAITS = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+print("met", flush=True)
+if dist.get_rank() == 0:
+    dist.barrier()
+dist.distributed_c10d._get_default_store().get("never")
+"""
 TOO_LONG = 100_000
 
 
@@ -94,6 +104,22 @@ def test_when_a_machine_dies_the_script_on_the_other_hears_which_and_ends(ab: tu
     second.kill()
     assert first.ends() != 0
     assert re.search(rf"CallFailed: .*rank {rank}", first.text), first.text
+
+
+@pytest.mark.namespaces_long
+def test_when_a_cable_is_pulled_the_scripts_on_both_sides_hear_whom_they_have_lost(ab: tuple[Together, Path]) -> None:
+    """One of them in a call, the other in the store; nothing tells either of them that its connection is gone."""
+    cluster, script = ab
+    script.write_text(WAITS)
+    processes = start(cluster, script, 0)
+    for process in processes:
+        process.says("^met")
+    cluster.lan["b"].unplug()
+    for process in processes:
+        assert process.ends() == 1
+        other = 1 if "this machine is rank 0" in process.text else 0
+        error = "CallFailed" if other else "DistNetworkError"
+        assert re.search(rf"{error}: .*rank {other} \(\w\) was lost: silent for", process.text), process.text
 
 
 @pytest.mark.namespaces_long

@@ -1,0 +1,68 @@
+"""Machines that are lost while a script runs on them, as the cluster sees it: their ranks are not heard of again.
+
+A view ends also because a newcomer is lost, or was started otherwise, and it changes when somebody joins, or leaves
+after its script. None of that is a loss to the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hcsim.cluster.messages import Ask, Told
+from hcsim.cluster.node import Node
+from hcsim.cluster.view import Member, View
+from hcsim.errors import HcsimError
+from hcsim.runtime.host import Host
+from hcsim.scripts.conversation import Failed, Stored
+from hcsim.scripts.store import StoreLine
+
+_LOOK_S = 1.0
+_ASK_S = 5.0
+
+
+def end_of(rank: int) -> str:
+    """The key that a rank sets when its script has ended, well or not."""
+    return f"hcsim/ended/{rank}"
+
+
+async def lost(host: Host, node: Node, view: View, members: Sequence[Member], store: StoreLine) -> Failed:
+    """Once a member is lost before its script has ended there: its rank, and why."""
+    ended: dict[int, None] = {}
+    host.spawn(_note_end(store, ended), name="end of rank 0")
+    while True:
+        await host.clock.sleep(_LOOK_S)
+        if not node.over(view.epoch).done() and not node.superseded(view.epoch):
+            continue
+        told = node.asked(Ask())
+        for rank, member in enumerate(members):
+            why = _missing(member, told)
+            if why and rank not in ended:
+                if rank == 0 or not await _has_ended(store, rank):
+                    return Failed(rank, f"rank {rank} ({member.name}) was lost: {why}")
+                ended[rank] = None
+
+
+async def _note_end(store: StoreLine, ended: dict[int, None]) -> None:
+    """Rank 0 says that it has ended before the store goes with it."""
+    with suppress(HcsimError):
+        await store.do(Stored("wait", (end_of(0),)))
+        ended[0] = None
+
+
+async def _has_ended(store: StoreLine, rank: int) -> bool:
+    try:
+        return bool((await store.do(Stored("check", (end_of(rank),), timeout_s=_ASK_S))).number)
+    except HcsimError:
+        return False
+
+
+def _missing(member: Member, told: Told) -> str:
+    """Why a member cannot be reached in the life that the script began in; empty: it can be."""
+    if member.node == told.status.us.node:
+        return ""
+    newest = told.view.member(member.node)
+    if newest is not None and newest.boot != member.boot:
+        return "it was started anew"
+    links = {link.node: link.suspected for link in told.links}
+    return links.get(member.node, "there is no connection to it")

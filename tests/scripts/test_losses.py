@@ -1,0 +1,103 @@
+"""Which changes of a cluster are losses to a script that runs on some of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from msgspec.structs import replace
+
+from hcsim.cluster.node import Node
+from hcsim.config import AnyFault, Crash, Partition, Restart
+from hcsim.scripts.conversation import Failed, Stored
+from hcsim.scripts.losses import end_of, lost
+from hcsim.scripts.store import PORT, StoreLine, StoreService
+from hcsim.units import PositiveSeconds, Seconds
+from hcsim.virtual.host import VirtualHost
+from tests.cluster.nodes import Party
+
+Act = Callable[[VirtualHost, Node, StoreLine], Awaitable[None]]
+KEEPER = "a"
+
+
+async def _forever(host: VirtualHost, node: Node, store: StoreLine) -> None:
+    await host.clock.sleep(1e6)
+
+
+class Watched:
+    """A script's members, and which loss each of them heard of, and when."""
+
+    def __init__(self, names: str, *faults: AnyFault, ranks: int | None = None) -> None:
+        self.party = Party([*names], faults)
+        self.party.config = replace(self.party.config, nodes=ranks or len(names))
+        self.heard: dict[str, Failed] = {}
+        self.when_s: dict[str, float] = {}
+        self.acts: dict[str, Act] = {}
+        for name in names[: self.party.config.needed]:
+            self.party.meanwhile[name] = self._watch
+
+    async def _watch(self, node: Node) -> None:
+        host = self.party.world.host(node.us.name)
+        if host.life > 1:
+            return
+        address = f"{KEEPER}:{PORT}"
+        if host.name == KEEPER:
+            host.spawn(StoreService().serve(host, await host.listen(address)), name="store")
+        store = StoreLine(host, KEEPER, address)
+        view = await node.view(-1)
+        watching = host.spawn(lost(host, node, view, view.members, store), name="losses")
+        watching.add_done_callback(lambda task: self._note(host, task.result()) if not task.cancelled() else None)
+        await self.acts.get(host.name, _forever)(host, node, store)
+        watching.cancel()
+
+    def _note(self, host: VirtualHost, failed: Failed) -> None:
+        self.heard[host.name], self.when_s[host.name] = failed, host.loop.time()
+
+
+async def _end_and_leave(host: VirtualHost, node: Node, store: StoreLine) -> None:
+    """As a member does whose script has ended."""
+    await host.clock.sleep(20.0)
+    rank = node.status().us.name
+    await store.do(Stored("set", (end_of("abc".index(rank)),), (b"",)))
+    await node.leave()
+    await node.stop()
+
+
+def test_the_others_hear_whose_machine_fell_silent() -> None:
+    watched = Watched("abc", Crash(at_s=Seconds(10), node="c"))
+    watched.party.run(60)
+    for name in "ab":
+        assert watched.heard[name].rank == 2
+        assert watched.heard[name].reason.startswith("rank 2 (c) was lost: silent")
+        assert watched.when_s[name] < 20
+
+
+def test_both_sides_of_a_split_hear_of_it_also_the_one_that_cannot_decide_alone() -> None:
+    watched = Watched("ab", Partition(Seconds(10), (("a",), ("b",)), PositiveSeconds(50)))
+    watched.party.run(59)
+    assert {name: failed.rank for name, failed in watched.heard.items()} == {"a": 1, "b": 0}
+    assert watched.party.members("b")[-1] == ("a", "b")
+
+
+def test_a_machine_that_was_started_anew_has_lost_its_script() -> None:
+    watched = Watched("ab", Restart(Seconds(10), "b", down_s=Seconds(0.1), clean=True))
+    watched.party.run(60)
+    assert watched.heard["a"] == Failed(1, "rank 1 (b) was lost: it was started anew")
+
+
+@pytest.mark.parametrize("fault", [[], [Crash(at_s=Seconds(20), node="c")]])
+def test_newcomers_that_join_and_are_lost_are_no_loss(fault: list[AnyFault]) -> None:
+    watched = Watched("abc", *fault, ranks=2)
+    watched.party.late_s["c"] = 10.0
+    watched.party.run(60)
+    assert ("a", "b", "c") in watched.party.members("a")
+    assert not watched.heard
+
+
+@pytest.mark.parametrize("leaver", ["a", "c"])
+def test_who_leaves_when_its_script_has_ended_is_no_loss(leaver: str) -> None:
+    watched = Watched("abc")
+    watched.acts[leaver] = _end_and_leave
+    watched.party.run(60)
+    assert [*watched.party.members("b")[-1]] == [name for name in "abc" if name != leaver]
+    assert not watched.heard

@@ -36,7 +36,7 @@ from hcsim.scripts.conversation import (
 from hcsim.scripts.failures import failure_of
 from hcsim.scripts.lines import Lines
 from hcsim.scripts.processes import Process
-from hcsim.scripts.store import StoreLine
+from hcsim.scripts.store import LINGER_S, StoreLine
 from hcsim.virtual.host import VirtualHost
 
 Say = Callable[[int, str], None]
@@ -106,6 +106,17 @@ class Attendant:
                     except HungUp:
                         return None
                     await self._instant_end()
+
+    def peer_failed(self, rank: int, reason: str) -> None:
+        """We are told that another rank's script has failed."""
+        self._lines.peer_failed(rank, reason)
+        self._store.hurry(reason, LINGER_S)
+
+    def peer_began_anew(self, rank: int) -> None:
+        """Its machine was started again, and its script with it."""
+        self._lines.peer_began_anew(rank)
+        if not self._lines.failed:
+            self._store.take_time()
 
     async def end(self, reason: str) -> None:
         """Leave the groups, and tell the others why, if there is a reason."""

@@ -11,7 +11,12 @@ from hcsim.scripts.conversation import Failure
 
 def ended_how(code: int) -> str:
     """An exit status, or minus a signal, in words."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # of those for real time, only the first and the last have names
+        return f"was ended by signal {-code}"
 
 
 def failure_of(error: BaseException) -> Failure:

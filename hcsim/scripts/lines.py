@@ -54,6 +54,8 @@ class Lines:
         """With the line that each is a part of."""
         self._members: dict[int, tuple[int, ...]] = {}
         """Which ranks of the program are in those that are no part of another."""
+        self.failed: dict[int, str] = {}
+        """Ranks whose scripts have failed, and why."""
         self._opened = 0
         self._under_way: dict[int, list[asyncio.Task[Any]]] = {}
 
@@ -68,6 +70,8 @@ class Lines:
             self._members[self._opened + 1] = opened.ranks or tuple(range(opened.size))
         self._opened += 1
         self._groups[self._opened] = group, opened.parent
+        for seat, reason in self.failed.items():
+            self._fail(self._opened, seat, reason)
         return self._opened
 
     def group(self, line: int) -> Group:
@@ -94,10 +98,19 @@ class Lines:
             await group.close()
 
     def peer_failed(self, seat: int, reason: str) -> None:
-        """We are told that a rank's script has failed: no group that it is in can go on."""
-        for line, members in self._members.items():
-            if seat in members and line in self._groups:
-                self._groups[line][0].fail(reason, members.index(seat))
+        """We are told that a rank's script has failed: no group that it is in can go on, or begin."""
+        self.failed[seat] = reason
+        for line in self._groups:
+            self._fail(line, seat, reason)
+
+    def peer_began_anew(self, seat: int) -> None:
+        """Its machine was started again, and its script with it."""
+        self.failed.pop(seat, None)
+
+    def _fail(self, line: int, seat: int, reason: str) -> None:
+        members = self._members.get(line, ())
+        if seat in members:
+            self._groups[line][0].fail(reason, members.index(seat))
 
     async def end(self, reason: str) -> None:
         """The script is over; the others hear why, if it is for a reason."""

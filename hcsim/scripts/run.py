@@ -56,7 +56,9 @@ class _ScriptWorld(World):
         self._names = [node.name for node in scenario.nodes]
         self._records = [Record(rank, name) for rank, name in enumerate(self._names)]
         self._directory = Directory(self._names, wire)
-        self._lines: dict[VirtualHost, Lines] = {}
+        self._attendants: dict[VirtualHost, Attendant] = {}
+        self._failed: dict[int, tuple[VirtualHost, str]] = {}
+        """Ranks whose scripts have failed, where, and why."""
         self._processes = processes
         self._running: dict[str, Process] = {}
 
@@ -81,9 +83,10 @@ class _ScriptWorld(World):
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
         seat = Seat(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
         process = self._running[host.name] = self._processes.start(seat)
-        lines = self._lines[host] = Lines(host, rank, self._directory)
+        lines = Lines(host, rank, self._directory)
         record = self._records[rank]
         attendant = Attendant(host, process, lines, StoreLine(host, names[0], store), record)
+        self._began(host, rank, attendant)
         left = await attendant.attend(partial(say, rank))
         del self._running[host.name]
         code = self._processes.end(process, at_once=False)
@@ -91,10 +94,21 @@ class _ScriptWorld(World):
         record.ended_s = self.loop.time()
         host.trace("script ended", rank, record.code)
         reason = f"the script of rank {rank} failed: {record.error}" if record.code else ""
-        for other, theirs in self._lines.items():  # as a launcher would: not all of them have a link to us
+        if reason:
+            self._failed[rank] = host, reason
+        for other, theirs in self._attendants.items():  # as a launcher would: not all of them have a link to us
             if reason and other is not host:
                 host.signal(other, "end", theirs.peer_failed, rank, reason)
         await attendant.end(reason)
+
+    def _began(self, host: VirtualHost, rank: int, attendant: Attendant) -> None:
+        """It hears who has failed before, and who knows that of its own rank's earlier life need not any more."""
+        self._failed.pop(rank, None)
+        for theirs in self._attendants.values():
+            theirs.peer_began_anew(rank)
+        self._attendants[host] = attendant
+        for other, (where, reason) in self._failed.items():
+            where.signal(host, "end", attendant.peer_failed, other, reason)
 
     def came_to(self, outcomes: Sequence[object]) -> ScriptRun:
         """What is to be said of it, when all is over."""

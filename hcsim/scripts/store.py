@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError
+from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, UsageError
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
 from hcsim.scripts.conversation import Stored
-from hcsim.transport.rpc import Endpoint, Procedure, Registry
+from hcsim.transport.rpc import Endpoint, Limits, Procedure, Registry
 
 PORT = 29500
 LINGER_S = 30.0
@@ -41,6 +41,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 _STORE = Procedure("store", {"request": Request}, Reply)
+_LIMITS = Limits(max_body_bytes=16 << 20)
+"""Values of several MB are nothing unusual: torch puts objects there."""
 
 
 class StoreService:
@@ -56,7 +58,7 @@ class StoreService:
         registry = Registry()
         registry.serve(_STORE, self.do)
         while True:
-            Endpoint(host, await listener.accept(), registry)
+            Endpoint(host, await listener.accept(), registry, _LIMITS)
 
     async def do(self, request: Request) -> Reply:
         """One operation; those that wait for something wait here."""
@@ -137,8 +139,14 @@ class StoreLine:
             for limit in self._under_way:
                 limit.reschedule(asyncio.get_running_loop().time() + within_s)
 
+    def take_time(self) -> None:
+        """There is hope again."""
+        self._hurried = None
+        for limit in self._under_way:
+            limit.reschedule(None)
+
     async def do(self, asked: Stored) -> Reply:
-        """Have it done, within the time that the rank allows, and that there is any hope."""
+        """Have it done, within the time that the rank allows; in a hurry, within less."""
         try:
             async with asyncio.timeout(None) as limit:
                 if self._hurried is not None:
@@ -161,12 +169,14 @@ class StoreLine:
             async with self._host.clock.timeout(limit_s):
                 if self._endpoint is None or self._endpoint.ended.done():
                     channel = await self._host.connect(self._address, timeout_s=limit_s)
-                    self._endpoint = Endpoint(self._host, channel)
+                    self._endpoint = Endpoint(self._host, channel, limits=_LIMITS)
                 return await self._endpoint.call(_STORE, request)
         except TimeoutError:
             raise DeadlineExceeded(f"the store on {self._keeper}: {what} took longer than {limit_s:g} s") from None
         except CallRefused:
             raise
+        except UsageError as error:
+            raise UsageError(f"{what} is too large for the store on {self._keeper}: {error}") from None
         except (ChannelError, HcsimError) as error:
             raise HcsimError(f"the store on {self._keeper} is gone ({what}): {error}") from error
 

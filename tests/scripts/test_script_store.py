@@ -116,3 +116,21 @@ except (dist.DistNetworkError, dist.DistStoreError) as error:
     told = run_text(on_switch(TWO, [Crash(at_s=1.0, node="mac-0", clean=True)]), text)
     assert [record.code for record in told.run.ranks] == [None, 0]
     assert "the store on mac-0" in told.by(1)[-1]
+
+
+def test_large_values_are_kept_and_those_that_are_too_large_are_refused_as_such(run_well: Runner) -> None:
+    text = (
+        STORE
+        + """
+if dist.get_rank() == 0:
+    store.set("large", b"x" * (8 << 20))
+    try:
+        store.set("larger", b"x" * (17 << 20))
+    except dist.DistStoreError as error:
+        print(error)
+tell(len(store.get("large")))
+"""
+    )
+    told = run_well(on_switch(TWO), text)
+    assert told.value(0) == told.value(1) == 8 << 20
+    assert "larger is too large for the store on mac-0" in told.by(0)[0]

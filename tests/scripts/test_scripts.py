@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hcsim.config import Crash, Pause, Scenario, parse_scenario
+from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.device import Work
+from hcsim.scripts.failures import ended_how
 from hcsim.virtual.machines import machine_of, seconds
 from tests.scripts.conftest import Runner
 from tests.switches import on_switch
@@ -261,6 +262,9 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told_in_time(run_text: Runn
         ("os._exit(3)", 3, "its process ended without a word, with status 3"),
         ("os.kill(os.getpid(), 11)", -11, "its process was ended by SIGSEGV"),
         ("sys.exit(5)", 5, "it exited with status 5"),
+        ("sys.exit(True)", 1, "it exited with status 1"),
+        ("sys.exit(-1)", 255, "it exited with status 255"),
+        ("sys.exit(2**70)", 255, "it exited with status 255"),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
     ],
 )
@@ -278,6 +282,68 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting(
     assert [record.code for record in told.run.ranks] == [1, code]
     assert told.run.ranks[1].error == reason
     assert f"rank 1 failed: {reason}" in told.run.ranks[0].error
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (0, "ended with 0"),
+        (-9, "was ended by SIGKILL"),
+        (-40, "was ended by signal 40"),
+        (-999, "was ended by signal 999"),
+    ],
+)
+def test_the_end_of_a_process_has_words_whatever_its_number(code: int, said: str) -> None:
+    assert ended_how(code) == said
+
+
+@pytest.mark.parametrize("waits", ["dist.init_process_group('gloo'); dist.barrier()", "dist.TCPStore('x', 1).get('y')"])
+def test_who_begins_to_wait_for_a_rank_that_has_failed_before_is_told_too(run_text: Runner, waits: str) -> None:
+    text = f"""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        raise ValueError("no data here")
+    time.sleep(rank - 1)
+    {waits}
+    """
+    told = run_text(on_switch(FOUR[:3]), text)
+    assert [record.code for record in told.run.ranks] == [1, 1, 1]
+    for record in told.run.ranks[1:]:
+        assert "the script of rank 0 failed: ValueError: no data here" in record.error
+    assert told.run.seconds < 40
+
+
+def test_a_group_without_the_rank_that_has_failed_goes_on(run_text: Runner) -> None:
+    text = """
+    rank = int(os.environ["RANK"])
+    if rank == 2:
+        raise ValueError("no data here")
+    dist.init_process_group("gloo", init_method="file:///pair", rank=rank, world_size=2)
+    data = torch.ones(1)
+    dist.all_reduce(data)
+    tell(data.item())
+    """
+    told = run_text(on_switch(FOUR[:3]), text)
+    assert [record.code for record in told.run.ranks] == [0, 0, 1]
+    assert [told.value(rank) for rank in (0, 1)] == [2.0, 2.0]
+
+
+def test_a_machine_that_is_started_again_after_its_script_failed_takes_part_again(run_text: Runner) -> None:
+    text = """
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("not yet")
+    store = dist.TCPStore("x", 1)
+    if os.environ["RANK"] == "1":
+        time.sleep(40)
+        store.set("ready", "yes")
+    store.get("ready")
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print("met")
+    """
+    told = run_text(on_switch(TWO, [Restart(at_s=5.0, node="mac-1")]), text)
+    assert [record.code for record in told.run.ranks] == [0, 0]
+    assert told.by(0) == ["met"]
 
 
 def test_the_clock_and_sleep_are_the_machines_own(run_well: Runner) -> None:

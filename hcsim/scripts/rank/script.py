@@ -84,8 +84,11 @@ def _run(script: str, counter: Counter) -> tuple[int, str]:
 
 
 def _status(code: Any) -> tuple[int, str]:
+    """As the system gives it to whoever waits for a process: a byte."""
     if code is None or isinstance(code, int):
-        return code or 0, "" if not code else f"it exited with status {code}"
+        status = int(code or 0)
+        status = status & 0xFF if -sys.maxsize - 1 <= status <= sys.maxsize else 0xFF
+        return status, f"it exited with status {status}" if status else ""
     print(code, file=sys.stderr)
     return 1, str(code)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from hcsim.errors import CallRefused, DeadlineExceeded
+from hcsim.errors import CallRefused, DeadlineExceeded, UsageError
 from hcsim.scripts.conversation import Answer, Stored
 from hcsim.scripts.failures import raised
 
@@ -121,6 +121,8 @@ class RemoteStore(Store):
         answer = self._attendant.ask(Stored(operation, named, encoded, amount, allowed.total_seconds()))
         if answer.failure is not None:
             error = raised(answer.failure)
-            kind = DistStoreError if isinstance(error, DeadlineExceeded | CallRefused) else DistNetworkError
+            kind = (
+                DistStoreError if isinstance(error, DeadlineExceeded | CallRefused | UsageError) else DistNetworkError
+            )
             raise kind(str(error))
         return answer.number, answer.values

@@ -19,6 +19,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAl
 """Never ask for a password: nobody could tell which of the machines asks."""
 _SSH_FAILED = 255
 _NOT_FOUND = 127
+_REFUSED = 2
 _LINE_LIMIT_BYTES = 1 << 20
 _ATTENTION_S = 5.0
 
@@ -32,6 +33,7 @@ class Remotes:
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._attention: list[asyncio.Task[None]] = []
+        self._let_go = False
         self.failed: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
         """Done when one of them did not even begin."""
 
@@ -56,6 +58,7 @@ class Remotes:
 
     def let_go(self) -> None:
         """Nobody attends to them any more: they are to end in an orderly way."""
+        self._let_go = True
         for attention in self._attention:
             attention.cancel()
         for process in self._processes.values():
@@ -95,7 +98,7 @@ class Remotes:
         if status == _SSH_FAILED and begun:
             self._tell(f"{host}: the connection to it is lost; what was started there ends by itself")
             return
-        why = _failure(host, program, status, last.rstrip("."))
+        why = _failure(host, program, status, last.rstrip("."), begun or self._let_go)
         if why and not self.failed.done():
             self.failed.set_result(HcsimError(why))
         elif status:
@@ -124,10 +127,13 @@ async def _attend(stdin: asyncio.StreamWriter) -> None:
         stdin.write(b"\n")
 
 
-def _failure(host: str, program: str, status: int, last: str) -> str:
-    """Why a program did not begin there; empty where it did."""
+def _failure(host: str, program: str, status: int, last: str, begun: bool) -> str:
+    """Why a program did not begin there; empty where it did, or need not any more."""
     if status == _SSH_FAILED:
         return f"ssh does not get to {host}: {last or 'it gave no reason'}; try `ssh {host} true` until that works"
     if status == _NOT_FOUND:
         return f"{host} has no program {program!r}: say what it is called there (--remote-hcsim /path/to/hcsim)"
-    return f"{host} cannot take part: {last}" if status == 2 else ""
+    if status == _REFUSED:
+        return f"{host} cannot take part: {last}"
+    said = f": {last}" if last else " and gave no reason"
+    return "" if begun else f"{program} did not begin on {host}: it ended with status {status}{said}"

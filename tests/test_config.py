@@ -22,6 +22,7 @@ from hcsim.config import (
     parse_scenario,
     shipped_scenarios,
 )
+from hcsim.config.fewer import first_nodes
 from hcsim.errors import ConfigError
 
 HOME = """
@@ -370,6 +371,36 @@ def test_a_host_does_not_route_between_thunderbolt_and_ethernet() -> None:
     text = changed('"m-3"', '"gate"', changed("count = 3", "count = 2", DESK)) + lan + both
     assert [link.medium for link in parse(text).nodes[2].links] == ["s", "tb"]
     assert 'no route between "m-1" and "far"' in complaint(text + far)
+
+
+def test_a_scenario_with_fewer_nodes_has_only_what_can_happen_to_them() -> None:
+    nodes = "".join(f'[[node]]\nname = "{name}"\nmachine = "M1"\nlinks = ["switch"]\n' for name in "abcd")
+    faults = (
+        'kind = "crash"\nnode = "b"',
+        'kind = "crash"\nnode = "c"',
+        'kind = "reset"\nbetween = ["a", "b"]',
+        'kind = "reset"\nbetween = ["a", "d"]',
+        'kind = "copied_identity"\nnode = "a"\nof = "d"',
+        'kind = "flipped_bit"\nbetween = ["b", "a"]',
+        'kind = "link_change"\nmedium = "switch"\nrate = "1 Mb/s"',
+        'kind = "partition"\nsides = [["a", "c"], ["b", "d"]]\nduration = "1 s"',
+        'kind = "partition"\nsides = [["a", "b"], ["c", "d"]]\nduration = "1 s"',
+    )
+    medium = '[[medium]]\nkind = "ethernet"\nname = "switch"\nrate = "1 Gb/s"\n'
+    text = f'name = "four"\n{medium}{nodes}' + "".join(f'[[fault]]\nat = "1 s"\n{fault}\n' for fault in faults)
+    scenario = parse_scenario(text, "four")
+    two = first_nodes(scenario, 2)
+    assert [node.name for node in two.nodes] == ["a", "b"]
+    kept = [scenario.faults[i] for i in (0, 2, 5, 6)]
+    assert [*two.faults[:-1]] == kept
+    assert isinstance(two.faults[-1], Partition)
+    assert two.faults[-1].sides == (("a",), ("b",))
+    assert first_nodes(scenario, 4) == scenario
+
+
+def test_members_talk_and_compute_at_ports_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.*discovery_port and gradient_port .* 7000"):
+        parse_scenario('name = "x"\n[cluster]\ndiscovery_port = 7000\ngradient_port = 7000\n', "x")
 
 
 def test_one_node_alone_needs_no_link() -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """The console script `hcsim`."""
-    from hcsim.cli.app import app
-    from hcsim.cli.plainly import FAILED
-    from hcsim.cli.screen import complain
-
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot show it spells: no reason to end a run
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        from hcsim.cli.app import app
+        from hcsim.cli.plainly import FAILED
+        from hcsim.cli.screen import complain
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
     try:
         app()
     except OSError as error:

@@ -61,7 +61,10 @@ class Asked(msgspec.Struct, frozen=True):
     stripes: Annotated[Number, _option(_EXCHANGE, "Connections per peer; the same on all ranks.", least=1)] = None
     segment: Annotated[Text, _option(_EXCHANGE, 'Piece that a message is cut into, such as "1 MiB".')] = None
 
-    nodes: Annotated[Number, _option(_CLUSTER, "With how many nodes work begins.", least=1)] = None
+    nodes: Annotated[
+        Number,
+        _option(_CLUSTER, "With how many nodes work begins; for a virtual script, on how many it runs.", least=1),
+    ] = None
     cluster: Annotated[Text, _option(_CLUSTER, 'Real: a cluster that this machine has joined (default "home").')] = None
     name: Annotated[Text, _option(_CLUSTER, "Real: what the others call this machine (default: its host name).")] = None
     at: Annotated[Text, _option(_CLUSTER, "Real: addresses that the others reach this machine at.")] = None

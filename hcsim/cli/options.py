@@ -14,6 +14,7 @@ from hcsim.cli.cluster import home
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.explain import explain
+from hcsim.config.fewer import first_nodes
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode
 from hcsim.real.tls import TlsFiles
@@ -56,7 +57,7 @@ def scenario(
 
 
 def script_scenario(name: str | None, seed: int | None, nodes: int | None) -> Scenario:
-    """The cluster that a script runs on: all of a scenario's nodes, or the first of them."""
+    """The cluster that a script runs on: all of a scenario's nodes, or the first of them, with what happens to them."""
     if name is None:
         screen.scenarios(stderr=True)
         raise ConfigError("on which cluster? Give --scenario: one of these names, or a TOML file")
@@ -66,7 +67,7 @@ def script_scenario(name: str | None, seed: int | None, nodes: int | None) -> Sc
         return chosen
     if nodes > len(chosen.nodes):
         raise ConfigError(f"--nodes {nodes}: {chosen.name} has {len(chosen.nodes)}")
-    return replace(chosen, nodes=chosen.nodes[:nodes])
+    return first_nodes(chosen, nodes)
 
 
 def training(loaded: Training | None, changes: Mapping[str, object], further: Mapping[str, object]) -> Training | None:
@@ -201,6 +202,16 @@ def only(where: str, given: Mapping[str, object]) -> None:
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(f"{', '.join(names)}: only {where}")
+
+
+def apart(outputs: Mapping[str, Path | None]) -> None:
+    """Refuse two that would be written over each other; a device, such as /dev/null, takes any number."""
+    taken: dict[Path, str] = {}
+    for option, path in outputs.items():
+        if path is not None and (path.is_file() or not path.exists()):
+            other = taken.setdefault(path.resolve(), option)
+            if other != option:
+                raise ConfigError(f"{other}, {option}: both are {path}; give each a file of its own")
 
 
 def _quantity(option: str, text: str, kind: type[T]) -> T:

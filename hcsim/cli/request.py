@@ -21,10 +21,12 @@ _IN_CLUSTER = ("cluster", "name", "at", "state", "hosts")
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 _BY_HAND = (*_TLS, "wait", "insecure")
 _VIRTUAL = ("trace", "metrics")
+_REAL = (*_IN_CLUSTER, "remote_hcsim", "metrics_port")
 
 
 def perform(asked: Asked) -> bool:
     """Do it; whether all went well."""
+    options.apart({"--save": asked.save, "--trace": asked.trace, "--metrics": asked.metrics})
     wire = options.wire(asked.stripes, asked.segment, asked.wait)
     if asked.scenario is not None and asked.scenario.endswith(".py"):
         theirs = (*_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
@@ -57,7 +59,8 @@ def _script(asked: Asked, wire: Wire) -> bool:
     """A torch script on a scenario's machines."""
     from hcsim.cli.script import run_script
 
-    _only(asked, "with --real", "cluster", "name", "at")
+    _only(asked, "with --real", *_REAL)
+    _only(asked, "without a script, with --peers and --rank", *_BY_HAND)
     home = options.script_scenario(asked.where, asked.seed, asked.nodes)
     return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, _files(asked))
 
@@ -68,7 +71,9 @@ def _script_together(asked: Asked) -> bool:
 
     options.only("in a virtual run", {"--scenario": asked.where})
     _only(asked, "in a virtual run", *_VIRTUAL)
-    _only(asked, "without a script; start it on every machine", "hosts", "state")
+    _only(asked, "in a virtual run, or without a script", "seed", "stripes", "segment")
+    _only(asked, "without a script; start it on every machine", "hosts", "remote_hcsim", "state")
+    _only(asked, "without a script, with --peers and --rank", *_BY_HAND)
     here = options.here(asked.cluster, asked.name, asked.at, None, "cpu", asked.metrics_port)
     cluster = options.cluster(None, asked.nodes)
     return run_script_together(here, cluster, Path(str(asked.scenario)), asked.arguments or [])
@@ -109,8 +114,9 @@ def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wi
     """A scenario's own machines: its job, its training, or its cluster."""
     from hcsim.cli.virtual import run_virtual
 
-    _only(asked, "with --real", "peers", "rank", *_BY_HAND, "device", "metrics_port", *_IN_CLUSTER)
+    _only(asked, "with --real", "peers", "rank", *_BY_HAND, "device", *_REAL)
     if settings is None:
+        _only(asked, "with a script, or where something is learned (--task)", "nodes")
         return run_virtual(chosen, wire, _files(asked))
     if chosen.cluster is not None or asked.nodes is not None:
         from hcsim.cli.together import simulate_together

@@ -87,6 +87,10 @@ class Cluster(Table, frozen=True):
     - order: the ring's order and `algorithm = "auto"` follow the figures too. Sums are then added in an order that
       depends on them: another run of the same job may differ in the last bits."""
 
+    def __post_init__(self) -> None:
+        if self.discovery_port == self.gradient_port:
+            raise UsageError(f"discovery_port and gradient_port are both {self.gradient_port}: each needs its own")
+
     @property
     def needed(self) -> int:
         """How many members work begins with."""

@@ -36,6 +36,8 @@ async def serving_metrics(metrics: HostMetrics, address: str) -> AsyncIterator[s
         except OSError as error:
             advice = "; choose another port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
             raise ConfigError(f"metrics cannot be served at {address}: {error.strerror or error}{advice}") from None
+        except UnicodeError as error:
+            raise ConfigError(f"metrics cannot be served at {address}: that is no host's name ({error})") from None
         yield join_address(runner.addresses[0])
     finally:
         await runner.cleanup()

@@ -51,6 +51,15 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
         ((*REAL, "--rank", "0", "--seed", "3"), ["--seed", "virtual"]),
         ((*REAL, "--rank", "0", "--tls-key", "me.key"), ["--tls-cert", "--tls-ca"]),
         ((*REAL, "--rank", "0", "--algorithm", "hierarchical"), ["groups"]),
+        ((*REAL, "--rank", "0", "--metrics-port", "mini..local:9400"), ["mini..local:9400", "no host's name"]),
+        (
+            ("run", "two-macs-wifi", "--trace", "/nowhere/at/../x", "--metrics", "/nowhere/x"),
+            ["--trace, --metrics", "its own"],
+        ),
+        (
+            ("run", "two-macs-wifi", "--task", "convex", "--save", "/nowhere/x", "--trace", "/nowhere/x"),
+            ["--save, --trace", "its own"],
+        ),
         (("run", "--real", "--peers", "192.0.2.1,192.0.2.2", "--rank", "0"), ["192.0.2.1", "plaintext"]),
         (("run", "eight-macs-2.5gbe", *REAL[1:], "--rank", "0"), ["phantom"]),
     ],
@@ -103,6 +112,26 @@ def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: P
     said = ended.stderr.splitlines()
     assert said[-1] == f"error: {trace}: cannot be written: File too large"
     assert all(line.startswith("mini-1: ") for line in said[:-1])
+
+
+def test_a_device_may_take_several_outputs() -> None:
+    outputs = ("--trace", os.devnull, "--metrics", os.devnull)
+    assert hcsim_process("run", "two-macs-wifi", *outputs, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_an_interrupt_before_anything_has_begun_shows_no_traceback() -> None:
+    interrupted = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from hcsim.cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_a_closed_standard_input_is_an_empty_one() -> None:

@@ -98,6 +98,28 @@ def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
             ("train.py", "--scenario", "two-macs-wifi", "--task", "digits"),
             "--task: only without a script (what a script is given stands after --)",
         ),
+        (
+            ("train.py", "--scenario", "two-macs-wifi", "--state", "s", "--hosts", "a", "--metrics-port", "1"),
+            "--state, --hosts, --metrics-port: only with --real",
+        ),
+        (("train.py", "--scenario", "two-macs-wifi", "--remote-hcsim", "h"), "--remote-hcsim: only with --real"),
+        (
+            ("train.py", "--scenario", "two-macs-wifi", "--wait", "1 s", "--tls-cert", "c", "--insecure"),
+            "--tls-cert, --wait, --insecure: only without a script",
+        ),
+        (
+            ("train.py", "--real", "--seed", "3", "--stripes", "2", "--segment", "1 MiB"),
+            "--seed, --stripes, --segment: only in a virtual run",
+        ),
+        (
+            ("train.py", "--real", "--wait", "1 s", "--tls-key", "k", "--insecure"),
+            "--tls-key, --wait, --insecure: only without a script",
+        ),
+        (
+            ("train.py", "--real", "--remote-hcsim", "h"),
+            "--remote-hcsim: only without a script; start it on every machine",
+        ),
+        (("two-macs-wifi", "--nodes", "2"), "--nodes: only with a script, or where something is learned (--task)"),
         (("two-macs-wifi", "--scenario", "two-macs-wifi"), "--scenario: only with a script"),
     ],
 )
@@ -105,6 +127,26 @@ def test_what_cannot_be_run_is_refused_in_a_line(arguments: tuple[str, ...], com
     result = hcsim("run", *arguments)
     assert result.exit_code == 2
     assert complaint in " ".join(result.stderr.split())
+
+
+def test_what_the_terminal_cannot_show_is_spelled_and_ends_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "tells.py"
+    script.write_text("import sys\nprint('loss \u2248 0.5')\nprint('\u2713', file=sys.stderr)\n", encoding="utf-8")
+    command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi", "--nodes", "1"]
+    in_ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, env=in_ascii, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert r"loss \u2248 0.5" in ended.stdout
+    assert r"\u2713" in ended.stderr
+
+
+@pytest.mark.parametrize(("scenario", "nodes"), [("four-macs-faulty", 2), ("four-macs-churn", 1)])
+def test_on_fewer_machines_only_their_own_faults_happen(tmp_path: Path, scenario: str, nodes: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(3600)\n")
+    result = hcsim("run", str(script), "--scenario", scenario, "--nodes", str(nodes))
+    assert result.exit_code == 0, result.output
+    assert f"train.py on {scenario}, {nodes} rank" in result.stdout
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from hcsim.checkpoints.words import place
 from hcsim.errors import CheckpointError
 from hcsim.training.elastic.fingerprint import fingerprint
 
-Marks = dict[int, int]
+Marks = dict[int, tuple[int, int]]
 """Digests of a rank's tensors, by a digest of their names, shapes and dtypes."""
 
 
@@ -148,9 +149,10 @@ def _kind(part: Range) -> int:
     return int.from_bytes(hashlib.sha256(said).digest()[:8])
 
 
-def _digest(tensor: Tensor) -> int:
-    """Of its bits."""
-    return fingerprint(tensor.detach().reshape(-1).to("cpu").view(torch.uint8).numpy())
+def _digest(tensor: Tensor) -> tuple[int, int]:
+    """Of its bits. A fingerprint, being a sum, cannot tell rows that change places, nor two signs; a CRC can."""
+    data = tensor.detach().reshape(-1).to("cpu").view(torch.uint8).numpy()
+    return fingerprint(data), zlib.crc32(data.data)
 
 
 def _copy(name: str, tensor: Tensor) -> Tensor:

@@ -77,8 +77,6 @@ class _Kept:
         self.spec = how.spec
         self.life = how.life
         self.compressor = make(how.spec, seed=how.seed, rank=rank)
-        self.agreed = False
-        """Whether some call has asked the others how they compress."""
         self._step = 0
         self._under_way = 0
         self._failed = False
@@ -125,6 +123,8 @@ class Compressing:
         self._ledger = Ledger(group.host)
         self._kept: dict[str, _Kept] = {}
         self._plain: dict[tuple[str, int], Compressor] = {}
+        self._asked: dict[tuple[str, str, int, int], None] = {}
+        """The ways to compress that some call has asked the others about, or is about to."""
         self._calls = 0
         self._turns: dict[int, asyncio.Lock] = {}
 
@@ -133,8 +133,8 @@ class Compressing:
         number = self._calls % BUCKETS
         self._calls += 1
         turn = _Turn(number, self._calls, self._is_first(how))
-        kept = self._of(how) if how.key else None
         try:
+            kept = self._of(how) if how.key else None
             # No await before this: calls take their turns in the order in which they were started.
             async with self._turns.setdefault(number, asyncio.Lock()):
                 await self._exchange(group, array, op, how, turn, kept)
@@ -196,11 +196,12 @@ class Compressing:
         return kept
 
     def _is_first(self, how: Compression) -> bool:
-        """Whether no call before this one was compressed in the same way, under its key if it has one."""
-        if not how.key:
-            return (how.spec, how.seed) not in self._plain
-        kept = self._of(how)
-        first, kept.agreed = not kept.agreed, True
+        """Whether no call before this one was compressed in the same way, under its key if it has one.
+
+        It follows from the order of the calls alone, which is the same on all ranks, whatever else they do."""
+        way = how.key, how.spec, how.seed, how.life
+        first = way not in self._asked
+        self._asked[way] = None
         return first
 
     def _memoryless(self, how: Compression) -> Compressor:

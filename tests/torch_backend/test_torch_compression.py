@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,58 @@ def _wide(meeting: Meeting) -> Tensor:
 def test_double_precision_travels_as_it_is(ranks: Ranks) -> None:
     for tensor in ranks.run(_wide, size=2, backend=""):
         assert torch.equal(tensor, torch.full((1 << 14,), 1e300, dtype=torch.float64) / 3 * 2)
+
+
+def _unevenly(meeting: Meeting) -> tuple[Tensor, Tensor]:
+    """Rank 1 starts its second call when the first is long over on the others, or so it would be without it."""
+    _init(meeting, compression="bf16")
+    first, second = torch.ones(1 << 15), torch.full((1 << 15,), 2.0)
+    works = [dist.all_reduce(first, async_op=True)]
+    if meeting.rank == 1:
+        time.sleep(0.3)
+    works.append(dist.all_reduce(second, async_op=True))
+    for work in works:
+        work.wait()
+    return first, second
+
+
+def test_ranks_may_start_their_first_calls_at_unlike_times(ranks: Ranks) -> None:
+    for first, second in ranks.run(_unevenly, size=2, backend=""):
+        assert torch.equal(first, torch.full((1 << 15,), 2.0))
+        assert torch.equal(second, torch.full((1 << 15,), 4.0))
+
+
+def _read_again_by_one() -> dict[str, Array]:
+    model, rank = _model(), dist.get_rank()
+    ddp, state = _hooked(model, "topk:0.1+ef")
+    _step(ddp, _gradients(rank, 0, model))
+    if rank == 1:
+        state.load_state_dict(state.state_dict())
+    return _step(ddp, _gradients(rank, 1, model))
+
+
+def test_a_rank_may_read_its_state_again_alone(ranks: Ranks) -> None:
+    one, other = ranks.run(_read_again_by_one, size=2)
+    for name, average in one.items():
+        assert np.array_equal(other[name], average)
+
+
+def _replaced_on_one() -> str:
+    from hcsim.torch_backend.hooks import CompressionState
+
+    model, rank = _model(), dist.get_rank()
+    ddp, state = _hooked(model, "topk:0.1+ef")
+    _step(ddp, _gradients(rank, 0, model))
+    if rank == 1:
+        CompressionState(model, "topk:0.1+ef").load_state_dict(state.state_dict())
+    try:
+        _step(ddp, _gradients(rank, 1, model))
+    except (CallFailed, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_call_that_one_rank_refuses_is_no_riddle_to_the_others(ranks: Ranks) -> None:
+    one, other = ranks.run(_replaced_on_one, size=2)
+    assert "unlike names" in one
+    assert "unlike names" in other

@@ -10,6 +10,7 @@ import msgspec
 from hcsim.errors import UNDECODABLE, ConfigError
 
 T = TypeVar("T")
+_MARK = b"hcsim record 1\n"
 _CRC_BYTES = 4
 
 
@@ -29,7 +30,7 @@ class Store(Protocol):
 def keep(store: Store, name: str, record: Any) -> None:
     """Save a record in a form that shows whether it was damaged since."""
     data = msgspec.msgpack.encode(record)
-    store.save(name, zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data)
+    store.save(name, _MARK + zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data)
 
 
 def kept(store: Store, name: str, kind: type[T]) -> T | None:
@@ -37,11 +38,15 @@ def kept(store: Store, name: str, kind: type[T]) -> T | None:
     saved = store.load(name)
     if saved is None:
         return None
-    crc, data = saved[:_CRC_BYTES], saved[_CRC_BYTES:]
-    why = "it was changed since it was written"
-    if crc == zlib.crc32(data).to_bytes(_CRC_BYTES, "big"):
+    mark, rest = saved[: len(_MARK)], saved[len(_MARK) :]
+    crc, data = rest[:_CRC_BYTES], rest[_CRC_BYTES:]
+    if mark != _MARK:
+        why = "it is damaged, or was written by another version"
+    elif crc != zlib.crc32(data).to_bytes(_CRC_BYTES, "big"):
+        why = "it is damaged"
+    else:
         try:
             return msgspec.msgpack.decode(data, type=kind)
-        except UNDECODABLE as error:  # another version's
-            why = str(error)
+        except UNDECODABLE as error:
+            why = f"it was written by another version ({error})"
     raise ConfigError(f"{store.where(name)}: cannot be read: {why}; remove it to start afresh")

@@ -263,6 +263,22 @@ def test_a_peer_that_calls_and_never_reads_loses_its_channel(arena):
     arena.run(body)
 
 
+def test_what_we_have_to_say_ourselves_costs_no_caller_its_channel(arena):
+    async def lend(count: int) -> list[RemoteRef[Point]]:
+        return [RemoteRef.lend(Point(number)) for number in range(count)]
+
+    async def body(left, right):
+        near, far = await ends(arena, left, right, [add], [lend], Limits(max_calls=1))
+        held = [await near.call(Procedure.of(lend), 500) for _ in range(6)]
+        asking = [asyncio.ensure_future(far.call(Procedure.of(add), 1)) for _ in range(200)]
+        held.clear()
+        gc.collect()  # each reference is given back in a message of its own
+        assert await asyncio.gather(*asking) == [11] * 200
+        await closed(near, far)
+
+    arena.run(body)
+
+
 def test_an_error_that_can_hardly_be_told_is_told_and_the_channel_lives_on(arena):
     class Dumb(Exception):
         def __str__(self) -> str:

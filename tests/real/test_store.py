@@ -42,7 +42,7 @@ def test_any_damaged_bit_of_a_record_is_seen_and_its_file_is_named(tmp_path: Pat
     ]
     for data in (*damaged, b"", whole[:3], whole[:-1], whole + b"\0"):
         path.write_bytes(data)
-        with pytest.raises(ConfigError, match=f"^{path}: cannot be read: it was changed .*remove it"):
+        with pytest.raises(ConfigError, match=f"^{path}: cannot be read: it is damaged.*remove it"):
             kept(store, "note", Note)
 
 

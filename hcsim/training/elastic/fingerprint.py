@@ -2,9 +2,9 @@
 
 The array's 64-bit words are summed by column, sixty-four columns at a time, and the sums are mixed with odd
 multipliers, all modulo 2⁶⁴. One flipped bit, or any change within one word, always changes it, and so do, all but
-surely, replicas that have parted. What it does not see: rows of 512 bytes that change places within a chunk, and an even
-number of signs of 64-bit words. A CRC would, in twice the time. It is no defence against anybody who wants two arrays
-to agree.
+surely, replicas that have parted. What it does not see: rows of 512 bytes that change places within a chunk, and an
+even number of signs of 64-bit words. A CRC would, in twice the time. It is no defence against anybody who wants two
+arrays to agree.
 """
 
 from __future__ import annotations

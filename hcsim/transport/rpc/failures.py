@@ -37,7 +37,7 @@ def describe(error: BaseException) -> tuple[str, str]:
         text = str(error)
     except Exception:
         text = "an error that cannot say what it is"
-    return _sendable(type(error).__name__)[:128], _sendable(text)[:MAX_TEXT]
+    return _sendable(type(error).__name__[:128]), _sendable(text[:MAX_TEXT])
 
 
 def _sendable(text: str) -> str:

@@ -57,8 +57,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_unread(self) -> int:
-        """Messages for the peer that wait to be sent, beyond which it must not call. Who waits for answers is never
-        near that."""
+        """Answers for the peer that wait to be sent, beyond which it must not call. Who waits for them is never near
+        that."""
         return 16 * self.max_served
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind
-from hcsim.transport.rpc.messages import Message, Result, encode
+from hcsim.transport.rpc.messages import Failure, Message, Result, encode
 
 
 class Outgoing:
@@ -30,6 +30,7 @@ class Outgoing:
         self.keep = keep
         """What must live until all is sent."""
         self.results_bytes = len(message.parcel.body) + sum(map(len, arrays)) if isinstance(message, Result) else 0
+        self.answers = isinstance(message, Result | Failure)
         self.begun = False
         self.dropped = False
 
@@ -43,15 +44,14 @@ class Outbox:
         self._wanted: asyncio.Future[None] | None = None
         self.results_bytes = 0
         """Of what we have returned and not sent yet."""
-
-    def __len__(self) -> int:
-        """How many messages wait to be sent."""
-        return len(self._queue)
+        self.answers = 0
+        """To calls of the peer's, that are not sent yet."""
 
     def put(self, outgoing: Outgoing) -> None:
         """Send it when its turn comes."""
         self._queue.append(outgoing)
         self.results_bytes += outgoing.results_bytes
+        self.answers += outgoing.answers
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
@@ -71,6 +71,7 @@ class Outbox:
             self._queue.append(outgoing)
         else:
             self.results_bytes -= outgoing.results_bytes
+            self.answers -= outgoing.answers
 
 
 def _frames(

@@ -69,7 +69,7 @@ class Serving:
         line = self._line
         line.expect(call.number > line.last[OF_CALL], "used the number of a call twice")
         line.last[OF_CALL] = call.number
-        line.expect(len(line.outbox) <= line.limits.max_unread, "calls and calls, and does not read our answers")
+        line.expect(line.outbox.answers <= line.limits.max_unread, "calls and calls, and does not read our answers")
         taken = line.refs.take(call.parcel)
         objection = self._objection(call)
         if objection:

@@ -161,11 +161,13 @@ class Proposal:
     def bound(self, absence: Absence) -> View | None:
         """The view that must be proposed, since it may have been decided already; None: we are free.
 
-        Where any side may go on, a few are not bound by what others may decide: theirs will be another line."""
+        Where any side may go on, a few are not bound by what others may decide: theirs will be another line. Nor are
+        the others by theirs."""
         if self._rule == "any" and not self._enough([*self.promises], absence, "tiebreak"):
             return None
         before = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
-        return max(before, key=lambda each: each[0])[1] if before else None
+        ours = [(ballot, view) for ballot, view in before if view.lineage == self.present.lineage]
+        return max(ours, key=lambda each: each[0])[1] if ours else None
 
     def accepted(self, node: str, absence: Absence) -> bool:
         """A member accepted; whether the view is decided."""

@@ -203,7 +203,7 @@ class Membership:
             if obstacle := proposer.pursue(now):
                 self.effects.append(Waiting(obstacle))
         if proposer.busy:
-            self._wake(proposer.deadline_s)
+            self._wake(proposer.look_at_s)
         elif self._needed_since_s is not None and proposer.not_before_s > now:
             self._wake(proposer.not_before_s)
 
@@ -257,7 +257,8 @@ class Membership:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         # One that was started anew has nothing of its own to go on with, however far the others have come since.
-        successive = view.branched_from(ours.lineage) and (view.previous == ours.epoch or ours.rank(self.us) is None)
+        ready = (view.previous == ours.epoch and view.rank(self.us) is not None) or ours.rank(self.us) is None
+        successive = ready and view.branched_from(ours.lineage)
         if view.lineage == ours.lineage and view.prevails(ours) and not self._belongs_to(view):
             self._yield_to(view)
         if view.epoch <= ours.epoch:

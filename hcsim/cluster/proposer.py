@@ -18,6 +18,8 @@ from hcsim.cluster.stance import Stance
 from hcsim.cluster.succession import Situation, dissolved, orphaned, successor
 from hcsim.cluster.view import Member, View
 
+HOPELESS_S = PATIENCE_S / 2
+"""How long a proposal waits for those that could not answer when they were last heard."""
 GONE_FOR_GOOD = "; for one that is gone for good, and only then: hcsim cluster forget NAME"
 
 
@@ -34,8 +36,8 @@ class Proposer:
     def __init__(self, us: Member, rules: Rules, roster: Roster, stance: Stance, send: Post) -> None:
         self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
         """How our proposals ended: overtaken is what another view made pointless."""
-        self.deadline_s = 0.0
-        """When the present one has waited long enough."""
+        self.look_at_s = 0.0
+        """When to pursue the present one, whatever happens."""
         self.not_before_s = 0.0
         """When the next one may begin."""
         self._us = us
@@ -44,6 +46,9 @@ class Proposer:
         self._stance = stance
         self._send = send
         self._proposal: Proposal | None = None
+        self._asked_s = 0.0
+        self._deadline_s = 0.0
+        """When the present one has waited long enough."""
         self._highest = 0
 
     @property
@@ -60,7 +65,8 @@ class Proposer:
         self._highest += 1
         proposal = Proposal((self._highest, self._us.node), view, self._rules.quorum, reason)
         self._proposal = proposal
-        self.deadline_s = now + self._rules.answer_s
+        self._asked_s = now
+        self._deadline_s = now + self._rules.answer_s
         for node in view.nodes:
             self._send(node, Prepare(proposal.ballot, view), now)
 
@@ -96,21 +102,26 @@ class Proposer:
         return None
 
     def pursue(self, now: float) -> str:
-        """Go on: choose once everybody who is well has answered, and give up in time. Returns what we wait for."""
+        """Go on: choose once everybody who is well has answered, and give up in time. Returns what we wait for.
+
+        For one that is well and in no position to answer we do not wait long, or the others would take their turns."""
         proposal = self._proposal
         if proposal is None:
             return ""
         view, roster = proposal.present, self._roster
         silent = [node for node in view.nodes if node not in proposal.promises and roster.well(node, view)]
-        late = now >= self.deadline_s
-        if proposal.chosen is None and (late or not silent):
+        hopeless = silent and not any(roster.answers(node, view) for node in silent)
+        late = now >= self._deadline_s
+        enough_s = self._asked_s + HOPELESS_S if hopeless else self._deadline_s
+        self.look_at_s = enough_s if now < enough_s else self._deadline_s
+        if proposal.chosen is None and (not silent or now >= enough_s):
             obstacle = self._obstacle(proposal)
             chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal)
             if chosen is None:
                 self._give_up(proposal, now)
                 return obstacle
             proposal.chosen = chosen
-            self.deadline_s = now + self._rules.answer_s
+            self.look_at_s = self._deadline_s = now + self._rules.answer_s
             for node in proposal.promises:
                 self._send(node, _acceptance(proposal, chosen), now)
         elif late:

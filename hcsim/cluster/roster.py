@@ -59,6 +59,11 @@ class Roster:
             return True
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
+    def answers(self, node: str, view: View) -> bool:
+        """Whether what a node says leaves hope for an answer: it hears us, and follows the line of the view."""
+        peer = self.peers.get(node)
+        return peer is not None and self._us.node in peer.status.reaches and peer.status.lineage == view.lineage
+
     def gone(self, view: View) -> tuple[str, ...]:
         """Members that can say nothing for the view: they forgot it, never took part in it, or are gone for good."""
         strangers = self.strangers(view)

@@ -6,6 +6,7 @@ import pytest
 
 from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
 from hcsim.config import Cluster, Crash, Heartbeat, Partition, Pause, Reset, Restart
 from hcsim.units import PositiveSeconds, Seconds
@@ -89,6 +90,21 @@ def test_who_cannot_be_heard_is_left_out_and_comes_back(oneway):
     party = Party(ABC, [cut]).run(16)
     assert party.members("a") == [ABC, ("a", "b"), ABC]
     assert party.members("c")[-1] == ABC
+
+
+@pytest.mark.parametrize("quorum", ["majority", "tiebreak", "any"])
+@pytest.mark.parametrize("preset", ["low_latency", "home", "wifi"])
+@pytest.mark.parametrize("deaf", ["a", "e"])
+def test_who_hears_nobody_is_left_out_as_soon_as_it_is_missed_and_comes_back(quorum, preset, deaf):
+    others = tuple(name for name in "abcde" if name != deaf)
+    party = Party("abcde", [Partition(sides=(others, (deaf,)), oneway=True, **after(60, 60))])
+    party.config = Cluster(nodes=5, preset=preset, quorum=quorum)
+    party.run(160)
+    for name in others:
+        assert party.members(name) == [tuple("abcde"), others, (*others, deaf)]
+        without_s = party.when_s[name, party.views[name][1].epoch]
+        assert without_s < 60 + party.config.beat.timeout_s + ASTRAY_S + 2 * PATIENCE_S
+    assert party.members(deaf)[-1] == (*others, deaf)
 
 
 def test_two_that_do_not_reach_each_other_are_not_both_in_a_view():

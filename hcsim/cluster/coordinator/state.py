@@ -6,8 +6,9 @@ for a generation when it is ready to work. A generation is formed when everybody
 when all are registered, later ones with at least `least`. All its members get the whole list at once.
 
 A generation is over when a member is silent for too long, starts anew, leaves, or asks for the next one. The others are
-told, the rounds that wait for it end with an error that names it, and the next generation has a higher number. Somebody
-who only registers while others work does not disturb them: they are told that the generation is superseded.
+told, the rounds that wait for it end with an error that names it, and the next generation has a higher number. Who is
+too busy to ask for that is left behind after a while. Somebody who only registers while others work, or asks again
+after it was left behind, does not disturb them: they are told that the generation is superseded.
 
 Times are of a clock without jumps. If it is the coordinator that was asleep, nobody is evicted for it.
 """
@@ -30,6 +31,7 @@ class Stage(Enum):
     REGISTERED = "registered"
     READY = "ready"
     WORKING = "working"
+    BEHIND = "behind"
     LEAVING = "leaving"
     GONE = "gone"
 
@@ -40,6 +42,7 @@ class Turn(Enum):
     ASKED = "asks for a generation"
     GAVE_UP = "does not wait for it any more"
     FORMED = "is in a generation"
+    PASSED = "is busy while the others go on"
     LEFT = "wants to leave"
     RELEASED = "is not needed any more"
     EVICTED = "is silent, or has started anew"
@@ -55,8 +58,12 @@ TRANSITIONS: dict[tuple[Stage, Turn], Stage] = {
     (Stage.READY, Turn.LEFT): Stage.LEAVING,
     (Stage.READY, Turn.EVICTED): Stage.GONE,
     (Stage.WORKING, Turn.ASKED): Stage.READY,
+    (Stage.WORKING, Turn.PASSED): Stage.BEHIND,
     (Stage.WORKING, Turn.LEFT): Stage.LEAVING,
     (Stage.WORKING, Turn.EVICTED): Stage.GONE,
+    (Stage.BEHIND, Turn.ASKED): Stage.READY,
+    (Stage.BEHIND, Turn.LEFT): Stage.LEAVING,
+    (Stage.BEHIND, Turn.EVICTED): Stage.GONE,
     (Stage.LEAVING, Turn.LEFT): Stage.LEAVING,
     (Stage.LEAVING, Turn.RELEASED): Stage.GONE,
     (Stage.LEAVING, Turn.EVICTED): Stage.GONE,
@@ -153,13 +160,15 @@ class State:
         if self.roster is not None and after < self.generation and entry.stage is Stage.WORKING:
             return [*effects, Answer(question, self.roster)]
         asked_before = entry.question if entry.stage is Stage.READY else None
-        working = entry.stage is Stage.WORKING
+        working, behind = entry.stage is Stage.WORKING, entry.stage is Stage.BEHIND
         entry.turn(Turn.ASKED)
         entry.question, entry.since_s = question, now
         if asked_before is not None:
             effects.append(Answer(asked_before, error=CallRefused(f"{who.worker} asked again")))
         if working:
             effects += self._end(f"{entry.name} asks for the next generation")
+        if behind:
+            effects += self._superseded()
         return effects + self._released(now) + self._form(now)
 
     def leave(self, who: Register, question: int, now: float) -> list[Effect]:
@@ -334,6 +343,9 @@ class State:
         )
         self.over = ""
         effects += [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
+        for entry in self.workers.values():
+            if entry.stage is Stage.WORKING:
+                entry.turn(Turn.PASSED)
         for entry in ready:
             entry.turn(Turn.FORMED)
             assert entry.question is not None

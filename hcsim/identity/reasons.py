@@ -22,6 +22,7 @@ class Reason(IntEnum):
     WRONG_SECRET = 8
     TOO_MANY_FAILURES = 9
     TOO_SLOW = 10
+    TOO_MANY_CALLERS = 11
     UNKNOWN = 255
 
 
@@ -42,6 +43,7 @@ _OURS = {
     Reason.WRONG_SECRET: "it names our cluster, but does not know the secret",
     Reason.TOO_MANY_FAILURES: "too many attempts from there have failed; it has to wait",
     Reason.TOO_SLOW: "it did not finish the handshake in time",
+    Reason.TOO_MANY_CALLERS: "too many call from there at once, and have not said who they are",
     Reason.UNKNOWN: "nobody knows why",
 }
 _THEIRS = {
@@ -55,6 +57,7 @@ _THEIRS = {
     Reason.WRONG_SECRET: f"our secret is not that of its cluster: {_SAME_PHRASE}",
     Reason.TOO_MANY_FAILURES: "too many attempts from our address have failed; we have to wait",
     Reason.TOO_SLOW: "we did not finish the handshake in time",
+    Reason.TOO_MANY_CALLERS: "too many call it at once from our address, and have not said who they are",
     Reason.UNKNOWN: "for a reason that this version of hcsim does not know",
 }
 

@@ -40,12 +40,16 @@ from hcsim.transport.throttle import Throttle
 
 ADMISSION_TIMEOUT_S = 5.0
 MAX_HALF_OPEN_PER_SOURCE = 16
+CROWDED_S = 0.5
+"""How long a caller beyond those has to say who it claims to be."""
 FIRST_LIMIT_BYTES = 64 * 1024
 """What a member may send before somebody raises the limit."""
 _REFUSAL_TIMEOUT_S = 0.25
 _FIRST_RETRY_S = 0.05
 _SLOWEST_RETRY_S = 1.0
-_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES)
+_NOT_NOW = (Reason.TOO_MANY_FAILURES.name, Reason.TOO_MANY_CALLERS.name)
+"""Refusals after which one may call again."""
+_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES, Reason.TOO_MANY_CALLERS)
 """Refusals that nobody has to wait for."""
 
 
@@ -136,7 +140,7 @@ class AdmittedHost:
                 async with clock.timeout(left_s):
                     return await self._doorkeeper.call(channel)
             except AdmissionRefused as error:
-                if error.reason != Reason.TOO_MANY_FAILURES.name:
+                if error.reason not in _NOT_NOW:
                     raise
                 failure = error
             except ChannelBroken as error:  # it may have been started anew just now
@@ -247,10 +251,8 @@ class _Doorkeeper:
         self._half_open[source] = self._half_open.get(source, 0) + 1
         try:
             channel.limit(MAX_MESSAGE_BYTES)
-            if self._half_open[source] > MAX_HALF_OPEN_PER_SOURCE:
-                await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
-            else:
-                source = await self._examine(handshake, channel, source)
+            crowded = self._half_open[source] > MAX_HALF_OPEN_PER_SOURCE
+            source = await self._examine(handshake, channel, source, crowded)
             return self._conclude(handshake, channel, source)
         except BaseException:
             await channel.close()
@@ -258,14 +260,18 @@ class _Doorkeeper:
         finally:
             self._left(channel.identity or _host_of(channel.peer))
 
-    async def _examine(self, handshake: Handshake, channel: Channel, source: str) -> str:
+    async def _examine(self, handshake: Handshake, channel: Channel, source: str, crowded: bool) -> str:
         """Run the handshake, unless its source has to wait; returns what a failure counts against, if anything."""
+        clock = self._host.clock
         try:
-            async with self._host.clock.timeout(ADMISSION_TIMEOUT_S):
-                hello = await _hear(channel)
+            async with clock.timeout(ADMISSION_TIMEOUT_S):
+                async with clock.timeout(CROWDED_S if crowded else None):
+                    hello = await _hear(channel)
                 if _claimed(hello) in self._known:
-                    source = ""
-                if source and self._throttle.wait_s(source, self._host.clock.elapsed()) > 0.0:
+                    source, crowded = "", False
+                if crowded:
+                    await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS)
+                elif source and self._throttle.wait_s(source, clock.elapsed()) > 0.0:
                     await self._refuse(handshake, channel, Reason.TOO_MANY_FAILURES)
                 else:
                     await _say(channel, handshake.receive(hello))
@@ -274,7 +280,7 @@ class _Doorkeeper:
             handshake.refuse(Reason.MALFORMED)
         except TimeoutError:
             if handshake.state is not State.REFUSED:
-                await self._refuse(handshake, channel, Reason.TOO_SLOW)
+                await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS if crowded else Reason.TOO_SLOW)
         return source
 
     async def _go_on(self, handshake: Handshake, channel: Channel) -> None:

@@ -172,11 +172,28 @@ def test_a_source_has_only_so_many_strangers_at_the_door(arena: Arena) -> None:
         listener = await listening(arena, right, member("right"))
         silent = [await left.connect(listener.address) for _ in range(admission.MAX_HALF_OPEN_PER_SOURCE)]
         one_more = await left.connect(listener.address)
-        assert bytes((await one_more.recv(allocate))[1]) == bytes([3, Reason.TOO_MANY_FAILURES])
+        assert bytes((await one_more.recv(allocate))[1]) == bytes([3, Reason.TOO_MANY_CALLERS])
         for channel in (*silent, one_more):
             await channel.close()
         client = await AdmittedHost(left, member("left")).connect(listener.address)  # once they are gone
         await client.close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_however_many_strangers_stand_at_the_door_a_known_member_gets_in(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        known, late = AdmittedHost(left, member("left")), AdmittedHost(left, member("a new member"))
+        await (await known.connect(listener.address)).close()
+        silent = [await left.connect(listener.address) for _ in range(admission.MAX_HALF_OPEN_PER_SOURCE + 4)]
+        await (await known.connect(listener.address, timeout_s=3.0)).close()
+        with pytest.raises(AdmissionRefused, match="too many call it at once"):
+            await late.connect(listener.address, timeout_s=1.0)
+        for channel in silent:
+            await channel.close()
+        await (await late.connect(listener.address)).close()
         await listener.close()
 
     arena.run(body)

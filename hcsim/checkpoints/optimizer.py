@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hcsim.checkpoints.ranges import Names, Range
@@ -25,9 +26,11 @@ class Source(Protocol):
         """Some of its elements."""
 
 
-def optimizer_ranges(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Range]:
-    """The optimizer's tensors."""
-    names = Names(model)
+def optimizer_ranges(
+    optimizer: torch.optim.Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None
+) -> Iterator[Range]:
+    """The optimizer's tensors, to be saved by that group."""
+    names = Names(model, group)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not _is_number(key, value, parameter):
@@ -85,6 +88,9 @@ def _state(name: str, parameter: Tensor, names: Names, saved: Mapping[str, Any],
         for key, number in saved["numbers"].get(whole, {}).items():
             state.setdefault(key, number.clone() if isinstance(number, Tensor) else number)
     for key in saved["moments"]:
+        if not [*names.like(name, parameter)]:  # all of the shard is padding
+            state[key] = torch.zeros_like(parameter, requires_grad=False)
+            continue
         there = [path for whole in names.within(name) if source.shape(path := _path(key, whole)) is not None]
         if not there:
             continue

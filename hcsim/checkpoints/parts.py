@@ -38,6 +38,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     hi: int
     own: bool = False
     """Whether other ranks have others of these elements, or none."""
+    first: bool = False
+    """Whether, though it is each rank's own, another number of ranks goes on from the first rank's."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from hcsim.checkpoints.words import place
 from hcsim.errors import CheckpointError
 from hcsim.training.modules.sharded import Piece, Sharded
 
@@ -29,7 +29,9 @@ class Range(NamedTuple):
     lo: int
     held_by: Literal["all", "first", "us"]
     """Whose they are. Where "first" ones are unlike, another number of ranks goes on from the first rank's: buffers, as
-    DDP gives its to the others, and what DDP averages, which unlike machines round differently."""
+    DDP gives its to the others."""
+    compared: bool = True
+    """Whether the ranks find out if they are alike. What DDP averages is, but for what unlike machines round."""
 
     @property
     def hi(self) -> int:
@@ -40,11 +42,16 @@ class Range(NamedTuple):
 class Names:
     """What a model's tensors are called, and which part of them is here."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """`group` are the ranks that save it."""
         modules = dict(model.named_modules(remove_duplicate=False))
         self._modules = modules
         self._blocks = {name: module for name, module in modules.items() if isinstance(module, Sharded)}
-        self._ddp = {name: module for name, module in modules.items() if isinstance(module, DistributedDataParallel)}
+        self._ddp = {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, DistributedDataParallel) and _members(module.process_group) == _members(group)
+        }
         within = {name: inner for name, module in modules.items() if (inner := _wraps(module))}
         self._wrappers = sorted(within.items(), key=lambda item: -len(item[0]))  # from the inside out
         fleeting = {
@@ -100,7 +107,9 @@ class Names:
             raise CheckpointError(f"{name} is a DTensor, which torch divides: torch.distributed.checkpoint saves it")
         block = self.block(name)
         if block is None:
-            yield Range(self._unwrapped(name), tensor.detach(), tuple(tensor.shape), 0, self._held_by(name))
+            averaged = self._averaged(name)
+            held_by: Literal["all", "first"] = "first" if averaged or name in self._buffers else "all"
+            yield Range(self._unwrapped(name), tensor.detach(), tuple(tensor.shape), 0, held_by, not averaged)
             return
         flat = tensor.detach()
         start, end = block.rank * flat.numel(), (block.rank + 1) * flat.numel()
@@ -122,15 +131,15 @@ class Names:
     def _in_block(self, shard: str, piece: Piece) -> str:
         return self._unwrapped(_joined(shard.rpartition(".")[0], f"block.{piece.name}"))
 
-    def _held_by(self, name: str) -> Literal["all", "first"]:
-        """Of one that is not divided."""
+    def _averaged(self, name: str) -> bool:
+        """Whether a DDP keeps it alike on all ranks that save it."""
         if name in self._buffers:
-            return "first"
+            return False
         for prefix, ddp in self._ddp.items():
             inner = name.removeprefix(_joined(prefix, "module."))
-            if inner != name and inner not in ddp.parameters_to_ignore and ddp.process_group.size() == place(None)[1]:
-                return "first"
-        return "all"
+            if inner != name and inner not in ddp.parameters_to_ignore:
+                return True
+        return False
 
     def _extra(self, module: str) -> str:
         return self._unwrapped(_joined(module, "_extra_state"))
@@ -141,6 +150,14 @@ class Names:
             if name.startswith(head):
                 name = _joined(prefix, name.removeprefix(head))
         return name
+
+
+def _members(group: dist.ProcessGroup | None) -> set[int]:
+    """Of a group that there still is."""
+    try:
+        return {*dist.get_process_group_ranks(group)} if dist.is_initialized() else set()
+    except KeyError:
+        return set()
 
 
 def _wraps(module: nn.Module) -> str:

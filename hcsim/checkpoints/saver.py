@@ -34,9 +34,13 @@ class Saver:
         group: dist.ProcessGroup | None = None,
         copies: int = 1,
         keep: int = 2,
+        alike: bool = False,
     ) -> None:
         """`also` names whatever else has a state. With `copies`, each part is written by that many ranks, so that
-        it outlives a machine whose folder is its own. Beside the newest step stay the `keep` before it."""
+        it outlives a machine whose folder is its own. Beside the newest step stay the `keep` before it.
+
+        `alike`: all ranks hold the same, but for rounding. Nothing is compared, and each tensor is saved by one of
+        them."""
         self._rank, self._world = place(group)
         if not 1 <= copies <= self._world:
             raise CheckpointError(f"{self._world} ranks hold 1 to {self._world} copies of a part, not {copies}")
@@ -46,7 +50,7 @@ class Saver:
             raise CheckpointError("the state called random is that of the generators: call yours something else")
         self._folder = Path(folder)
         self._model, self._optimizer, self._also = model, optimizer, dict(also or {})
-        self._group, self._copies, self._keep = group, copies, keep
+        self._group, self._copies, self._keep, self._alike = group, copies, keep, alike
         self._writing: threading.Thread | None = None
         self._errors: list[BaseException] = []
         """Of the saving before, until somebody hears of it."""
@@ -59,8 +63,8 @@ class Saver:
     def save(self, step: int, **plain: Any) -> None:
         """Save this step; `plain` are numbers and words, the same on all ranks. All ranks call this.
 
-        Tensors of the model and the optimizer that are alike on all ranks, to the bit, are saved once. Those that are
-        not are each rank's own, and only as many ranks can go on from them.
+        Tensors of the model and the optimizer that are alike on all ranks, to the bit, are saved once, and so is what
+        DDP averages. Those that are not are each rank's own, and only as many ranks can go on from them.
 
         Returns when a copy has been taken. Raises, on all ranks, what went wrong with the saving before or with
         taking the copy, on any of them; nothing is saved then."""
@@ -70,7 +74,7 @@ class Saver:
             self.wait()
             state = State.of(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
             again = 1 + max((part.again for part in parts_in(self._folder, step)[0]), default=-1)
-            word = _Word(_Saving(secrets.token_hex(16), again), state.marks())
+            word = _Word(_Saving(secrets.token_hex(16), again), state.marks(self._alike))
         except Exception as error:
             trouble = error
         words = self._told(word, trouble)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -22,8 +25,33 @@ from hcsim.checkpoints.words import place
 from hcsim.errors import CheckpointError
 from hcsim.training.elastic.fingerprint import fingerprint
 
-Marks = dict[int, tuple[int, int]]
-"""Digests of a rank's tensors, by a digest of their names, shapes and dtypes."""
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells of a tensor, or of its piece of one."""
+
+    held_by: str
+    dtype: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    digest: tuple[int, int] | None = None
+    """Of its bits; none, if they are not compared."""
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        """Ranks whose tensors may be alike have the same."""
+        return self.held_by, self.dtype, self.shape
+
+    def mixes(self, other: Mark) -> bool:
+        """Whether these two cannot be pieces of one tensor."""
+        if self.kind != other.kind:
+            return True
+        overlap = max(self.lo, other.lo) < min(self.hi, other.hi)
+        return overlap and self != other and (self.digest, other.digest) != (None, None)
+
+
+Marks = dict[str, Mark]
+"""Of a rank's tensors, by their names."""
 
 
 class HasState(Protocol):
@@ -76,6 +104,8 @@ class State(NamedTuple):
     """Tensors of what is not the model's or the optimizer's."""
     plain: Any
     own: Any
+    brought: dict[str, Tensor]
+    """From another device, by name, while they were compared: what will be ours to write, presumably."""
 
     @classmethod
     def of(
@@ -92,33 +122,63 @@ class State(NamedTuple):
         if step < 0:
             raise CheckpointError(f"steps are counted from 0, and this is {step}")
         rank, world = place(group)
-        names = Names(model)
+        names = Names(model, group)
         ranges = [part._replace(name=f"model/{part.name}") for part in names.ranges()]
         same: dict[str, Any] = {"given": dict(plain or {}), "optimizer": None, "aliases": names.aliases()}
         same["extra"] = {name: module.get_extra_state() for name, module in names.extra().items()}
         if optimizer is not None:
-            ranges += optimizer_ranges(optimizer, model)
+            ranges += optimizer_ranges(optimizer, model, group)
             same["optimizer"] = optimizer_plain(optimizer, model)
         beside: dict[str, Tensor] = {}
         states = {name: state.state_dict() for name, state in (also or {}).items()}
         own = taken_apart({**states, "random": random_state()}, "own", beside)
-        return cls(step, rank, world, ranges, beside, taken_apart(same, "plain", beside), own)
+        return cls(step, rank, world, ranges, beside, taken_apart(same, "plain", beside), own, {})
 
-    def marks(self) -> Marks:
-        """By these the ranks find out what is alike; one that is alone has nothing to find out."""
-        return {} if self.world == 1 else {_kind(part): _digest(part.values) for part in self.ranges}
+    def marks(self, alike: bool = False) -> Marks:
+        """By these the ranks find out what is alike, unless they know; one that is alone has nothing to find out."""
+        if self.world == 1:
+            return {}
+        marks = {part.name: _mark(part) for part in self.ranges}
+        if not alike:
+            for name, digest in self._digests({part.name for part, _ in self._dealt([marks] * self.world)}):
+                marks[name] = msgspec.structs.replace(marks[name], digest=digest)
+        return marks
+
+    def _digests(self, ours: set[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Of what is compared. At most one tensor for each thread is in memory beside those that are ours."""
+        threads = min(4, os.cpu_count() or 1)
+        pending: deque[tuple[str, Future[tuple[int, int]]]] = deque()
+        with ThreadPoolExecutor(threads, "digests") as pool:
+            for part in self.ranges:
+                if not part.compared:
+                    continue
+                if len(pending) == threads:
+                    name, digest = pending.popleft()
+                    yield name, digest.result()
+                flat = _on_cpu(part.values)  # here, and not on a thread, which would have another stream of the device
+                if part.values.device != flat.device and part.name in ours:
+                    self.brought[part.name] = flat
+                pending.append((part.name, pool.submit(_digest, flat)))
+                del flat
+            for name, digest in pending:
+                yield name, digest.result()
 
     def copied(self, everyones: Sequence[Marks]) -> Snapshot:
         """What is ours to write, when all have told their marks."""
         ours = [*self._dealt(everyones)]
+        for name in self.brought.keys() - {part.name for part, _ in ours}:
+            del self.brought[name]
         ours += [(Range(name, tensor, tuple(tensor.shape), 0, "us"), False) for name, tensor in self.beside.items()]
         return Snapshot(
             step=self.step,
             rank=self.rank,
             world=self.world,
-            tensors={part.name: _copy(part.name, part.values) for part, _ in ours},
+            tensors={part.name: _copy(part.name, part.values, self.brought.get(part.name)) for part, _ in ours},
             pieces={
-                part.name: Piece(dtype_name(part.values.dtype), part.shape, part.lo, part.hi, own) for part, own in ours
+                part.name: Piece(
+                    dtype_name(part.values.dtype), part.shape, part.lo, part.hi, own, own and part.held_by == "first"
+                )
+                for part, own in ours
             },
             plain=self.plain,
             own=self.own,
@@ -129,33 +189,37 @@ class State(NamedTuple):
         who has least."""
         loads = [0] * self.world
         for part in sorted(self.ranges, key=lambda part: (-part.values.nbytes, part.name)):
-            found = [marks.get(_kind(part)) for marks in everyones]
+            found = [marks.get(part.name) for marks in everyones]
+            ours = found[self.rank]
             if part.held_by == "us":  # other ranks may have the same shard, in groups of their own
-                yield part, len({*found} - {None}) > 1
+                yield part, ours is not None and any(mark and ours.mixes(mark) for mark in found)
             elif len({*found}) == 1:
                 writer = loads.index(min(loads))
                 loads[writer] += part.values.nbytes
                 if writer == self.rank:
                     yield part, False
-            elif part.held_by == "all" or None in found:
+            elif part.held_by == "all" or len({mark and mark.kind for mark in found}) > 1:
                 yield part, True
-            elif self.rank == 0 or found[self.rank] != found[0]:
+            elif self.rank == 0 or ours != found[0]:
                 yield part, self.rank != 0
 
 
-def _kind(part: Range) -> int:
-    """Ranges that may be alike have the same."""
-    said = msgspec.json.encode((part.name, part.shape, dtype_name(part.values.dtype), part.lo, part.hi))
-    return int.from_bytes(hashlib.sha256(said).digest()[:8])
+def _mark(part: Range) -> Mark:
+    return Mark(part.held_by, dtype_name(part.values.dtype), part.shape, part.lo, part.hi)
 
 
-def _digest(tensor: Tensor) -> tuple[int, int]:
+def _digest(flat: Tensor) -> tuple[int, int]:
     """Of its bits. A fingerprint, being a sum, cannot tell rows that change places, nor two signs; a CRC can."""
-    data = tensor.detach().reshape(-1).to("cpu").view(torch.uint8).numpy()
+    data = flat.view(torch.uint8).numpy()
     return fingerprint(data), zlib.crc32(data.data)
 
 
-def _copy(name: str, tensor: Tensor) -> Tensor:
+def _on_cpu(tensor: Tensor, copy: bool = False) -> Tensor:
+    """Its elements as they are saved: side by side, and not to be conjugated or negated when they are read."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", copy=copy).contiguous()
+
+
+def _copy(name: str, tensor: Tensor, brought: Tensor | None) -> Tensor:
     if tensor.dtype == torch.complex128:
         raise CheckpointError(f"{name} is complex128, which a safetensors file cannot hold")
-    return tensor.detach().reshape(-1).to("cpu", copy=True)
+    return _on_cpu(tensor, copy=True) if brought is None else brought

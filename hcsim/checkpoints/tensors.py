@@ -28,9 +28,7 @@ class Tensors:
     def names(self, within: str) -> list[str]:
         """Those under that path, without it."""
         found = {name for part in self._parts.values() for name in part.pieces if name.startswith(within)}
-        if self._rank is not None:  # what others alone had is no matter of ours
-            found = {name for name in found if self._pieces(name)}
-        return sorted(name.removeprefix(within) for name in found)
+        return sorted(name.removeprefix(within) for name in found if self._matters(name))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is none of that name."""
@@ -73,11 +71,19 @@ class Tensors:
         tensor: Tensor = self._file(rank).get_tensor(path)
         return tensor.view(self._parts[rank].pieces[path].shape)
 
+    def _matters(self, name: str) -> bool:
+        """What others alone had does not; nor do, to another number of ranks, buffers that the first had not."""
+        own = [part.pieces[name] for part in self._parts.values() if name in part.pieces]
+        return bool(self._pieces(name)) or (self._rank is None and not all(piece.first for piece in own))
+
     def _pieces(self, name: str) -> list[tuple[int, Piece]]:
-        """With the ranks that have them; the own ones are first."""
+        """With the ranks that have them; our own are first."""
         found = [(rank, part.pieces[name]) for rank, part in self._parts.items() if name in part.pieces]
-        ours = [(rank, piece) for rank, piece in found if piece.own and rank == self._rank]
-        return ours + [(rank, piece) for rank, piece in found if not piece.own]
+        us = self._rank
+        if us is None and all(piece.first for _, piece in found if piece.own):
+            us = 0
+        ours = [(rank, piece) for rank, piece in found if rank == us]
+        return ours + [(rank, piece) for rank, piece in found if rank != us and not piece.own]
 
     def _lacking(self, name: str) -> CheckpointError:
         first = self._parts[0]

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from hcsim.checkpoints import snapshot
 from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import step_folder
 from hcsim.checkpoints.saver import Saver
+from hcsim.checkpoints.snapshot import _digest
 from hcsim.errors import CheckpointError
 from hcsim.training.modules.pipeline import Pipeline
 from hcsim.training.modules.sharded import Sharded
@@ -181,31 +183,207 @@ def test_halves_that_go_their_own_ways_have_their_own_shards_again(ranks: Ranks,
         Checkpoint.open(tmp_path).model()
 
 
-def replicas(folder: str) -> dict[str, Any]:
-    """Rank 1 rounds differently, and has seen other batches."""
+def sharded_apart(folder: str, members: list[list[int]], inside: list[Callable[[], nn.Module]]) -> None:
+    """Each group of ranks has a model of its own, under the names of the others'."""
     rank = dist.get_rank()
+    groups = [dist.new_group(each) for each in members]
+    mine = next(number for number, each in enumerate(members) if rank in each)
 
-    def begun() -> nn.Module:
-        return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed + mine)
+        made = nn.Sequential(Sharded(inside[mine](), group=groups[mine]))
+        return made, adam(made)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * (1 + mine)
+        optimizer.step()
+
+    ours = begun(1)
+    go(*ours)
+    saver = Saver(folder, *ours)
+    saver.save(1)
+    saver.wait()
+    dist.barrier()
+    again = begun(5)
+    load(folder).restore(*again)
+    go(*ours)
+    go(*again)
+    same(tensors(*again), tensors(*ours))
+
+
+def small() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+def large() -> nn.Module:
+    return nn.Linear(3, 7)
+
+
+APART = {
+    "sizes": ([[0, 1], [2]], [small, small]),
+    "sizes of interleaved groups": ([[0, 3], [1, 2, 4]], [small, small]),
+    "shapes": ([[0, 1], [2, 3]], [small, large]),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_shards_in_groups_of_unlike_sizes_or_shapes_go_back_to_their_ranks(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    members, inside = APART[kind]
+    ranks.run(sharded_apart, str(tmp_path), members, inside, size=sum(map(len, members)))
+    found = Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match=r"0\.\w+ differs among the \d ranks that saved it"):
+        found.model()
+    for each in inside:
+        with pytest.raises(CheckpointError, match=r"0\.\w+ differs among the \d ranks that saved it"):
+            found.restore(nn.Sequential(each()))
+
+
+def padded(folder: str) -> None:
+    """The second rank of each half has no element of the block, and a moment all the same."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = dist.get_rank() // 2
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = nn.Sequential(Sharded(nn.Linear(1, 1, bias=False), group=halves[half]))
+        return made, adam(made)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1 + half)
+        optimizer.step()
 
     ours = begun()
-    with torch.no_grad():
-        for tensor in (*ours.parameters(), ours.module[1].running_mean):
-            tensor += rank * 1e-6
-    saver = Saver(folder, ours)
+    go(*ours)
+    saver = Saver(folder, *ours)
     saver.save(1)
     saver.wait()
     dist.barrier()
     again = begun()
+    load(folder).restore(*again)
+    go(*again)
+
+
+def test_a_rank_whose_shard_is_all_padding_trains_on(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(padded, str(tmp_path), size=4)
+
+
+def odd_layouts() -> dict[str, Tensor]:
+    numbers = torch.arange(6).to(torch.complex64) * (1 + 1j)
+    return {
+        "column": torch.arange(12.0).view(4, 3)[:, 0],
+        "every second": torch.arange(8.0)[::2],
+        "expanded": torch.ones(1).expand(4),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "conjugated": numbers.conj(),
+        "negated": numbers.conj().imag,
+        "scalar": torch.tensor(1j),
+    }
+
+
+def save_odd_layouts(folder: str) -> None:
+    ours, again = nn.Module(), nn.Module()
+    for name, value in odd_layouts().items():
+        ours.register_parameter(name, nn.Parameter(value))
+        again.register_parameter(name, nn.Parameter(torch.zeros(value.shape, dtype=value.dtype)))
+    saver = Saver(folder, ours)
+    saver.save(1)
+    saver.wait()
+    dist.barrier()
     load(folder).restore(again)
-    same(dict(again.state_dict()), dict(ours.state_dict()))
-    return ours.module.state_dict()
+    same(dict(again.named_parameters()), odd_layouts())
 
 
-def test_one_rank_goes_on_from_the_first_replica_of_those_that_ddp_keeps_alike(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(replicas, str(tmp_path), size=2)
+def test_tensors_are_compared_however_they_lie_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_odd_layouts, str(tmp_path), size=2)
+
+
+def digested(saving: Callable[[], None]) -> int:
+    """How many tensors are compared meanwhile."""
+    seen = 0
+
+    def counting(flat: Tensor) -> tuple[int, int]:
+        nonlocal seen
+        seen += 1
+        return _digest(flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "_digest", counting)
+        saving()
+    return seen
+
+
+def replicas(folder: str, kind: str) -> dict[str, Any] | None:
+    """Rank 1 rounds differently, and has seen other batches. In a subgroup there is one rank that does not save."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1]) if kind == "subgroup" else None
+    if group is not None and rank > 1:
+        return None
+
+    def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        made = inner if kind == "by hand" else DistributedDataParallel(inner, process_group=group)
+        return made, torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+
+    ours, optimizer = begun(1)
+    for parameter in ours.parameters():
+        parameter.grad = torch.ones_like(parameter) * (1 + rank * 1e-6)
+    optimizer.step()
+    held = {name.removeprefix("module."): value for name, value in ours.state_dict().items()}
+    held["1.running_mean"] += rank
+    saver = Saver(folder, ours, optimizer, group=group, alike=kind == "by hand")
+    buffers = len([*ours.buffers()])
+    assert digested(lambda: saver.save(1)) == (0 if kind == "by hand" else buffers)
+    saver.wait()
+    dist.barrier(group=group)
+    again, moments = begun(2)
+    load(folder, group=group).restore(again, moments, group=group)
+    mine = tensors(again, moments)
+    for name, value in mine.items():
+        everyones = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(everyones, value, group=group)
+        apart = name == "module.1.running_mean"
+        assert torch.equal(*everyones) != apart, name
+    return held
+
+
+@pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("subgroup", 3), ("by hand", 2)])
+def test_replicas_are_not_compared_and_each_tensor_is_of_one_of_them(
+    ranks: Ranks, tmp_path: Path, kind: str, size: int
+) -> None:
+    first, second, *_ = ranks.run(replicas, str(tmp_path), kind, size=size)
     assert not torch.equal(first["0.weight"], second["0.weight"])
     alone = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    Checkpoint.open(tmp_path).restore(alone)
-    same(dict(alone.state_dict()), dict(first))
-    same(Checkpoint.open(tmp_path).model(), dict(first))
+    Checkpoint.open(tmp_path).restore(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9))
+    found = Checkpoint.open(tmp_path).model()
+    same(found, dict(alone.state_dict()))
+    for name, value in found.items():
+        assert any(torch.equal(value, each[name]) for each in (first, second)), name
+    if kind != "by hand":
+        assert torch.equal(found["1.running_mean"], first["1.running_mean"])
+
+
+def stages_of_replicas(folder: str) -> None:
+    """Pipelines of ranks 0 and 2, and of 1 and 3, whose stages DDP averages: a pipeline saves what is no replica."""
+    rank = dist.get_rank()
+    averaging = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    saving = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+
+    def begun(seed: int) -> nn.Module:
+        torch.manual_seed(seed + rank // 2)
+        return DistributedDataParallel(nn.Linear(2, 2), process_group=averaging)
+
+    ours, again = begun(1), begun(5)
+    saver = Saver(f"{folder}/{rank % 2}", ours, group=saving)
+    saver.save(1)
+    saver.wait()
+    dist.barrier()
+    load(f"{folder}/{rank % 2}", group=saving).restore(again, group=saving)
+    same(dict(again.state_dict()), dict(ours.state_dict()))
+
+
+def test_what_ddp_averages_among_others_than_those_that_save_is_compared(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(stages_of_replicas, str(tmp_path), size=4)

@@ -16,7 +16,7 @@ from hcsim.checkpoints.optimizer import restore_optimizer
 from hcsim.checkpoints.parts import Part, check_data, complete, data_file, parts_in, steps_in, write_part
 from hcsim.checkpoints.plain import dtype_name, put_together
 from hcsim.checkpoints.random_numbers import restore_random_state
-from hcsim.checkpoints.ranges import Names
+from hcsim.checkpoints.ranges import Names, Range
 from hcsim.checkpoints.snapshot import HasState
 from hcsim.checkpoints.tensors import Tensors
 from hcsim.checkpoints.words import as_tensor, gathered, place
@@ -110,6 +110,8 @@ class Checkpoint:
                     f"{part.name} is {dtype_name(part.values.dtype)} in the model, which cannot hold the "
                     f"{dtype_name(saved)} of the checkpoint"
                 )
+            if _narrower(part.values.dtype, saved):
+                _check_fits(part, tensors.elements(f"model/{part.name}", part.lo, part.hi))
         modules = names.extra() if extra is not None else {}  # older checkpoints have none of these
         known, saved_names = {*names.whole(), *modules}, [*tensors.names("model/"), *(extra or {})]
         if beyond := [name for name in saved_names if name not in known]:
@@ -135,6 +137,24 @@ class Checkpoint:
         if name not in states:
             raise CheckpointError(f"the checkpoint of step {self.step} has no state called {name}")
         return put_together(states[name], lambda path: self._tensors.saved_by(rank, path))
+
+
+def _narrower(here: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether both are whole numbers, and these do not hold all of those."""
+    if any(each == torch.bool or each.is_floating_point or each.is_complex for each in (here, saved)):
+        return False
+    ours, theirs = torch.iinfo(here), torch.iinfo(saved)
+    return not ours.min <= theirs.min <= theirs.max <= ours.max
+
+
+def _check_fits(part: Range, values: Tensor) -> None:
+    numbers, kind = values.numpy(), torch.iinfo(part.values.dtype)
+    beyond = numbers[(numbers < kind.min) | (numbers > kind.max)]
+    if beyond.size:
+        raise CheckpointError(
+            f"{part.name} is {dtype_name(part.values.dtype)} in the model, which cannot hold the {beyond[0]} of the "
+            "checkpoint"
+        )
 
 
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:

@@ -1,17 +1,21 @@
 """States as JSON with tensors beside it: what `state_dict()` returns, taken apart and put together again.
 
-JSON has no infinities, no whole numbers of any size, no tuples and no keys but words: those are spelled out.
+JSON has no infinities, no whole numbers of any size, no tuples and no keys but words: those are spelled out. Bytes and
+numpy's arrays and numbers are tensors that say what they were.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hcsim.checkpoints.words import as_tensor
 from hcsim.errors import CheckpointError
 
 
@@ -24,13 +28,23 @@ def taken_apart(state: object, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, tuple | list):
         parts = [taken_apart(value, f"{path}/{number}", tensors) for number, value in enumerate(state)]
         return {"$tuple": parts} if isinstance(state, tuple) else parts
-    if state is None or isinstance(state, bool | str):
+    if isinstance(state, str):
+        return _word(state, path)
+    if state is None or isinstance(state, bool):
         return state
     if isinstance(state, int):
         return int(state) if abs(state) < 1 << 63 else {"$int": hex(state)}
     if isinstance(state, float):
         return float(state) if math.isfinite(state) else {"$float": str(float(state))}
-    raise CheckpointError(f"{path} is a {type(state).__name__}: a checkpoint holds tensors, numbers and words")
+    for kind in _BYTES:
+        if type(state) is kind:
+            data = state.getvalue() if isinstance(state, io.BytesIO) else bytes(state)  # type: ignore[call-overload]
+            return {f"${kind.__name__}": _tensor(as_tensor(data), path, tensors)}
+    if type(state) is np.ndarray or isinstance(state, np.generic):
+        return {
+            f"${'array' if type(state) is np.ndarray else 'number'}": _tensor(_of_numpy(state, path), path, tensors)
+        }
+    raise _refused(state, path)
 
 
 def put_together(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -52,6 +66,12 @@ def put_together(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
             return int(value, 16)
         case "$float":
             return float(value)
+        case "$bytes" | "$bytearray" | "$BytesIO":
+            [made] = [each for each in _BYTES if kind == f"${each.__name__}"]
+            return made(put_together(value, tensor).numpy().tobytes())
+        case "$array" | "$number":
+            array = put_together(value, tensor).numpy()
+            return array if kind == "$array" else array[()]
         case _:
             return {key: put_together(each, tensor) for key, each in value}
 
@@ -69,6 +89,31 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+_BYTES: tuple[type, ...] = (bytes, bytearray, io.BytesIO)
+
+
+def _of_numpy(state: Any, path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(state, state.dtype.newbyteorder("="), order="C"))
+    except TypeError:  # of words, say, or of objects
+        raise _refused(state, path) from None
+
+
+def _refused(state: object, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {type(state).__name__}: a checkpoint holds tensors, arrays, numbers, words and bytes"
+    )
+
+
+def _word(word: str, path: str) -> str:
+    """As it is, if files can hold it."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path} has {word!a}, which is no text: half of a surrogate pair is missing") from None
+    return word
+
+
 def _tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if tensor.dim() == 0 and not tensor.is_complex():
         return {"$scalar": [dtype_name(tensor.dtype), taken_apart(tensor.item(), path, tensors)]}
@@ -79,6 +124,8 @@ def _tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _key(key: object, path: str) -> str | int | None:
-    if key is None or isinstance(key, str | int):
+    if isinstance(key, str):
+        return _word(key, path)
+    if key is None or isinstance(key, int):
         return key
     raise CheckpointError(f"{path} has a key that is a {type(key).__name__}: a checkpoint has words and whole numbers")

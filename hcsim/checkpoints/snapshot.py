@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -219,7 +220,16 @@ def _on_cpu(tensor: Tensor, copy: bool = False) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", copy=copy).contiguous()
 
 
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
+
+
 def _copy(name: str, tensor: Tensor, brought: Tensor | None) -> Tensor:
-    if tensor.dtype == torch.complex128:
-        raise CheckpointError(f"{name} is complex128, which a safetensors file cannot hold")
+    if not _packs(tensor.dtype):
+        raise CheckpointError(f"{name} is {dtype_name(tensor.dtype)}, which a safetensors file cannot hold")
     return _on_cpu(tensor, copy=True) if brought is None else brought

@@ -130,6 +130,10 @@ def one_disk_is_full(folder: str) -> None:
     wide = nn.Linear(2, 2, dtype=torch.complex128 if rank == 1 else None)  # is found out when the copy is taken
     with pytest.raises(CheckpointError, match=r"^rank 1: .* is complex128"):
         Saver(where, wide).save(5)
+    narrow = nn.Module()
+    narrow.register_buffer("narrow", torch.ones(2).to(torch.complex32 if rank == 1 else torch.float32))
+    with pytest.raises(CheckpointError, match=r"^rank 1: model/narrow is complex32"):
+        Saver(where, narrow, copies=2).save(5)
     assert steps_in(where) == [3, 1]
     saver.save(6)
     saver.wait()

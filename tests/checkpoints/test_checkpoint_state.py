@@ -140,6 +140,7 @@ def test_wrappers_leave_the_names_alone(tmp_path: Path, wrapped: Any) -> None:
     assert list(load(tmp_path).model()) == ["bias", "weight"]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ours = nn.Linear(2, 2)
     saver = Saver(tmp_path, ours)
@@ -159,9 +160,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not the model's"):
         Saver(tmp_path, ours, adam(nn.Linear(2, 2))).save(1)
     wide = nn.Module()
-    wide.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match="wide is complex128"):
-        Saver(tmp_path, wide).save(1)
+    for dtype in (torch.complex128, torch.complex32):
+        wide.register_buffer("wide", torch.zeros(2).to(dtype))
+        with pytest.raises(CheckpointError, match=f"wide is {str(dtype).removeprefix('torch.')}, which a safetensors"):
+            Saver(tmp_path, wide).save(1)
+    for state in ({"note": "cut \ud83d"}, {"note": {"cut \ud83d": 1}}, {"note": {"cut \ud83d": torch.ones(2)}}):
+        with pytest.raises(CheckpointError, match=r"given/note has 'cut \\ud83d', which is no text"):
+            Saver(tmp_path, ours).save(1, **state)
     saver = Saver(tmp_path, ours, adam(ours))
     saver.save(2)
     saver.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hcsim.checkpoints import snapshot
 from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import step_folder
+from hcsim.checkpoints.ranges import Range
 from hcsim.checkpoints.saver import Saver
 from hcsim.checkpoints.snapshot import _digest
 from hcsim.errors import CheckpointError
@@ -387,3 +390,83 @@ def stages_of_replicas(folder: str) -> None:
 
 def test_what_ddp_averages_among_others_than_those_that_save_is_compared(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(stages_of_replicas, str(tmp_path), size=4)
+
+
+def with_buffers() -> nn.Module:
+    """A log that rank 0 alone has, one that it alone lacks, and a window whose length is each rank's."""
+    rank = dist.get_rank()
+    made = nn.Linear(2, 2)
+    made.register_buffer("window", torch.zeros(3 + rank))
+    made.register_buffer("log" if rank == 0 else "others", torch.zeros(2))
+    return made
+
+
+def save_buffers(folder: str) -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    ours, again = with_buffers(), with_buffers()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    for buffer in ours.buffers():
+        buffer += 1 + rank
+    saver = Saver(folder, ours)
+    saver.save(1)
+    saver.wait()
+    dist.barrier()
+    load(folder).restore(again)
+    same(dict(again.state_dict()), dict(ours.state_dict()))
+    return ours.state_dict()
+
+
+def test_buffers_that_some_ranks_lack_or_of_unlike_shapes_are_the_first_ranks_for_others(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, *_ = ranks.run(save_buffers, str(tmp_path), size=3)
+    same(Checkpoint.open(tmp_path).model(), dict(first))
+    alone = nn.Linear(2, 2)
+    alone.register_buffer("window", torch.zeros(3))
+    alone.register_buffer("log", torch.zeros(2))
+    Checkpoint.open(tmp_path).restore(alone)
+    same(dict(alone.state_dict()), dict(first))
+
+
+class Elsewhere:
+    """A tensor of another device, as far as saving looks at it."""
+
+    device = torch.device("meta")
+    dtype = torch.float32
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.nbytes = values.nbytes
+
+    def numel(self) -> int:
+        return self.values.numel()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_is_on_another_device_is_brought_once_and_kept_only_to_be_written(
+    monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    brought: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def bring(tensor: Any, copy: bool = False) -> Tensor:
+        nonlocal most
+        made: Tensor = tensor.values.clone()
+        brought.append(weakref.ref(made))
+        most = max(most, sum(each() is not None for each in brought))
+        return made
+
+    monkeypatch.setattr(snapshot, "_on_cpu", bring)
+    values = [Elsewhere(torch.full((5,), float(number))) for number in range(80)]
+    ranges: Any = [Range(f"model/{n}", each, (5,), 0, "all") for n, each in enumerate(values)]  # type: ignore[arg-type]
+    state = snapshot.State(1, 0, 2, ranges, {}, None, None, {})
+    marks = state.marks()
+    assert most <= 40 + 2 * 4
+    others = marks if alike else {name: msgspec.structs.replace(mark, digest=(0, 0)) for name, mark in marks.items()}
+    taken = state.copied([marks, others])
+    assert len(taken.tensors) == (40 if alike else 80)
+    assert len(brought) == (80 if alike else 80 + 40)
+    assert all(torch.equal(tensor, values[int(name[6:])].values) for name, tensor in taken.tensors.items())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,42 @@ def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> No
         saved(tmp_path, nn.Sequential(Counting(object())))
 
 
+EXTRA = {
+    "bytes": b"a\0b",
+    "no bytes": b"",
+    "bytearray": bytearray(b"ab"),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
+    "array of no dimension": np.array(1.5, np.float16),
+    "empty array": np.empty((0, 3), np.uint8),
+    "number": np.float32(0.1),
+    "large number": np.uint64(2**64 - 1),
+    "truth": np.True_,
+    "complex number": np.complex64(1 + 2j),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_extra_states_may_be_bytes_and_of_numpy(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, Counting(EXTRA[kind])).restore(again := Counting())
+    assert type(again.updates) is type(EXTRA[kind])
+    if isinstance(EXTRA[kind], np.ndarray | np.generic):
+        assert again.updates.dtype == EXTRA[kind].dtype
+        assert again.updates.shape == EXTRA[kind].shape
+    assert np.array_equal(again.updates, EXTRA[kind])
+
+
+def test_extra_states_may_be_files_in_memory(tmp_path: Path) -> None:
+    torch.save([1, "two"], file := io.BytesIO())
+    saved(tmp_path, Counting(file)).restore(again := Counting())
+    assert torch.load(again.updates) == [1, "two"]
+
+
+@pytest.mark.parametrize("other", [{1, 2}, np.array(["word"]), np.array([None]), torch.float32, {1.5: 2}])
+def test_other_extra_states_are_refused_by_the_name_of_their_module(tmp_path: Path, other: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"0\._extra_state/updates (is|has) a "):
+        saved(tmp_path, nn.Sequential(Counting(other)))
+
+
 def _without_count() -> nn.Module:
     made = nn.Sequential(nn.Module())
     made[0].layer = nn.Linear(2, 2)
@@ -135,6 +173,17 @@ def test_whole_numbers_do_not_hold_others(tmp_path: Path, here: torch.dtype) -> 
     assert torch.equal(kept.get_buffer("numbers"), torch.ones(2, dtype=here))
     found.restore(narrow := numbers(torch.zeros(2, dtype=torch.bfloat16)))
     assert narrow.get_buffer("numbers")[1] == -300
+
+
+@pytest.mark.parametrize(("number", "here"), [(300, torch.uint8), (-1, torch.uint8), (2**31, torch.int32)])
+def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path, number: int, here: torch.dtype) -> None:
+    kept = numbers(torch.ones(2, dtype=here))
+    name = str(here).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=f"numbers is {name} in the model, which cannot hold the {number} of"):
+        saved(tmp_path / "beyond", numbers(torch.tensor([1, number]))).restore(kept)
+    assert torch.equal(kept.get_buffer("numbers"), torch.ones(2, dtype=here))
+    saved(tmp_path / "within", numbers(torch.tensor([1, 100]))).restore(kept)
+    assert kept.get_buffer("numbers").tolist() == [1, 100]
 
 
 def test_checkpoints_of_the_first_release_are_loaded(tmp_path: Path) -> None:

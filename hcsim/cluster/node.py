@@ -33,6 +33,8 @@ from hcsim.runtime.waiting import News
 
 _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
+GONE = "it has gone"
+"""Why a node is not there that has said goodbye."""
 _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
 
@@ -234,7 +236,7 @@ class Node:
         if goodbye is not None:
             if not goodbye.refused:
                 self._discovery.forget(node)
-            self._membership.lost(node, "it refused us" if goodbye.refused else "it has gone", self._now())
+            self._membership.lost(node, "it refused us" if goodbye.refused else GONE, self._now())
             self._carry_out()
         else:
             lasted_s = self._now() - self._up_since_s[node]

@@ -110,7 +110,7 @@ class Proposer:
             return ""
         view, roster = proposal.present, self._roster
         silent = [node for node in view.nodes if node not in proposal.promises and roster.well(node, view)]
-        hopeless = silent and not any(roster.answers(node, view) for node in silent)
+        hopeless = silent and not any(roster.answers(node, now) for node in silent)
         late = now >= self._deadline_s
         enough_s = self._asked_s + HOPELESS_S if hopeless else self._deadline_s
         self.look_at_s = enough_s if now < enough_s else self._deadline_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hcsim.cluster.messages import Status
+from hcsim.cluster.rules import ASTRAY_S
 from hcsim.cluster.view import Member, View
 
 
@@ -59,10 +60,12 @@ class Roster:
             return True
         return peer is not None and not peer.suspected and node not in self.gone(view)
 
-    def answers(self, node: str, view: View) -> bool:
-        """Whether what a node says leaves hope for an answer: it hears us, and follows the line of the view."""
+    def answers(self, node: str, now: float) -> bool:
+        """Whether what a node says leaves hope for an answer: it hears us, and follows no other view for long."""
         peer = self.peers.get(node)
-        return peer is not None and self._us.node in peer.status.reaches and peer.status.lineage == view.lineage
+        if peer is None or self._us.node not in peer.status.reaches:
+            return False
+        return peer.astray_since_s is None or now < peer.astray_since_s + ASTRAY_S
 
     def gone(self, view: View) -> tuple[str, ...]:
         """Members that can say nothing for the view: they forgot it, never took part in it, or are gone for good."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hcsim.cluster.messages import Ask, Told
-from hcsim.cluster.node import Node
+from hcsim.cluster.node import GONE, Node
 from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
@@ -38,7 +38,10 @@ async def lost(host: Host, node: Node, view: View, members: Sequence[Member], st
         for rank, member in enumerate(members):
             why = _missing(member, told)
             if why and rank not in ended:
-                if rank == 0 or not await _has_ended(store, rank):
+                has_ended = rank != 0 and await _has_ended(store, rank)
+                if has_ended is None and 0 in ended:  # the store has gone with rank 0, and nobody could say so there
+                    has_ended = why == GONE
+                if not has_ended:
                     return Failed(rank, f"rank {rank} ({member.name}) was lost: {why}")
                 ended[rank] = None
 
@@ -50,11 +53,12 @@ async def _note_end(store: StoreLine, ended: dict[int, None]) -> None:
         ended[0] = None
 
 
-async def _has_ended(store: StoreLine, rank: int) -> bool:
+async def _has_ended(store: StoreLine, rank: int) -> bool | None:
+    """None: the store does not say."""
     try:
         return bool((await store.do(Stored("check", (end_of(rank),), timeout_s=_ASK_S))).number)
     except HcsimError:
-        return False
+        return None
 
 
 def _missing(member: Member, told: Told) -> str:

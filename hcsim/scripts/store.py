@@ -136,14 +136,17 @@ class StoreLine:
         """From now on let no call take longer than that: what it waits for may never come, for this reason."""
         if self._hurried is None or within_s < self._hurried[1]:
             self._hurried = reason, within_s
-            for limit in self._under_way:
-                limit.reschedule(asyncio.get_running_loop().time() + within_s)
+            self._reschedule(asyncio.get_running_loop().time() + within_s)
 
     def take_time(self) -> None:
         """There is hope again."""
         self._hurried = None
+        self._reschedule(None)
+
+    def _reschedule(self, when_s: float | None) -> None:
         for limit in self._under_way:
-            limit.reschedule(None)
+            if not limit.expired():
+                limit.reschedule(when_s)
 
     async def do(self, asked: Stored) -> Reply:
         """Have it done, within the time that the rank allows; in a hurry, within less."""
@@ -157,9 +160,10 @@ class StoreLine:
                 finally:
                     del self._under_way[limit]
         except TimeoutError:
-            if not limit.expired() or self._hurried is None:
+            if not limit.expired():
                 raise
-            raise HcsimError(f"{asked.operation} of {', '.join(asked.keys)}: {self._hurried[0]}") from None
+            why = self._hurried[0] if self._hurried is not None else "a script had failed"
+            raise HcsimError(f"{asked.operation} of {', '.join(asked.keys)}: {why}") from None
 
     async def _done(self, asked: Stored) -> Reply:
         limit_s = _MOST_WAIT_S if asked.timeout_s is None else max(asked.timeout_s, 1e-3)

@@ -7,8 +7,9 @@ after costs more than before: the wrapped channel's methods are the channel's ow
 What a stranger may take from us before it has proved anything is bounded: small messages, a few seconds, a
 number of half-open callers in all and from one source, and less and less after failures. A source is what is
 known about the caller at that point: the identity that TLS has proved, or else its address. Who claims to be a
-node that was admitted before never has to wait, so strangers on its machine do not lock it out: it must prove
-that node's key first, which nobody guesses, and learns nothing about the secret until then.
+node that was admitted before does not have to wait for others' failures, and is heard beside those of its source who
+stand at the door and say nothing, so a few strangers on its machine do not lock it out: it must prove that node's key
+first, which nobody guesses, and learns nothing about the secret until then.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from hcsim.transport.throttle import Throttle
 ADMISSION_TIMEOUT_S = 5.0
 MAX_HALF_OPEN_PER_SOURCE = 16
 CROWDED_S = 0.5
-"""How long a caller beyond those has to say who it claims to be."""
+"""How long a caller beyond those has to say who it claims to be, if not too many of them do."""
+MAX_CLAIMS = 4
+"""Half-open callers who claim to be one node that was admitted before."""
 FIRST_LIMIT_BYTES = 64 * 1024
 """What a member may send before somebody raises the limit."""
 _REFUSAL_TIMEOUT_S = 0.25
@@ -231,6 +234,7 @@ class _Doorkeeper:
         self._throttle = Throttle()
         self._known: dict[str, None] = {}
         self._half_open: dict[str, int] = {}
+        self._claims: dict[str, int] = {}
 
     async def call(self, channel: Channel) -> AdmittedChannel:
         """As the one who dialled; the channel is closed if this fails."""
@@ -248,27 +252,32 @@ class _Doorkeeper:
         """As the one who was called; the channel is closed if this fails."""
         source = channel.identity or _host_of(channel.peer)
         handshake = Handshake(Role.LISTENER, self._us, channel.binding)
-        self._half_open[source] = self._half_open.get(source, 0) + 1
+        before = _come(self._half_open, source)
         try:
             channel.limit(MAX_MESSAGE_BYTES)
-            crowded = self._half_open[source] > MAX_HALF_OPEN_PER_SOURCE
-            source = await self._examine(handshake, channel, source, crowded)
+            if before < 2 * MAX_HALF_OPEN_PER_SOURCE:
+                crowded = before >= MAX_HALF_OPEN_PER_SOURCE
+                source = await self._examine(handshake, channel, source, crowded)
+            else:
+                await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS)
             return self._conclude(handshake, channel, source)
         except BaseException:
             await channel.close()
             raise
         finally:
-            self._left(channel.identity or _host_of(channel.peer))
+            _go(self._half_open, channel.identity or _host_of(channel.peer))
 
     async def _examine(self, handshake: Handshake, channel: Channel, source: str, crowded: bool) -> str:
         """Run the handshake, unless its source has to wait; returns what a failure counts against, if anything."""
-        clock = self._host.clock
+        clock, known = self._host.clock, ""
         try:
             async with clock.timeout(ADMISSION_TIMEOUT_S):
                 async with clock.timeout(CROWDED_S if crowded else None):
                     hello = await _hear(channel)
-                if _claimed(hello) in self._known:
-                    source, crowded = "", False
+                if (claimed := _claimed(hello)) in self._known:
+                    known = claimed
+                    if _come(self._claims, known) < MAX_CLAIMS:
+                        source, crowded = "", False
                 if crowded:
                     await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS)
                 elif source and self._throttle.wait_s(source, clock.elapsed()) > 0.0:
@@ -281,6 +290,9 @@ class _Doorkeeper:
         except TimeoutError:
             if handshake.state is not State.REFUSED:
                 await self._refuse(handshake, channel, Reason.TOO_MANY_CALLERS if crowded else Reason.TOO_SLOW)
+        finally:
+            if known:
+                _go(self._claims, known)
         return source
 
     async def _go_on(self, handshake: Handshake, channel: Channel) -> None:
@@ -316,15 +328,23 @@ class _Doorkeeper:
         if self._observer is not None:
             self._observer(verdict)
 
-    def _left(self, source: str) -> None:
-        self._half_open[source] -= 1
-        if not self._half_open[source]:
-            del self._half_open[source]
-
 
 def _host_of(peer: str) -> str:
     """Without the port, which every connection has another of."""
     return peer.rpartition(":")[0] or peer
+
+
+def _come(counts: dict[str, int], who: str) -> int:
+    """One more; how many there were before."""
+    before = counts.get(who, 0)
+    counts[who] = before + 1
+    return before
+
+
+def _go(counts: dict[str, int], who: str) -> None:
+    counts[who] -= 1
+    if not counts[who]:
+        del counts[who]
 
 
 def _claimed(hello: bytes) -> str:

@@ -107,6 +107,23 @@ def test_who_hears_nobody_is_left_out_as_soon_as_it_is_missed_and_comes_back(quo
     assert party.members(deaf)[-1] == (*others, deaf)
 
 
+def test_one_that_leaves_the_smaller_side_of_a_cluster_that_split_gets_out():
+    took_s: list[float] = []
+
+    async def go(node: Node) -> None:
+        host = party.world.host("c")
+        await host.clock.sleep(60.2)
+        began_s = host.loop.time()
+        await node.leave()
+        took_s.append(host.loop.time() - began_s)
+
+    party = Party("abcde", [Partition(sides=(("a", "b", "e"), ("c", "d")), **after(60, 60))], quorum="any")
+    party.meanwhile = {"c": go}
+    party.run(110)
+    assert [seconds < party.config.beat.timeout_s for seconds in took_s] == [True]
+    assert [party.members(name)[-1] for name in "abde"] == [("a", "b", "e"), ("a", "b", "e"), ("d",), ("a", "b", "e")]
+
+
 def test_two_that_do_not_reach_each_other_are_not_both_in_a_view():
     cut = Partition(sides=(("b",), ("c",)), **after(3, 5))  # both reach a
     party = Party(ABC, [cut]).run(16)

@@ -12,7 +12,7 @@ import pytest
 
 from hcsim import Group
 from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, ChannelError, DeadlineExceeded, PeerRefused
-from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials
+from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, Role
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
@@ -182,7 +182,7 @@ def test_a_source_has_only_so_many_strangers_at_the_door(arena: Arena) -> None:
     arena.run(body)
 
 
-def test_however_many_strangers_stand_at_the_door_a_known_member_gets_in(arena: Arena) -> None:
+def test_a_known_member_gets_in_beside_strangers_who_stand_at_the_door(arena: Arena) -> None:
     async def body(left: Any, right: Any) -> None:
         listener = await listening(arena, right, member("right"))
         known, late = AdmittedHost(left, member("left")), AdmittedHost(left, member("a new member"))
@@ -194,6 +194,32 @@ def test_however_many_strangers_stand_at_the_door_a_known_member_gets_in(arena: 
         for channel in silent:
             await channel.close()
         await (await late.connect(listener.address)).close()
+        await listener.close()
+
+    arena.run(body)
+
+
+def test_who_only_claims_to_be_a_known_member_has_a_few_places_and_no_more(arena: Arena) -> None:
+    async def body(left: Any, right: Any) -> None:
+        listener = await listening(arena, right, member("right"))
+        them = member("left")
+        await (await AdmittedHost(left, them).connect(listener.address)).close()
+        silent = [await left.connect(listener.address) for _ in range(admission.MAX_HALF_OPEN_PER_SOURCE)]
+
+        async def claim() -> tuple[Any, bytes]:
+            channel = await left.connect(listener.address)
+            hello = Handshake(Role.CALLER, them, channel.binding).first()
+            assert hello is not None
+            await channel.send(Header(len(hello), Kind.HELLO), memoryview(hello))
+            return channel, bytes((await channel.recv(allocate))[1])
+
+        claims = [await claim() for _ in range(admission.MAX_CLAIMS)]
+        refused = bytes([3, Reason.TOO_MANY_CALLERS])
+        assert refused not in [answer for _, answer in claims]  # they are asked for the proof
+        one_more, answer = await claim()
+        assert answer == refused
+        for channel in (*silent, *(each for each, _ in claims), one_more):
+            await channel.close()
         await listener.close()
 
     arena.run(body)

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from hcsim.cluster.node import Node
 from hcsim.config import AnyFault, Crash, Partition, Restart
+from hcsim.errors import HcsimError
+from hcsim.runtime.channel import Listener
 from hcsim.scripts.conversation import Failed, Stored
 from hcsim.scripts.losses import end_of, lost
 from hcsim.scripts.store import PORT, StoreLine, StoreService
@@ -100,4 +102,31 @@ def test_who_leaves_when_its_script_has_ended_is_no_loss(leaver: str) -> None:
     watched.acts[leaver] = _end_and_leave
     watched.party.run(60)
     assert [*watched.party.members("b")[-1]] == [name for name in "abc" if name != leaver]
+    assert not watched.heard
+
+
+def test_who_ends_when_the_store_has_gone_with_its_keeper_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def only_until(self: StoreService, host: VirtualHost, listener: Listener) -> None:
+        serving = host.spawn(serve(self, host, listener), name="serve")
+        await host.clock.sleep(25.0)
+        serving.cancel()
+        await listener.close()
+        for channel in [*host.channels]:
+            if channel.ends[0].startswith(KEEPER):
+                await channel.close()
+
+    serve = StoreService.serve
+    monkeypatch.setattr(StoreService, "serve", only_until)
+
+    async def end_unheard(host: VirtualHost, node: Node, store: StoreLine) -> None:
+        await host.clock.sleep(40.0)
+        with pytest.raises(HcsimError):
+            await store.do(Stored("set", (end_of(2),), (b"",), timeout_s=5.0))
+        await node.leave()
+        await node.stop()
+
+    watched = Watched("abc")
+    watched.acts = {"a": _end_and_leave, "c": end_unheard}
+    watched.party.run(90)
+    assert watched.party.members("b")[-1] == ("b",)
     assert not watched.heard

@@ -113,6 +113,8 @@ class State:
         self.roster: Roster | None = None
         self.over = "the coordinator has started anew" if kept.generation else "no generation has been formed yet"
         """Why nobody works, where nobody does."""
+        self._ended_s = now
+        """When the last generation was over."""
         self.rounds = Rounds(kept.committed)
         self._settled_s = now + policy.silence_s if kept.generation else now
         """Until then those who worked before we started anew may call again."""
@@ -166,7 +168,7 @@ class State:
         if asked_before is not None:
             effects.append(Answer(asked_before, error=CallRefused(f"{who.worker} asked again")))
         if working:
-            effects += self._end(f"{entry.name} asks for the next generation")
+            effects += self._end(f"{entry.name} asks for the next generation", now)
         if behind:
             effects += self._superseded()
         return effects + self._released(now) + self._form(now)
@@ -181,7 +183,7 @@ class State:
         entry.turn(Turn.LEFT)
         entry.question, entry.since_s = question, now
         if was_working:
-            effects += self._end(f"{entry.name} leaves")
+            effects += self._end(f"{entry.name} leaves", now)
         return effects + self._released(now) + self._form(now)
 
     def gave_up(self, question: int) -> None:
@@ -228,7 +230,9 @@ class State:
         entries = self.workers.values()
         times = [entry.heard_s + self.policy.silence_s for entry in entries]
         times += [entry.since_s + self.policy.leave_s for entry in entries if entry.stage is Stage.LEAVING]
-        times += [entry.since_s + self.policy.form_s for entry in entries if entry.stage is Stage.READY]
+        if self.roster is None:
+            asked = [entry.since_s for entry in entries if entry.stage is Stage.READY]
+            times += [max(self._ended_s, since_s) + self.policy.form_s for since_s in asked]
         times += [self._settled_s, self.rounds.due_s]
         soon = [time for time in times if time > now]
         self._watch.due_s = min([now + self.policy.heartbeat_s, *soon])
@@ -283,10 +287,11 @@ class State:
         notice = Notice(self.generation, superseded=True)
         return [Tell(peer.worker, notice) for peer in self.roster.peers if peer.worker in self.workers]
 
-    def _end(self, reason: str) -> list[Effect]:
-        """The generation cannot work any more; who still works in it is told."""
+    def _end(self, reason: str, now: float) -> list[Effect]:
+        """The generation cannot work any more; who still works in it is told, and has time to ask for the next."""
         if self.roster is None:
             return []
+        self._ended_s = now
         told = [peer.worker for peer in self.roster.peers if peer.worker in self.workers]
         self.roster, self.over = None, reason
         notice = Notice(self.generation, over=reason)
@@ -304,7 +309,7 @@ class State:
         if entry.question is not None:
             effects.append(Answer(entry.question, error=WorkerLost(reason)))
         if self.roster is not None and entry.who.worker in [peer.worker for peer in self.roster.peers]:
-            effects += self._end(reason)
+            effects += self._end(reason, now)
         return effects + self._released(now) + self._form(now)
 
     def _released(self, now: float) -> list[Effect]:
@@ -327,14 +332,13 @@ class State:
             (entry for entry in self.workers.values() if entry.stage is Stage.READY), key=lambda entry: entry.rank
         )
         needed = policy.least if self.generation else policy.workers
-        if len(ready) < needed:
+        if self.roster is not None or len(ready) < needed:  # who works asks when it is told that others wait
             return []
         if len(ready) < policy.workers:
             others = [e for e in self.workers.values() if e.stage in (Stage.REGISTERED, Stage.WORKING)]
-            waited = now >= min(entry.since_s for entry in ready) + policy.form_s
+            waited = now >= max(self._ended_s, min(entry.since_s for entry in ready)) + policy.form_s
             if now < self._settled_s or (others and not waited):
                 return []
-        effects = self._end("the others went on without those who were not ready")
         self.generation += 1
         self.roster = Roster(
             self.cluster,
@@ -342,7 +346,7 @@ class State:
             tuple(Peer(entry.rank, entry.who.worker, entry.who.address) for entry in ready),
         )
         self.over = ""
-        effects += [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
+        effects: list[Effect] = [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
         for entry in self.workers.values():
             if entry.stage is Stage.WORKING:
                 entry.turn(Turn.PASSED)

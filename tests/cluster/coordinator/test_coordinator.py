@@ -112,14 +112,30 @@ def test_one_that_was_too_busy_for_a_generation_is_in_the_next(staged):
         busy, *others = await together(*(stage.join(name) for name in NAMES[1:4]))
         await together(*(worker.ready() for worker in (busy, *others)))
         second = await together(*(worker.ready() for worker in others))
-        assert [peer.worker for peer in second[0].peers] == ["w1", "w2"]
+        assert sorted(peer.worker for peer in second[0].peers) == ["w1", "w2"]
         asking = busy.host.spawn(busy.ready(), name="ready")
         while not all(worker.superseded for worker in others):
             await busy.host.clock.sleep(0.02)
         totals = await together(*(summed(worker, roster, 1.0) for worker, roster in zip(others, second, strict=True)))
         assert [float(total[0]) for total in totals] == [2.0, 2.0]  # it did not disturb them
         third = await together(asking, *(worker.ready() for worker in others))
-        assert [[peer.worker for peer in roster.peers] for roster in third] == [["w0", "w1", "w2"]] * 3
+        assert [sorted(peer.worker for peer in roster.peers) for roster in third] == [["w0", "w1", "w2"]] * 3
+        await shut(stage, coordinator, busy, *others)
+
+    staged(NAMES[:4], body)
+
+
+def test_who_waits_for_a_generation_does_not_end_that_of_those_who_work(staged):
+    async def body(stage):
+        coordinator = await stage.coordinator(quick(3, form_s=0.3))
+        busy, *others = await together(*(stage.join(name) for name in NAMES[1:4]))
+        await together(*(worker.ready() for worker in (busy, *others)))
+        second = await together(*(worker.ready() for worker in others))
+        asking = busy.host.spawn(busy.ready(), name="ready")
+        await busy.host.clock.sleep(1.0)  # three times as long as anybody has to wait
+        assert coordinator.state.generation == second[0].generation
+        third = await together(asking, *(worker.ready() for worker in others))
+        assert [sorted(peer.worker for peer in roster.peers) for roster in third] == [["w0", "w1", "w2"]] * 3
         await shut(stage, coordinator, busy, *others)
 
     staged(NAMES[:4], body)

@@ -27,9 +27,8 @@ from experiments.study.grid import Asked, load_sweep, shipped_sweeps
 from experiments.study.progress import Bar
 from experiments.study.runner import run_cells
 from experiments.study.store import Store
+from hcsim.cli import INTERRUPTED
 from hcsim.errors import ConfigError
-
-INTERRUPTED = 130
 
 
 def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console: Console) -> int:

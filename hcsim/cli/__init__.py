@@ -7,7 +7,8 @@ import io
 import os
 import sys
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""The exit status that shells give it."""
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
         from hcsim.cli.plainly import FAILED
         from hcsim.cli.screen import complain
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     try:
         app()
     except OSError as error:

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import typer
 
-from hcsim.cli import screen
+from hcsim.cli import INTERRUPTED, screen
 from hcsim.errors import ConfigError, HcsimError, UsageError
 
 BAD_INPUT = 2
 FAILED = 1
-INTERRUPTED = 130
 
 
 @contextmanager

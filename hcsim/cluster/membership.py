@@ -257,8 +257,9 @@ class Membership:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         # One that was started anew has nothing of its own to go on with, however far the others have come since.
-        ours_too = view.rank(self.us) is not None or self._stance.leaving
-        ready = (view.previous == ours.epoch and ours_too) or ours.rank(self.us) is None
+        # A branch that leaves us out is others' way; whoever has to follow it waits for them, and may wait in vain.
+        concerns_us = view.rank(self.us) is not None or self._stance.leaving
+        ready = (view.previous == ours.epoch and concerns_us) or ours.rank(self.us) is None
         successive = ready and view.branched_from(ours.lineage)
         if view.lineage == ours.lineage and view.prevails(ours) and not self._belongs_to(view):
             self._yield_to(view)

@@ -106,13 +106,19 @@ async def wait_for_ever(worker: Worker) -> None:
         await worker.host.clock.sleep(1.0)
 
 
+async def one_left_behind(stage, policy: Policy) -> tuple[Coordinator, list[Worker], list[Roster]]:
+    """Three workers, of which the first does not ask for the second generation, and the list of that."""
+    coordinator = await stage.coordinator(policy)
+    workers = await together(*(stage.join(name) for name in NAMES[1:4]))
+    await together(*(worker.ready() for worker in workers))
+    second = await together(*(worker.ready() for worker in workers[1:]))
+    assert sorted(peer.worker for peer in second[0].peers) == ["w1", "w2"]
+    return coordinator, workers, second
+
+
 def test_one_that_was_too_busy_for_a_generation_is_in_the_next(staged):
     async def body(stage):
-        coordinator = await stage.coordinator(quick(3, least=2, form_s=0.5))
-        busy, *others = await together(*(stage.join(name) for name in NAMES[1:4]))
-        await together(*(worker.ready() for worker in (busy, *others)))
-        second = await together(*(worker.ready() for worker in others))
-        assert sorted(peer.worker for peer in second[0].peers) == ["w1", "w2"]
+        coordinator, (busy, *others), second = await one_left_behind(stage, quick(3, least=2, form_s=0.5))
         asking = busy.host.spawn(busy.ready(), name="ready")
         while not all(worker.superseded for worker in others):
             await busy.host.clock.sleep(0.02)
@@ -127,10 +133,7 @@ def test_one_that_was_too_busy_for_a_generation_is_in_the_next(staged):
 
 def test_who_waits_for_a_generation_does_not_end_that_of_those_who_work(staged):
     async def body(stage):
-        coordinator = await stage.coordinator(quick(3, form_s=0.3))
-        busy, *others = await together(*(stage.join(name) for name in NAMES[1:4]))
-        await together(*(worker.ready() for worker in (busy, *others)))
-        second = await together(*(worker.ready() for worker in others))
+        coordinator, (busy, *others), second = await one_left_behind(stage, quick(3, form_s=0.3))
         asking = busy.host.spawn(busy.ready(), name="ready")
         await busy.host.clock.sleep(1.0)  # three times as long as anybody has to wait
         assert coordinator.state.generation == second[0].generation

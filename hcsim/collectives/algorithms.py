@@ -18,7 +18,11 @@ from hcsim.collectives.shape import Planner, Shape
 from hcsim.errors import UsageError
 
 PLANNERS: dict[str, dict[str, Planner]] = {
-    "all_reduce": {**hierarchical.CROSS, "hierarchical": hierarchical.all_reduce},
+    "all_reduce": {
+        **hierarchical.CROSS,
+        "chunked_ring": ring.chunked_all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+    },
     "reduce": {"ring": ring.reduce, "tree": tree.reduce, "centralized": centralized.reduce},
     "broadcast": {"ring": ring.broadcast, "tree": tree.broadcast, "centralized": centralized.broadcast},
     "all_gather": {

@@ -42,6 +42,8 @@ class Links(msgspec.Struct, frozen=True):
     """What sending a frame costs, whatever its size."""
     reduce_Bps: float | None = None
     """Bytes that a rank adds up per second; None when that takes no time worth counting."""
+    pass_on: bool = False
+    """Whether all of them pass on what comes without a stop, as those within a machine do."""
 
     def __post_init__(self) -> None:
         n = len(self.latency_s)

@@ -146,6 +146,11 @@ class Group:
         self.follow(links)
         return links
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether what comes over any of our links so far can go on over any other without a stop."""
+        return all(link.outlet is not None for link in self._fate.mesh.links.values())
+
     def follow(self, links: Links) -> None:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
         order, shared = order_over(links) if self.size > 2 else (), self._shared

@@ -32,14 +32,18 @@ async def measure_links(group: Group) -> Links:
     row = np.zeros((3, n))
     for partner in partners(rank, n):
         row[:, partner] = await _meet(group, partner)
+    row[0, rank] = group.passes_on
     rows = await group.all_gather(row, algorithm="ring")
     figures = np.stack([np.asarray(part) for part in rows])
+    pass_on = bool(figures[:, 0].diagonal().all())
     latency_s = np.minimum(figures[:, 0], figures[:, 0].T)
+    np.fill_diagonal(latency_s, 0.0)
     overheads_s = [float(figures[i, 1, j]) for i in range(n) for j in range(n) if i != j]
     return Links(
         latency_s=tuple(tuple(float(value) for value in line) for line in latency_s),
         bandwidth_Bps=tuple(tuple(float(value) for value in line) for line in figures[:, 2]),
         overhead_s=statistics.median(overheads_s) if overheads_s else 0.0,
+        pass_on=pass_on,
     )
 
 

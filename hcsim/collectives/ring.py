@@ -18,9 +18,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Rounds, Send, Survey, offsets, split
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Survey, offsets, split
 from hcsim.collectives.shape import Shape, finished
 
+CHUNK = 1 << 18
+"""Elements of a chunk, of which there is one per rank, in `chunked_all_reduce`: what a processor has beside it."""
 _BEFORE, _AFTER = 0, 1
 """What the rounds call a rank's neighbours: whoever sends a chunk does the same with it, whoever that is."""
 
@@ -87,6 +89,18 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
     seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
     rounds = finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
     return seat.plan(rounds, _survey(seat, chunks) if shape.world > 1 else None)
+
+
+def chunked_all_reduce(rank: int, shape: Shape) -> Plan:
+    """The same for one portion of the buffer after the other: what is under way stays small enough for the caches.
+
+    That takes many more steps: it is for ranks that share a machine."""
+    seat, portions = _seat(rank, shape), -(-shape.length // (CHUNK * shape.world))
+    rounds: list[Round] = []
+    for start, end in pairwise(split(shape.length, portions) if portions else ()):
+        chunks = tuple((start + lo, start + hi) for lo, hi in _equal_chunks(end - start, shape.world))
+        rounds += finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
+    return seat.plan(tuple(rounds))
 
 
 def _survey(seat: _Seat, chunks: _Chunks) -> Survey:

@@ -1,8 +1,9 @@
 """Which algorithm to use when nobody said: the cheapest over the measured links, and of several that with few peers.
 
-With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages, few bytes (the ring) for long
-ones. In a small group too: of three ranks the tree's root would carry half as much again as each does in the ring.
-An all-reduce goes up a tree and down again; whoever can talks to its partners at once instead, in half the steps.
+Within one machine, where what comes is passed on without a stop, a ring costs less than its price says: long messages
+take that. With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages, few bytes (the ring)
+for long ones. In a small group too: of three ranks the tree's root would carry half as much again as each does in the
+ring. An all-reduce goes up a tree and down again; whoever can talks to its partners at once instead, in half the steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import lru_cache
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
 from hcsim.collectives.cost import Links, price
 from hcsim.collectives.plan import Finish, Reduce, Rounds
+from hcsim.collectives.ring import CHUNK
 from hcsim.collectives.shape import Shape
 from hcsim.errors import UsageError
 
@@ -50,6 +52,8 @@ def choose(
 
     Hierarchical takes part when the shape has groups."""
     names = [name for name in algorithms(operation) if name != "hierarchical" or shape.groups]
+    if operation == "all_reduce":
+        names.remove("chunked_ring")  # the ring, to a price
     if len(names) == 1:
         return names[0]
     size_bytes = buffer_elements(operation, shape) * element_bytes
@@ -60,6 +64,8 @@ def choose(
         return short if size_bytes < SHORT_BYTES else long
     if len(links.latency_s) != shape.world:
         raise UsageError(f"the links of {len(links.latency_s)} ranks say nothing about a group of {shape.world}")
+    if links.pass_on and operation == "all_reduce" and size_bytes >= SHORT_BYTES and not shape.groups:
+        return "chunked_ring" if shape.length > shape.world * CHUNK else "ring"
     segment = max(segment_bytes, -(-size_bytes // _SEGMENTS), element_bytes)
     planned = {name: plans(operation, name, shape) for name in names}
     prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}

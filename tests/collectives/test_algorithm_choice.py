@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from hcsim.collectives.algorithms import PLANNERS, plans
 from hcsim.collectives.cost import Links, price
+from hcsim.collectives.ring import CHUNK
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
@@ -59,6 +61,37 @@ def test_what_is_chosen_can_be_planned(operation: str, world: int, part: int, me
     shape = Shape(world=world, length=part * world, counts=parts, sent=parts, received=parts)
     links = Links.uniform(world, 1e-4, 1e8) if measured else None
     verify(operation, plans(operation, choose(operation, shape, 4, links), shape), [shape] * world)
+
+
+@pytest.mark.parametrize(
+    ("world", "size_bytes", "wanted"),
+    [
+        (8, MIB, "ring"),
+        (2, MIB, "ring"),
+        (8, 4 * 8 * CHUNK, "ring"),
+        (8, 4 * 8 * CHUNK + 4, "chunked_ring"),
+        (2, 64 * MIB, "chunked_ring"),
+    ],
+)
+def test_long_messages_take_the_ring_where_links_pass_on_what_comes(world: int, size_bytes: int, wanted: str) -> None:
+    """Though others would be cheaper, as far as a price can tell."""
+    shape = Shape(world=world, length=size_bytes // 4)
+    links = replace(Links.uniform(world, 1.0, 4e9), pass_on=True)
+    assert choose("all_reduce", shape, 4, links) == wanted
+    assert choose("all_reduce", shape, 4, replace(links, pass_on=False)) not in ("ring", "chunked_ring")
+
+
+def test_short_messages_other_operations_and_groups_go_by_price_wherever_links_pass_on() -> None:
+    links = Links.uniform(8, 5e-3, 4e9)
+    grouped = Shape(world=8, length=MIB, groups=((0, 1, 2, 3), (4, 5, 6, 7)))
+    parts = (MIB,) * 8
+    for operation, shape in (
+        ("all_reduce", Shape(world=8, length=MIB // 4 - 1)),
+        ("all_reduce", grouped),
+        ("all_gather", Shape(world=8, counts=parts)),
+        ("broadcast", Shape(world=8, length=MIB)),
+    ):
+        assert choose(operation, shape, 4, replace(links, pass_on=True)) == choose(operation, shape, 4, links)
 
 
 def test_on_measured_links_the_cheapest_wins() -> None:

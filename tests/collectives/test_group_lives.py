@@ -15,6 +15,7 @@ from hcsim.collectives.dispatch import IN_FLIGHT
 from hcsim.collectives.measure import partners
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, CollectiveError, UsageError
+from hcsim.real.shared import SWITCH, rings
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
 from hcsim.transport.link import Link
@@ -280,10 +281,22 @@ def test_measured_links_are_those_of_the_scenario_and_equal_on_all_ranks(virtual
 
     links, *others = virtual.outcome(4, program).values()
     assert others == [links] * 3
+    assert not links.pass_on
     for i in range(4):
         for j in set(range(4)) - {i}:
             assert links.latency_s[i][j] == pytest.approx(0.1e-3, rel=0.1)
             assert links.bandwidth_Bps[i][j] == pytest.approx(125e6, rel=0.1)
+
+
+@pytest.mark.parametrize(("shared", "pass_on"), [("1", rings is not None), ("0", False)], ids=["shared memory", "TCP"])
+def test_ranks_of_one_machine_learn_that_their_links_pass_on_what_comes(real, monkeypatch, shared, pass_on):
+    monkeypatch.setenv(SWITCH, shared)
+
+    async def program(group: Group) -> tuple[bool, float]:
+        links = await group.measure()
+        return links.pass_on, max(links.latency_s[rank][rank] for rank in range(group.size))
+
+    assert set(real.run(3, program)) == {(pass_on, 0.0)}
 
 
 @pytest.mark.parametrize("size_bytes", [MIB // 2, 64 * MIB])

@@ -66,6 +66,7 @@ async def follow_links(group: Group, view: View, ways: Ways) -> None:
             bandwidth_Bps[high, low], bandwidth_Bps[low, high] = told[high][low, 1:]
     complete = n > 1 and bool((bandwidth_Bps + np.eye(n) > 0).all() and np.isfinite(bandwidth_Bps).all())
     if complete:
+        # That all of them share a machine is not asked: a cluster's sums shall not depend on where its members run.
         group.follow(Links(_rows(latency_s), _rows(bandwidth_Bps)))
     order = ",".join(view.members[rank].name for rank in group.options.order)
     group.host.trace("follows links", view.epoch, order if complete else "unknown")

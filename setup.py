@@ -24,7 +24,8 @@ modules = [
     # Without it, plain.py beside it does the same. It does not need avx2.c; archives of sources made anywhere do.
     compiled("hcsim.compressors.kernels.compiled", depends=("avx2.c", *LOOPS)),
     compiled("hcsim.real.folding", depends=("moves.h",)),  # without it, numpy adds what has been received
-    compiled("hcsim.real.rings", depends=("moves.h",)),  # without it, processes of one machine talk over TCP
+    # Without it, processes of one machine talk over TCP.
+    compiled("hcsim.real.rings", depends=("belt.h", "moves.h", "ring.h")),
 ]
 if platform.machine() == "x86_64":
     # On a Mac a Python for both kinds of processor has everything compiled for both.

@@ -3,22 +3,23 @@
 A round's messages are given their places while the round before it still waits for its own. Those
 that are combined get rooms beside the buffer, in the plan's order, as long as there is space for them.
 
-What a round receives only for the next one to send, a channel may pass on as it comes; see `relays.py`. The task then
-finds it sent when it gets there.
+What a round receives only for the next one to send, channels may pass on as it comes, round after round; see
+`belts.py`. The task goes on where that ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TypeAlias
+from collections.abc import Coroutine
+from typing import Any, TypeAlias
 
+from hcsim.collectives.belts import At, Belts
 from hcsim.collectives.memory import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
-from hcsim.collectives.relays import Sends
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import Progress, Wiring
-from hcsim.runtime.channel import Fold, Payload
+from hcsim.runtime.channel import Payload
 
 _Posted: TypeAlias = list[tuple[asyncio.Future[Payload], int] | None]
 """What comes, for each action of a round, and the elements of space that its room takes: as many as the largest before
@@ -28,9 +29,7 @@ it, which may be used again for less."""
 class InOrder:
     """One operation's rounds, and what of them is posted."""
 
-    __slots__ = (
-        "_largest", "_links", "_onwards", "_patient", "_roomless", "_rounds", "_sends", "_space", "_wiring",
-    )  # fmt: skip
+    __slots__ = ("_belts", "_largest", "_links", "_patient", "_roomless", "_rounds", "_space", "_wiring")
 
     def __init__(self, wiring: Wiring, schedule: Schedule) -> None:
         self._wiring = wiring
@@ -41,30 +40,42 @@ class InOrder:
         self._roomless: deque[tuple[_Posted, int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
-        self._onwards = schedule.onwards if wiring.may_relay(schedule.sent) else {}
-        self._sends = Sends()
+        self._belts = Belts(wiring, self._links, schedule.stages) if wiring.may_convey(schedule.sent) else None
 
-    async def run(self, state: Progress) -> None:
+    def run(self, state: Progress) -> Coroutine[Any, Any, object]:
         """Run all rounds."""
-        wiring, links, roomless, sends = self._wiring, self._links, self._roomless, self._sends
+        # Not awaited by a coroutine in between: each wake-up would take a step more.
+        return self._run(At(0, sent=False), state) if self._belts is None else self._run_with(self._belts, state)
+
+    async def _run_with(self, belts: Belts, state: Progress) -> None:
+        at = At(0, sent=False)
+        while at.step < len(self._rounds):
+            at = await belts.run(at, state)
+            at = await self._run(at, state)
+
+    async def _run(self, at: At, state: Progress) -> At:
+        """From there on, to the end or to where a belt may begin, behind the first round at least."""
+        wiring, links, roomless, belts = self._wiring, self._links, self._roomless, self._belts
         rank = wiring.ticket.rank
-        step = 0
+        step, sent = at
         ahead = self._post(step)
-        for actions in self._rounds:
+        for actions in self._rounds[step:]:
             state.step = step
             posted = ahead
             sending = True
             for number, action in enumerate(actions):
                 if type(action) is Send:
-                    if sends.through >= step:
-                        continue  # it was passed on as it came
+                    if sent:
+                        sent = False  # it was passed on as it came
+                        continue
                     link = links[action.peer]
                     state.doing, state.peer = "sending to", link.peer_rank
                     await wiring.send(link, action, step)
                     continue
                 if sending:  # all sends of a round come first
                     sending = False
-                    ahead = self._post(step + 1)
+                    if belts is None or not belts.may_begin(step + 1):
+                        ahead = self._post(step + 1)
                 if type(action) is Finish:
                     await wiring.finish(action.lo, action.hi)
                     continue
@@ -81,8 +92,11 @@ class InOrder:
                     while roomless and self._post_reduce(*roomless[0]):
                         roomless.popleft()
             step += 1
+            if belts is not None and belts.may_begin(step):
+                break
             if sending:
                 ahead = self._post(step)
+        return At(step, sent=False)
 
     def _post(self, step: int) -> _Posted:
         """Say where a round's messages go, once the round before it has sent all it sends.
@@ -90,9 +104,6 @@ class InOrder:
         A reduction is received beside the buffer, where it can wait for its turn. Anything else has to
         wait for whatever still reads or writes its range.
         """
-        sends = self._sends
-        if sends.through < step - 1:
-            sends.through = step - 1
         if step == len(self._rounds):
             return []
         wiring, patient, roomless, actions = self._wiring, self._patient, self._roomless, self._rounds[step]
@@ -104,9 +115,7 @@ class InOrder:
                 if roomless or not self._post_reduce(posted, step, number, action):
                     roomless.append((posted, step, number, action))
             elif type(action) is Recv and not (patient and (step, number) in patient):
-                place: memoryview | Fold | None = wiring.memory.place(action.lo, action.hi)
-                if step in self._onwards:
-                    place = self._onward(step, number, action, place)
+                place = wiring.memory.place(action.lo, action.hi)
                 posted[number] = wiring.post(self._links[action.peer], action, step, place), 0
         return posted
 
@@ -118,15 +127,5 @@ class InOrder:
         wiring, which = self._wiring, (step, number)
         self._space -= largest
         room = wiring.scratch(which, action, now=which not in self._patient)
-        if step in self._onwards and isinstance(room, Fold):
-            room = self._onward(step, number, action, room)
         posted[number] = wiring.post(self._links[action.peer], action, step, room), largest
         return True
-
-    def _onward(
-        self, step: int, number: int, action: Recv | Reduce, into: memoryview | Fold | None
-    ) -> memoryview | Fold | None:
-        """Where a message goes, and perhaps from there."""
-        if into is None or number < len(self._rounds[step]) - 1:
-            return into
-        return self._wiring.onward(self._links[action.peer], action, step, into, self._onwards[step], self._sends)

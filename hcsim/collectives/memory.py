@@ -59,6 +59,8 @@ class Memory(Protocol):
 
     element_bytes: int
     is_phantom: bool
+    adds_floats: bool
+    """Whether ranges are combined by adding floats, of 4 or 8 bytes."""
 
     def payload(self, lo: int, hi: int) -> Payload:
         """The range, to be sent."""
@@ -85,6 +87,7 @@ class PhantomMemory:
 
     __slots__ = ("element_bytes",)
     is_phantom = True
+    adds_floats = False
 
     def __init__(self, element_bytes: int = 1) -> None:
         self.element_bytes = element_bytes
@@ -134,7 +137,7 @@ class ArrayMemory:
             self._starts.append(self._starts[-1] + array.size)
         self._combine = combine
         self._finisher = finisher
-        self._folds = adds and self.dtype.char in "fd"
+        self.adds_floats = adds and self.dtype.char in "fd"
 
     def payload(self, lo: int, hi: int) -> memoryview:
         """See `Memory.payload`."""
@@ -147,7 +150,7 @@ class ArrayMemory:
     def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
         """See `Memory.fold`."""
         size_bytes = (hi - lo) * self.element_bytes
-        if not self._folds or size_bytes < WORTH_FOLDING_BYTES:
+        if not self.adds_floats or size_bytes < WORTH_FOLDING_BYTES:
             return None
         return Fold(self.payload(lo, hi), room, self.element_bytes)
 

@@ -25,8 +25,8 @@ from itertools import pairwise
 
 import msgspec
 
+from hcsim.collectives.belts import Stages, stages
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Rounds, Send, Survey
-from hcsim.collectives.relays import Onwards, onwards
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -77,9 +77,9 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
         return tuple(dict.fromkeys(self.names.values()))
 
     @cached_property
-    def onwards(self) -> Onwards:
-        """What of the rounds is passed on."""
-        return onwards(self.plan)
+    def stages(self) -> Stages:
+        """What of the rounds can be passed on."""
+        return stages(self.plan)
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:

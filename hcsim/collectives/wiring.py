@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import msgspec
 
 from hcsim.collectives.memory import Memory, ScratchPool
-from hcsim.collectives.relays import Onward, RoundRelay, Sends
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
@@ -21,8 +20,8 @@ BUCKET_BITS = 16
 NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
 TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
-WORTH_RELAYING_BYTES = 2**20
-"""From here on to store a sum and to read it again takes longer than to wait until all of a message has come."""
+WORTH_CONVEYING_BYTES = 2**15
+"""From here on a message is passed on without a stop, where that is possible."""
 _DATA = Kind.DATA  # an enum's member takes long to look up
 
 
@@ -97,7 +96,7 @@ class Wiring:
         self, link: Link, part: Range, step: int, offset: int = 0, total: int | None = None
     ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
-        header = self._header(part, step, offset, total)
+        header = self._header(part, step, offset, total, self.ticket.rank)
         return link.send(header, self.memory.payload(part.lo, part.hi))
 
     def post(
@@ -114,26 +113,21 @@ class Wiring:
         tag = (ticket.group, ticket.operation, ticket.bucket, step, offset * size)
         return link.post(tag, into, ticket.signature, (part.hi - part.lo if total is None else total) * size)
 
-    def may_relay(self, sent: int) -> bool:
+    def may_convey(self, sent: int) -> bool:
         """Whether something that comes may be passed on without a stop, where so many elements are sent in all."""
-        if sent * self._size < WORTH_RELAYING_BYTES or self.memory.is_phantom:
+        if sent * self._size < WORTH_CONVEYING_BYTES or self.memory.is_phantom:
             return False
         return any(link.outlet is not None for link in self.links.values())
 
-    def onward(
-        self, link: Link, part: Range, step: int, into: memoryview | Fold, to: Onward, sends: Sends
-    ) -> memoryview | Fold:
-        """The place of a range that comes in one round and goes on in the next: as a relay where that is possible."""
-        out, fold = self.links[to.peer], into if isinstance(into, Fold) else Fold(into, into, 1)
-        if len(fold.into) < WORTH_RELAYING_BYTES or out.outlet is None or link.outlet is None:
-            return into
-        return RoundRelay(fold, out, self._header(part, step + 1, 0, None), sends, stays=to.stays)
+    def header(self, part: Range, step: int, sender: int) -> Header:
+        """Of a message that is one frame."""
+        return self._header(part, step, 0, None, sender)
 
-    def _header(self, part: Range, step: int, offset: int, total: int | None) -> Header:
+    def _header(self, part: Range, step: int, offset: int, total: int | None, sender: int) -> Header:
         size, ticket = self._size, self.ticket
         length = (part.hi - part.lo) * size
         return Header(
-            length, _DATA, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
+            length, _DATA, sender, ticket.bucket, ticket.epoch, ticket.group, ticket.operation,
             ticket.signature, step, offset * size, length if total is None else total * size,
         )  # fmt: skip
 

@@ -1,8 +1,4 @@
-/* Two rings of bytes in memory that two processes share, one for each direction.
-
-   Each ring has one writer and one reader, which see each other only through its counters. Who finds nothing to do says
-   so in the ring, looks once more, and is then woken by a byte on a socket, the bell. The other end is a process of the
-   same user; what it wrote into the counters is checked all the same before it is used. */
+/* Rings and belts for Python; see ring.h and belt.h. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -10,270 +6,14 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include <errno.h>
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "moves.h"
+#include "belt.h"
 
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0 /* Python ignores the signal */
-#endif
-
-#define CAPACITY ((size_t)4224 * 1024) /* 2 MiB and what comes with them fit twice: the one is read, the other written */
-#define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
-#define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
-#define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
-#define MUCH ((size_t)1024 * 1024)  /* and more do not stay in a cache until they are used */
 #define MAX_PARTS 8
-
-typedef struct {
-    _Alignas(128) _Atomic uint64_t written; /* bytes since the beginning; the writer's */
-    _Atomic uint64_t start;                 /* the count at which the memory's first byte was written last */
-    _Alignas(128) _Atomic uint64_t read;    /* the reader's */
-    _Alignas(128) _Atomic uint64_t awaited; /* how much the reader sleeps for, or 0; cleared by who wakes it */
-    _Atomic uint64_t full;                  /* whether the writer sleeps; likewise */
-} Counters;
-
-typedef struct {
-    Counters counters[2];
-    char data[2][CAPACITY];
-} Memory;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *weak;
-    Memory *memory; /* NULL: it has been let go */
-    int out;  /* which of the two rings we write to */
-    int bell; /* belongs to whoever made us */
-    int over; /* the other end has gone; what it wrote can still be read */
-    int reader_sleeps, writer_sleeps;
-} Rings;
-
-enum { WOULD_BLOCK = -1, BROKEN = -2, CLOSED = -3 };
-
-static void wake(Rings *self, _Atomic uint64_t *sleeps)
-{
-    if (!atomic_exchange(sleeps, 0)) return;
-    /* Never blocks: a socket without room has bells enough in it. That the peer has gone is seen at the bell's end. */
-    while (send(self->bell, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR) {}
-}
-
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
-
-/* -- writing */
-
-static void publish(Rings *self, Counters *ring, uint64_t written)
-{
-    atomic_store(&ring->written, written);
-    uint64_t awaited = atomic_load(&ring->awaited);
-    if (awaited && written - atomic_load(&ring->read) >= awaited) wake(self, &ring->awaited);
-}
-
-/* Copy as much as there is room for, up to AT_ONCE; returns how much that was. */
-static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
-{
-    Counters *ring = &self->memory->counters[self->out];
-    char *data = self->memory->data[self->out];
-    uint64_t before = atomic_load_explicit(&ring->written, memory_order_relaxed), written = before, told = before;
-    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
-    for (int i = 0; i < count; i++) {
-        const char *from = parts[i].buf;
-        size_t left = (size_t)parts[i].len;
-        while (left) {
-            /* Not merely acquired: that could be loaded before `full`, which who looks once more has just stored. */
-            size_t used = (size_t)(written - atomic_load(&ring->read));
-            if (used > CAPACITY) return BROKEN;
-            if (used == 0) { /* begin at the beginning: what need not be large stays in the cache */
-                start = written;
-                atomic_store_explicit(&ring->start, start, memory_order_relaxed);
-            }
-            size_t at = (size_t)((written - start) % CAPACITY);
-            size_t step = least(least(left, BLOCK), least(CAPACITY - used, CAPACITY - at));
-            step = least(step, AT_ONCE - (size_t)(written - before));
-            if (!step) goto done;
-            copy(data + at, from, step, 0);
-            from += step;
-            left -= step;
-            written += step;
-            if (written - told >= BLOCK) publish(self, ring, told = written);
-        }
-    }
-done:
-    if (written != told) publish(self, ring, written);
-    return (Py_ssize_t)(written - before);
-}
-
-/* Until all has been written or there is no room, of which the reader will tell. */
-static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, int *sleeps)
-{
-    if (!self->memory) return CLOSED;
-    _Atomic uint64_t *full = &self->memory->counters[self->out].full;
-    Py_ssize_t moved = put(self, parts, count);
-    *sleeps = moved == 0;
-    if (moved) return moved;
-    atomic_store(full, 1);
-    moved = put(self, parts, count); /* there may be room by now, and nobody would tell */
-    if (!moved) return WOULD_BLOCK;
-    *sleeps = 0;
-    atomic_store(full, 0);
-    return moved;
-}
-
-/* -- reading */
-
-/* Take `bytes`, all within the ring: as they are where `element` is 1, else added as floats of that size. */
-static void take(const char *data, size_t at, char *into, size_t bytes, size_t element, int far)
-{
-    size_t whole = least(bytes, (CAPACITY - at) / element * element);
-    char torn[sizeof(double)];
-    if (element == 1) {
-        copy(into, data + at, whole, far);
-        copy(into + whole, data, bytes - whole, far);
-        return;
-    }
-    add(into, data + at, whole, element);
-    if (whole == bytes) return;
-    size_t before_end = CAPACITY - at - whole; /* an element may lie at the end and at the beginning */
-    if (before_end) {
-        memcpy(torn, data + at + whole, before_end);
-        memcpy(torn + before_end, data, element - before_end);
-        add(into + whole, torn, element, element);
-        whole += element;
-    }
-    add(into + whole, data + (before_end ? element - before_end : 0), bytes - whole, element);
-}
-
-static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int far)
-{
-    Counters *ring = &self->memory->counters[!self->out];
-    const char *data = self->memory->data[!self->out];
-    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
-    uint64_t written = atomic_load(&ring->written);
-    if (written - read > CAPACITY) return BROKEN;
-    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
-    size_t moved = 0, there = least((size_t)(written - read), bytes) / element * element;
-    while (moved < there) {
-        size_t step = least(there - moved, BLOCK);
-        take(data, (size_t)((read - start) % CAPACITY), into + moved, step, element, far);
-        moved += step;
-        read += step;
-        atomic_store(&ring->read, read);
-        if (written - read <= CAPACITY / 2 && atomic_load(&ring->full)) wake(self, &ring->full);
-    }
-    return (Py_ssize_t)moved;
-}
-
-/* Until all that is wanted has come, or nothing is there, of which the writer will tell. */
-static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t element, int *sleeps)
-{
-    if (!self->memory) return CLOSED;
-    _Atomic uint64_t *awaited = &self->memory->counters[!self->out].awaited;
-    size_t got = 0;
-    *sleeps = 0;
-    while (got < bytes) {
-        Py_ssize_t moved = get(self, into + got, bytes - got, element, bytes >= MUCH);
-        if (moved == BROKEN) return BROKEN;
-        if (!moved && *sleeps) return got ? (Py_ssize_t)got : WOULD_BLOCK;
-        got += (size_t)moved;
-        *sleeps = !moved; /* look once more before: something may have come by now, and nobody would tell */
-        atomic_store(awaited, moved ? 0 : least(bytes - got, ENOUGH));
-    }
-    return (Py_ssize_t)got;
-}
-
-/* Whether the writer will wake us for the next byte, of which there is none yet. */
-static int doze(Rings *self)
-{
-    Counters *ring = &self->memory->counters[!self->out];
-    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
-    if (atomic_load(&ring->written) != read) return 0;
-    atomic_store(&ring->awaited, 1);
-    return atomic_load(&ring->written) == read; /* look once more, as above */
-}
-
-/* -- passing on */
-
-enum { NOT_SO, NOT_YET, PASSED };
-
-/* How much is there to be read, at least `bytes`; or 0, and the writer will wake us when it is so much. */
-static uint64_t whole(Rings *self, size_t bytes)
-{
-    Counters *ring = &self->memory->counters[!self->out];
-    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
-    uint64_t there = atomic_load(&ring->written) - read;
-    if (there >= bytes) return there;
-    atomic_store(&ring->awaited, bytes);
-    if (atomic_load(&ring->full)) wake(self, &ring->full); /* it may sleep for room that there is: we read no further */
-    there = atomic_load(&ring->written) - read;
-    if (there < bytes) return 0;
-    atomic_store(&ring->awaited, 0);
-    return there;
-}
-
-static void lay(char *data, size_t at, const char *from, size_t bytes)
-{
-    size_t before_end = least(bytes, CAPACITY - at);
-    memcpy(data + at, from, before_end);
-    memcpy(data, from + before_end, bytes - before_end);
-}
-
-/* From one ring to the other: as it is where `element` is 1, else added to what we have. `keep`: and stays with us. */
-static void move_on(char *on, const char *from, char *ours, size_t bytes, size_t element, int keep, int far)
-{
-    if (element == 1) {
-        copy(on, from, bytes, 0);
-        if (keep) copy(ours, from, bytes, far);
-    } else if (keep) {
-        add(ours, from, bytes, element);
-        copy(on, ours, bytes, 0);
-    } else {
-        add_on(on, ours, from, bytes, element);
-    }
-}
-
-/* A payload that has come goes on behind `head` into another ring; see above. All of it or nothing, so that nobody
-   waits in the middle of a frame. */
-static int pass_on(Rings *self, Rings *to, const Py_buffer *head, char *ours, size_t bytes, size_t element, int keep)
-{
-    size_t needed = (size_t)head->len + bytes;
-    if (!self->memory || !to->memory || to->over || !bytes || needed > CAPACITY) return NOT_SO;
-    uint64_t there = whole(self, bytes);
-    self->reader_sleeps = !there;
-    if (!there) return self->over ? NOT_SO : NOT_YET;
-
-    Counters *in = &self->memory->counters[!self->out], *out = &to->memory->counters[to->out];
-    const char *coming = self->memory->data[!self->out];
-    char *going = to->memory->data[to->out];
-    uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed);
-    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
-    uint64_t in_start = atomic_load_explicit(&in->start, memory_order_relaxed);
-    uint64_t out_start = atomic_load_explicit(&out->start, memory_order_relaxed);
-    uint64_t used = written - atomic_load(&out->read);
-    if (there > CAPACITY || used > CAPACITY || CAPACITY - used < needed) return NOT_SO;
-    if (used == 0) atomic_store_explicit(&out->start, out_start = written, memory_order_relaxed);
-    if ((read - in_start) % element || (written + (size_t)head->len - out_start) % element) return NOT_SO; /* torn */
-
-    lay(going, (size_t)((written - out_start) % CAPACITY), head->buf, (size_t)head->len);
-    written += (size_t)head->len;
-    for (size_t done = 0, step; done < bytes; done += step) {
-        size_t from = (size_t)((read - in_start) % CAPACITY), at = (size_t)((written - out_start) % CAPACITY);
-        step = least(least(bytes - done, BLOCK), least(CAPACITY - from, CAPACITY - at));
-        move_on(going + at, coming + from, ours + done, step, element, keep, bytes >= MUCH);
-        read += step;
-        publish(to, out, written += step);
-        atomic_store(&in->read, read);
-        if (there - done - step <= CAPACITY / 2 && atomic_load(&in->full)) wake(self, &in->full);
-    }
-    return PASSED;
-}
 
 /* -- the memory */
 
@@ -444,30 +184,6 @@ static PyObject *rings_add(PyObject *object, PyObject *args)
     return result(moved == WOULD_BLOCK ? 0 : moved);
 }
 
-/* True: it has gone on. False: it cannot, at least not now. None: it has not come yet, and somebody will ring. */
-static PyObject *rings_pass_on(PyObject *object, PyObject *args)
-{
-    PyObject *to;
-    Py_buffer head, ours;
-    Py_ssize_t element;
-    int keep, how = NOT_SO;
-    if (!PyArg_ParseTuple(args, "O!y*w*np", Py_TYPE(object), &to, &head, &ours, &element, &keep)) return NULL;
-    int fit = (element == 1 || element == sizeof(float) || element == sizeof(double)) && ours.len % element == 0;
-    if (fit) {
-        Py_BEGIN_ALLOW_THREADS
-        how = pass_on((Rings *)object, (Rings *)to, &head, ours.buf, (size_t)ours.len, (size_t)element, keep);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&head);
-    PyBuffer_Release(&ours);
-    if (!fit) {
-        PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");
-        return NULL;
-    }
-    if (how == NOT_YET) Py_RETURN_NONE;
-    return PyBool_FromLong(how == PASSED);
-}
-
 static PyObject *rings_rung(PyObject *object, PyObject *over)
 {
     Rings *self = (Rings *)object;
@@ -490,11 +206,13 @@ static PyObject *rings_writer_sleeps(PyObject *self, PyObject *Py_UNUSED(none))
     return PyBool_FromLong(((Rings *)self)->writer_sleeps && !((Rings *)self)->over);
 }
 
+static PyObject *rings_belt(PyObject *object, PyObject *args);
+
 static PyMethodDef rings_methods[] = {
     {"write", rings_write, METH_O, NULL},
     {"read", rings_read, METH_O, NULL},
     {"add", rings_add, METH_VARARGS, NULL},
-    {"pass_on", rings_pass_on, METH_VARARGS, NULL},
+    {"belt", rings_belt, METH_VARARGS, NULL},
     {"rung", rings_rung, METH_O, NULL},
     {"close", rings_close, METH_NOARGS, NULL},
     {"let_reader_sleep", rings_let_reader_sleep, METH_NOARGS, NULL},
@@ -517,11 +235,108 @@ static PyType_Slot rings_slots[] = {
 
 static PyType_Spec rings_spec = {"hcsim.real.rings.Rings", sizeof(Rings), 0, Py_TPFLAGS_DEFAULT, rings_slots};
 
+/* -- belts */
+
+static void release(Leg *leg)
+{
+    PyBuffer_Release(&leg->comes);
+    PyBuffer_Release(&leg->goes);
+    PyBuffer_Release(&leg->ours);
+}
+
+static void belt_dealloc(PyObject *object)
+{
+    Belt *self = (Belt *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    while (self->count) release(&self->legs[--self->count]);
+    PyMem_Free(self->legs);
+    Py_XDECREF((PyObject *)self->from);
+    Py_XDECREF((PyObject *)self->to);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static int parse(PyObject *given, Leg *leg)
+{
+    PyObject *ours;
+    Py_ssize_t element;
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a leg is a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(given, "y*y*Onp", &leg->comes, &leg->goes, &ours, &element, &leg->stays)) return -1;
+    leg->element = (size_t)element;
+    leg->stays = leg->stays || !leg->goes.len;
+    if (PyObject_GetBuffer(ours, &leg->ours, leg->comes.len ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
+        if ((element == 1 || element == sizeof(float) || element == sizeof(double)) && leg->ours.len % element == 0 &&
+            (leg->comes.len || leg->goes.len) && leg->comes.len <= MAX_HEAD && leg->goes.len <= MAX_HEAD)
+            return 0;
+        PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");
+    }
+    release(leg);
+    return -1;
+}
+
+static PyTypeObject *belt_type;
+
+static PyObject *rings_belt(PyObject *object, PyObject *args)
+{
+    PyObject *to, *legs;
+    if (!PyArg_ParseTuple(args, "O!O!", Py_TYPE(object), &to, &PyList_Type, &legs)) return NULL;
+    Belt *self = (Belt *)PyType_GenericAlloc(belt_type, 0);
+    if (!self) return NULL;
+    self->from = (Rings *)Py_NewRef(object);
+    self->to = (Rings *)Py_NewRef(to);
+    Py_ssize_t count = PyList_Size(legs);
+    self->legs = PyMem_Calloc((size_t)count, sizeof(Leg));
+    if (!self->legs) PyErr_NoMemory();
+    for (; self->legs && self->count < count; self->count++)
+        if (parse(PyList_GetItem(legs, self->count), &self->legs[self->count]) < 0) break;
+    if (PyErr_Occurred()) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *belt_run(PyObject *object, PyObject *begun)
+{
+    Py_buffer read;
+    int how;
+    if (PyObject_GetBuffer(begun, &read, PyBUF_SIMPLE) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    how = run_belt((Belt *)object, read.buf, (size_t)read.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&read);
+    return PyLong_FromLong(how);
+}
+
+static PyMethodDef belt_methods[] = {{"run", belt_run, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+
+static PyMemberDef belt_members[] = {
+    {"done", T_PYSSIZET, offsetof(Belt, done), READONLY, NULL},
+    {"took", T_INT, offsetof(Belt, took), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot belt_slots[] = {
+    {Py_tp_dealloc, belt_dealloc},
+    {Py_tp_methods, belt_methods},
+    {Py_tp_members, belt_members},
+    {0, NULL},
+};
+
+static PyType_Spec belt_spec = {
+    "hcsim.real.rings.Belt", sizeof(Belt), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, belt_slots};
+
 static int fill(PyObject *module)
 {
     PyObject *type = PyType_FromSpec(&rings_spec);
     int failed = !type || PyModule_AddObjectRef(module, "Rings", type) < 0;
     Py_XDECREF(type);
+    belt_type = failed ? NULL : (PyTypeObject *)PyType_FromSpec(&belt_spec);
+    failed = !belt_type || PyModule_AddObjectRef(module, "Belt", (PyObject *)belt_type) < 0 ||
+             PyModule_AddIntConstant(module, "MOST_BYTES", (long)MOST) < 0;
     return failed ? -1 : 0;
 }
 

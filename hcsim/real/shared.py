@@ -11,10 +11,10 @@ import os
 import socket
 from contextlib import suppress
 
+from hcsim.real.conveyor import Conveyor
 from hcsim.real.direction import Direction
 from hcsim.real.forked import own
-from hcsim.real.stream import Stream
-from hcsim.runtime.channel import Fold, Relay
+from hcsim.runtime.channel import Fold
 from hcsim.runtime.frame import HEADER_BYTES
 
 try:
@@ -50,7 +50,6 @@ class SharedStream:
     """To read costs no system call."""
     reports_late = False
     adds = True
-    relays = True
 
     def __init__(self, bell: socket.socket, ours: rings.Rings, address: str) -> None:
         self._bell = bell  # owned by this process since they met
@@ -59,6 +58,7 @@ class SharedStream:
         self.ends = address, address
         self.incoming = Direction(bell.fileno(), _watch, _unwatch)
         self.outgoing = Direction(bell.fileno(), _watch, _unwatch)
+        self.conveyor: Conveyor | None = Conveyor(ours, rings.MOST_BYTES)
         self.read, self.write = self._rings.read, self._rings.write
         self._loop.add_reader(bell, self._rung)
         own(self._rings)
@@ -66,11 +66,6 @@ class SharedStream:
     def add(self, fold: Fold, have: int, most: int) -> int:
         """See `Stream.add`."""
         return self._rings.add(fold.into, fold.element_bytes, have, most)
-
-    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
-        """See `Stream.pass_on`."""
-        assert isinstance(other, SharedStream)
-        return self._rings.pass_on(other._rings, head, relay.into, relay.element_bytes, relay.stays)
 
     def hides_bytes(self) -> bool:
         """The bell is rung only for who sleeps."""

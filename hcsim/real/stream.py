@@ -6,8 +6,9 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from hcsim.real.conveyor import Conveyor
 from hcsim.real.direction import Direction
-from hcsim.runtime.channel import Fold, Relay
+from hcsim.runtime.channel import Fold
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Parts: TypeAlias = list[bytes | memoryview]
@@ -29,8 +30,8 @@ class Stream(Protocol):
     """Whether it may have taken more than it has reported as written."""
     adds: bool
     """Whether it can add what it reads."""
-    relays: bool
-    """Whether it can pass on what comes, to another one that can."""
+    conveyor: Conveyor | None
+    """Passes on what comes, to another one's."""
 
     @property
     def write(self) -> Callable[[Parts], int]:
@@ -44,9 +45,6 @@ class Stream(Protocol):
         """Read some of what a fold is to receive, of which `have` bytes have come; 0 where it would block.
 
         Raises `EOFError` at the end."""
-
-    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
-        """Pass a whole payload on, behind that header; None until it has come, False where it cannot be done now."""
 
     def hides_bytes(self) -> bool:
         """Whether there may be something to read that the event loop cannot see."""

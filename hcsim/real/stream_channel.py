@@ -28,7 +28,7 @@ from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
 from hcsim.real.failures import translated, unexpected_tls
 from hcsim.real.lingering import close_when_delivered
 from hcsim.real.stream import WOULD_BLOCK, Parts, Stream
-from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Place, Relay
+from hcsim.runtime.channel import EMPTY, Fold, Landed, Outlet, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LARGE_BYTES = 64 * 1024
@@ -68,9 +68,12 @@ class StreamChannel:
         """Whose payload is being received."""
         self._payload = self._into = EMPTY
         self._fold: Fold | None = None
-        self._relay: Relay | None = None
         self._missing_bytes = 0
         self._turn_bytes = 0
+
+        self._conveyor = stream.conveyor
+        if self._conveyor is not None:
+            self._conveyor.is_idle, self._conveyor.go_on = self._is_idle, self._incoming.ready
 
         self._outgoing = stream.outgoing
         self._turn = asyncio.Lock()
@@ -105,9 +108,9 @@ class StreamChannel:
         return self._binding
 
     @property
-    def outlet(self) -> StreamChannel | None:
-        """Ourselves, as streams of one kind know each other."""
-        return self if self._stream.relays else None
+    def outlet(self) -> Outlet | None:
+        """The stream's."""
+        return self._conveyor
 
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on."""
@@ -155,13 +158,15 @@ class StreamChannel:
         def hand_over() -> bool:
             """Take what is there; True when the place of a frame is to be waited for."""
             nonlocal wanted
-            while self._header is not None or self._has_header():
-                if self._header is None and (wanted := self._begin(place)) is not None:
-                    return True
+            while True:
+                if self._header is None:
+                    if self._is_conveyed() or not self._has_header():
+                        return False
+                    if (wanted := self._begin(place)) is not None:
+                        return True
                 if not self._has_payload():
-                    break
+                    return False
                 landed(*self._whole())
-            return False
 
         with self._receiving():
             while True:
@@ -243,24 +248,15 @@ class StreamChannel:
         view[:have] = self._ahead[start : start + have]
         self._ahead_start = start + have
         self._missing_bytes = header.length - have
-        if isinstance(where, Fold) and where.element_bytes > 1 and self._stream.adds and have < header.length:
+        if isinstance(where, Fold) and self._stream.adds and have < header.length:
             self._fold, self._payload = where, where.into
         else:
             self._into, self._payload = view[have:], view
-        self._relay = where if isinstance(where, Relay) and not have else None
         self._header = header
         return None
 
     def _has_payload(self) -> bool:
         """Whether the payload of the frame that has begun is there; reads on, as far as others need not wait."""
-        if self._relay is not None:
-            passed = self._pass_on(self._relay)
-            if passed is None:
-                return False
-            self._relay = None
-            if passed:
-                self._turn_bytes += self._missing_bytes
-                return True
         while self._missing_bytes and self._turn_bytes < _BYTES_PER_TURN:
             if self._fold is None:
                 count = self._read(self._into)
@@ -302,18 +298,15 @@ class StreamChannel:
         except OSError as error:
             raise _Over(translated(error, self._peer)) from error
 
-    def _pass_on(self, relay: Relay) -> bool | None:
-        """The whole payload, to where it goes next; None while it has not come, False where it is ours to receive."""
-        onward = relay.outlet
-        assert isinstance(onward, StreamChannel)
-        if not relay.is_due or not onward._is_idle:
+    def _is_conveyed(self) -> bool:
+        """Whether whatever comes now is for belts, which have taken what is there."""
+        if self._conveyor is None or not self._conveyor.is_busy:
             return False
-        passed = self._stream.pass_on(onward._stream, encode_header(relay.header), relay)
-        if passed:
-            relay.passed()
-        return passed
+        took, others = self._conveyor.run(self._received())
+        if took:
+            self._ahead_start = self._ahead_end = 0
+        return not others
 
-    @property
     def _is_idle(self) -> bool:
         """Whether a frame can be sent here and now. It may overtake who is just getting its turn: frames are whole."""
         return self._error is None and self._send_error is None and not self._turn.locked()
@@ -378,7 +371,7 @@ class StreamChannel:
 
     def _stop(self, error: ChannelError) -> None:
         self._error = error
-        self._header, self._payload, self._into, self._fold, self._relay = None, EMPTY, EMPTY, None, None
+        self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
         self._incoming.abandon(error)
         self._outgoing.abandon(error)
         self._stream.finish()

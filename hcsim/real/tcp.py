@@ -10,10 +10,11 @@ import sys
 import termios
 from contextlib import suppress
 
+from hcsim.real.conveyor import Conveyor
 from hcsim.real.direction import Direction
 from hcsim.real.forked import own
-from hcsim.real.stream import Parts, Stream
-from hcsim.runtime.channel import Fold, Relay
+from hcsim.real.stream import Parts
+from hcsim.runtime.channel import Fold
 
 try:
     from hcsim.real.folding import receive_sum
@@ -42,7 +43,7 @@ class _SocketStream:
     """What the two kinds have in common: a connected, non-blocking socket, which is the stream's from now on."""
 
     read_ahead_bytes = _READ_AHEAD_BYTES
-    relays = False
+    conveyor: Conveyor | None = None
 
     def __init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -52,10 +53,6 @@ class _SocketStream:
         self.ends = _ends(sock)
         self.read = sock.recv_into
         own(sock)
-
-    def pass_on(self, other: Stream, head: bytes, relay: Relay) -> bool | None:
-        """It cannot, as `relays` says."""
-        raise NotImplementedError
 
     def hides_room(self) -> bool:
         """The kernel's buffers are in sight."""

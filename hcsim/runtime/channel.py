@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from hcsim.errors import UsageError
 from hcsim.runtime.frame import Header
@@ -47,7 +47,7 @@ class Fold:
 
     A channel may add them as they come, while they are in the processor's cache: the payload that it returns is
     then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do.
-    `element_bytes` is 4 or 8, or 1 where nothing is added and `into` is `room`."""
+    `element_bytes` is 4 or 8."""
 
     __slots__ = ("element_bytes", "into", "room")
 
@@ -57,28 +57,33 @@ class Fold:
         self.element_bytes = element_bytes
 
 
-class Relay(Fold):
-    """A place for what goes on to another channel's outlet as soon as it has come, as the frame `header`'s payload.
+class Leg(NamedTuple):
+    """One frame's way through us. It comes under one header and goes on under another as soon as it is there; or it
+    only comes (and stays), or only goes."""
 
-    A channel that has an outlet itself may pass it on, whole, and says so; it then need not lie in `into` as well,
-    unless it `stays`. Otherwise the sending is left to do."""
+    comes: Header | None
+    goes: Header | None
+    into: memoryview
+    """Our place for the payload."""
+    element_bytes: int
+    """4 or 8: what comes is added to what lies there, as floats of that size. 1: it takes its place."""
+    stays: bool
+    """Whether the outcome is needed here even if it goes on."""
 
-    __slots__ = ("header", "outlet", "stays")
 
-    def __init__(self, fold: Fold, outlet: object, header: Header, *, stays: bool) -> None:
-        super().__init__(fold.into, fold.room, fold.element_bytes)
-        self.outlet = outlet
-        self.header = header
-        self.stays = stays
+class Outlet(Protocol):
+    """A channel's end that can pass frames on to another such end by itself, without a stop."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether all that goes there before it has left."""
-        raise NotImplementedError
+    most_bytes: int
+    """The longest payload."""
 
-    def passed(self) -> None:
-        """It has left."""
-        raise NotImplementedError
+    def convey(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
+        """Let the frames of these legs come over our channel and go on over the other's, one after the other, from the
+        event loop's next turn on. Somebody has to `pump` our channel meanwhile.
+
+        `moved` is told how many are over, again and again. The future is done when all are, or when the next one has to
+        be received and sent in the usual way: another sender has its turn, or there is no room. Frames of others may
+        come in between. Cancelled, nothing more is moved; whatever has been was moved as a whole."""
 
 
 Place: TypeAlias = Callable[[Header], "memoryview | Fold | asyncio.Future[None] | None"]
@@ -123,8 +128,8 @@ class Channel(Protocol):
         A proof that covers it cannot be carried over to another connection."""
 
     @property
-    def outlet(self) -> object | None:
-        """What a frame may be passed on to that comes over another channel which has one; see `Relay`."""
+    def outlet(self) -> Outlet | None:
+        """What passes frames on to other channels that have one."""
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
         """Send one frame; `header.length` is the payload's size.

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
-from hcsim.runtime.channel import Channel, Fold, Payload, Phantom
+from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint
@@ -60,9 +60,9 @@ class Link:
     """A connection to one peer, over one channel or striped over several."""
 
     __slots__ = (
-        "_attentive", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps", "_sought",
-        "_spare", "_stripes_open", "_turn", "_wanted", "channels", "closed", "leaving", "on_abort", "on_failure",
-        "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
+        "_attentive", "_belts", "_early", "_early_bytes", "_error", "_loop", "_our_epoch", "_posted", "_pumps",
+        "_sought", "_spare", "_stripes_open", "_turn", "_wanted", "channels", "closed", "leaving", "on_abort",
+        "on_failure", "on_stray", "peer_rank", "received_bytes", "received_frames", "sent_bytes", "sent_frames",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,8 @@ class Link:
         self._spare = spare
         self._wanted: asyncio.Future[None] | None = None
         self._attentive = False
+        self._belts: dict[asyncio.Future[None], tuple[int, int, int]] = {}
+        """What is passed on as it comes, and for which operation: (group, operation, bucket)."""
         self._error: HcsimError | None = None
         self.leaving = False
         """The peer said goodbye."""
@@ -108,7 +110,7 @@ class Link:
         return self._error
 
     @property
-    def outlet(self) -> object | None:
+    def outlet(self) -> Outlet | None:
         """See `Channel.outlet`; stripes take turns instead."""
         return self.channels[0].outlet if len(self.channels) == 1 else None
 
@@ -145,6 +147,42 @@ class Link:
             self._let_in()
         return arrived
 
+    async def convey(self, legs: Sequence[Leg], to: Link, moved: Callable[[int], None]) -> None:
+        """Let segments of one operation come here and go on there, as far as that goes; see `Outlet.convey`.
+
+        Both links have an outlet. The rest is to be posted and sent."""
+        first, ours, theirs = legs[0].comes or legs[0].goes, self.outlet, to.outlet
+        assert first is not None
+        assert ours is not None
+        assert theirs is not None
+        operation = (first.group, first.operation, first.bucket)
+        if to.error is not None or any(tag[:3] == operation for tag in self._early):
+            return
+        if self._error is not None:
+            raise self._error
+        counted = 0
+
+        def count(done: int) -> None:
+            nonlocal counted
+            for leg in legs[counted:done]:
+                if leg.comes is not None:
+                    self.received_bytes += leg.comes.length
+                    self.received_frames += 1
+                if leg.goes is not None:
+                    to.count_sent(leg.goes)
+            counted = done
+            moved(done)
+
+        over = ours.convey(legs, theirs, count)
+        self._belts[over] = operation
+        try:
+            if self._wanted is not None:
+                self._let_in()
+            await over
+        finally:
+            over.cancel()
+            del self._belts[over]
+
     def look_out(self, tag: Tag, shown: Callable[[], None]) -> bool:
         """Whether the segment with that tag is here already. If not, `shown` is called once it is about to come.
 
@@ -179,6 +217,8 @@ class Link:
         self._error = error
         for receipt in self._posted.values():
             disappoint(receipt.arrived, error)
+        for over in self._belts:
+            disappoint(over, error)
         self._posted.clear()
         self._sought.clear()
         if self.on_failure is not None:
@@ -228,12 +268,16 @@ class Link:
             if shown is not None:
                 shown()
                 return self._until_wanted()
-        if not (self._posted or self._sought or self._attentive):  # nobody waits for anything behind it either
+        if not (self._posted or self._sought or self._attentive or self._conveys()):
+            # Nobody waits for anything behind it either.
             return self._until_wanted()
         for number, room in enumerate(self._spare):
             if room.nbytes == header.length:
                 return self._spare.pop(number)
         return None
+
+    def _conveys(self) -> bool:
+        return any(not over.done() for over in self._belts)
 
     def _until_wanted(self) -> asyncio.Future[None]:
         self._wanted = self._wanted or self._loop.create_future()
@@ -262,6 +306,9 @@ class Link:
                 raise RemoteProtocolError(
                     f"rank {self.peer_rank} sent {self._early_bytes} bytes that nobody asked for", str(self.peer_rank)
                 )
+            for over, operation in self._belts.items():
+                if tag[:3] == operation and not over.done():  # it was on its way in before its belt
+                    over.set_result(None)
             shown = self._sought.pop(tag, None)
             if shown is not None:  # it was on its way in before anybody looked out for it
                 shown()

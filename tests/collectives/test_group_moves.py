@@ -108,6 +108,18 @@ def test_all_gather_in_equal_and_unequal_parts(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_only_sent_may_be_read_only_however_long_it_is(virtual, real, world):
+    async def program(group: Group) -> list[float]:
+        given = [np.full(100_000, 10 * group.rank + to, np.float32) for to in range(world)]
+        for array in given:
+            array.flags.writeable = False
+        return [float(array.max()) for array in await group.all_to_all(given)]
+
+    expected = [[10.0 * sender + rank for sender in range(world)] for rank in range(world)]
+    assert virtual.run(world, program) == real.run(world, program) == expected
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_to_all_in_equal_and_unequal_parts(virtual, world):
     def even(sender: int, receiver: int) -> int:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hcsim.collectives import ring
 from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans
+from hcsim.collectives.belts import stages
 from hcsim.collectives.hierarchical import CROSS, LOCAL
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, offsets
-from hcsim.collectives.relays import onwards
 from hcsim.collectives.schedule import schedule, survey
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
@@ -20,6 +21,14 @@ from hcsim.errors import UsageError
 PAIRS = [(operation, algorithm) for operation in PLANNERS for algorithm in PLANNERS[operation]]
 Ints = NDArray[np.int64]
 SPOILED = -(1 << 50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """Lengths here are short, and a chunked ring shall have portions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "CHUNK", 3)
+        yield
 
 
 @st.composite
@@ -102,13 +111,17 @@ def passing_on(made: list[Rounds]) -> list[Rounds]:
     """The plans of ranks that keep nothing of what they only pass on: each spoils its range once it has been sent."""
     spoiled = []
     for rounds in made:
-        found = onwards(Plan(rounds))
-        for step, onward in found.items():
-            last, (first, *others) = rounds[step][-1], rounds[step + 1]
-            assert isinstance(last, Recv | Reduce)
-            assert first == Send(onward.peer, last.lo, last.hi)
-            assert not any(isinstance(action, Send) for action in others)
-        spoils = {step + 1: Finish(rounds[step][-1].lo, rounds[step][-1].hi) for step in found if not found[step].stays}
+        found = stages(Plan(rounds))
+        spoils = {}
+        for step, stage in enumerate(found):
+            if stage is not None and stage.goes_on:
+                assert found[step + 1] is not None
+                last, first = rounds[step][-1], rounds[step + 1][0]
+                assert isinstance(last, Recv | Reduce)
+                assert isinstance(first, Send)
+                assert (first.lo, first.hi) == (last.lo, last.hi)
+                if not stage.stays:
+                    spoils[step + 1] = Finish(last.lo, last.hi)
         spoiled.append(
             tuple(
                 (actions[0], spoils[step], *actions[1:]) if step in spoils else actions
@@ -190,9 +203,9 @@ def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps
 ) -> None:
     shape = reduction_shape(world, 40)
     for rounds in without_finish(plans("all_reduce", "ring", shape)):
-        found = onwards(Plan(rounds))
-        assert list(found) == list(range(2 * world - 4, -1, -1))
-        assert [step for step in sorted(found) if not found[step].stays] == list(range(world - 2))
+        found = stages(Plan(rounds))
+        assert [stage.goes_on for stage in found] == [True] * (2 * world - 3) + [False]
+        assert [stage.stays for stage in found] == [False] * (world - 2) + [True] * world
 
 
 @pytest.mark.parametrize("world", range(1, 10))
@@ -266,7 +279,8 @@ def test_what_is_executed_names_the_ranks_that_were_proved(operation: str, algor
         made = plan(operation, algorithm, rank, shape)
         named = Plan(made.among(members).by_rank())
         ours, plain = schedule(made.among(members), segment), schedule(named, segment)
-        assert (ours.peers, ours.lanes, ours.onwards) == (plain.peers, plain.lanes, plain.onwards)
+        assert (ours.peers, ours.lanes) == (plain.peers, plain.lanes)
+        assert [stage and stage[2:] for stage in ours.stages] == [stage and stage[2:] for stage in plain.stages]
         assert (ours.beside, ours.patient, ours.sent) == (plain.beside, plain.patient, plain.sent)
         assert ours.plan.by_rank() == plain.plan.rounds
         assert set(ours.peers) <= set(members) - {members[rank]}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
-from hcsim.runtime.channel import Channel, Fold, Relay
+from hcsim.runtime.channel import Channel, Fold, Leg
 from hcsim.runtime.frame import Header, Kind
 
 KIB, MIB = 2**10, 2**20
@@ -218,82 +218,142 @@ def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, fl
     arena.run(body)
 
 
-class Onward(Relay):
-    """A relay that remembers."""
-
-    def __init__(self, fold, outlet, header, *, stays, due=True):
-        super().__init__(fold, outlet, header, stays=stays)
-        self.due = due
-        self.gone = False
-
-    @property
-    def is_due(self):
-        return self.due
-
-    def passed(self):
-        self.gone = True
+FLOATS = 100_001
+OTHERS_STEP = 77
 
 
-async def relayed(arena, left, right, *, adds, stays, floats=200_001, due=True, busy=False):
-    """One frame over one channel and on over another: what came out there, what we hold, and whether it had to be sent
-    by whoever received it."""
+class Middle:
+    """Pumps what comes over one channel, and conveys what of it goes on over another."""
+
+    def __init__(self, host, incoming, onward):
+        self.landed, self.others = asyncio.Queue(), []
+        self.incoming, self.onward = incoming, onward
+        host.spawn(incoming.pump(lambda _: None, self._land), name="pump")
+
+    def _land(self, header, payload):
+        if header.step == OTHERS_STEP:
+            self.others.append(bytes(payload))
+        else:
+            self.landed.put_nowait((header, payload))
+
+    async def pass_on(self, legs):
+        """As whoever passes frames on does: what its channels do not do by themselves is received and sent."""
+        done = 0
+
+        def moved(number):
+            nonlocal done
+            done = number
+
+        ours, theirs = self.incoming.outlet, self.onward.outlet
+        if ours is not None and theirs is not None:
+            await ours.convey(legs, theirs, moved)
+        by_itself = done
+        for leg in legs[done:]:
+            mine = np.frombuffer(leg.into, np.float32)
+            if leg.comes is not None:
+                header, payload = await self.landed.get()
+                assert header == leg.comes
+                came = np.frombuffer(payload, np.float32)
+                mine[:] = mine + came if leg.element_bytes == 4 else came
+            if leg.goes is not None:
+                await self.onward.send(leg.goes, leg.into)
+        return by_itself
+
+
+async def row(arena, left, right):
+    """A channel to the one in the middle, the middle, and the end of the channel that it sends over."""
     client, server = await arena.channels(left, right)
     there, onward = await arena.channels(left, right)
-    sent, ours = np.arange(floats, dtype=np.float32), np.full(floats, 0.5, np.float32)
-    into = ours.view(np.uint8).data
-    fold = Fold(into, memoryview(bytearray(ours.nbytes)), 4) if adds else Fold(into, into, 1)
-    relay = Onward(fold, onward.outlet, Header(ours.nbytes, step=2), stays=stays, due=due)
-    if busy:
-        large = Header(8 * MIB), memoryview(bytes(8 * MIB))
-        there.limit(8 * MIB)
-        first = right.spawn(onward.send(*large), name="a frame that nobody reads yet")
-        await asyncio.sleep(0)
-    sending = left.spawn(client.send(Header(sent.nbytes, step=1), sent.view(np.uint8).data), name="sender")
-    header, payload = await server.recv(lambda _: relay)
-    assert header.step == 1
-    if adds and payload is relay.room and payload is not relay.into:
-        ours += np.frombuffer(payload, np.float32)
-    else:
-        assert payload is relay.into
-    await sending
-    if busy:
-        assert (await there.recv(lambda _: None))[0].length == 8 * MIB
-        await first
-    if not relay.gone:
-        sending = right.spawn(onward.send(relay.header, into), name="sender of what was not passed on")
-    header, payload = await there.recv(lambda _: None)
-    assert header.step == 2
-    await sending
-    after = np.array([7, 8], np.float32)  # both channels are as before
-    for one, other in ((client, server), (onward, there)):
-        await one.send(Header(8, step=3), after.view(np.uint8).data)
-        assert bytes((await other.recv(lambda _: None))[1]) == after.tobytes()
-    return np.frombuffer(payload, np.float32), ours, relay
+    for channel in (client, server, there, onward):
+        channel.limit(MIB)
+    return client, Middle(right, server, onward), there
+
+
+def legs_of(arrays, adds, stays):
+    """We begin, pass on what comes, and keep what comes last."""
+    size_bytes, last = arrays[0].nbytes, len(arrays) - 1
+    return [
+        Leg(
+            Header(size_bytes, step=number) if number else None,
+            Header(size_bytes, step=100 + number) if number < last else None,
+            array.view(np.uint8).data,
+            4 if adds and number else 1,
+            stays or not number,
+        )
+        for number, array in enumerate(arrays)
+    ]
 
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_is_passed_on_is_what_would_have_been_sent(arena, adds, stays):
+def test_what_is_passed_on_is_what_would_have_been_received_and_sent(arena, adds, stays):
     async def body(left, right):
-        came_out, ours, relay = await relayed(arena, left, right, adds=adds, stays=stays)
-        expected = np.arange(200_001, dtype=np.float32) + (0.5 if adds else 0)
-        np.testing.assert_array_equal(came_out, expected)
-        assert relay.gone == (relay.outlet is not None)
-        if stays or not relay.gone:
-            np.testing.assert_array_equal(ours, expected)
+        client, middle, there = await row(arena, left, right)
+        ours = [np.full(FLOATS, 0.5 + number, np.float32) for number in range(5)]
+        sent = [np.arange(FLOATS, dtype=np.float32) * number for number in range(5)]
+
+        async def send():
+            for number in range(1, 5):
+                if number == 3:
+                    await client.send(Header(3, step=OTHERS_STEP), memoryview(b"say"))
+                await client.send(Header(sent[number].nbytes, step=number), sent[number].view(np.uint8).data)
+
+        sending = left.spawn(send(), name="sender")
+        passing = right.spawn(middle.pass_on(legs_of(ours, adds, stays)), name="middle")
+        for number in range(4):
+            header, payload = await there.recv(lambda _: None)
+            expected = sent[number] + np.float32(0.5 + number) if adds or not number else sent[number]
+            assert header.step == 100 + number
+            np.testing.assert_array_equal(np.frombuffer(payload, np.float32), expected)
+            if stays:
+                np.testing.assert_array_equal(ours[number], expected)
+        await sending
+        assert await passing == (5 if middle.onward.outlet is not None else 0)
+        assert middle.others == [b"say"]
+        np.testing.assert_array_equal(ours[4], sent[4] + np.float32(4.5) if adds else sent[4])
 
     arena.run(body)
 
 
-@pytest.mark.parametrize("why", ["not due", "busy"])
-def test_what_cannot_be_passed_on_now_is_received(arena, why):
+def test_what_cannot_be_passed_on_now_is_received_and_sent(arena):
+    """Another frame is on its way out."""
+
     async def body(left, right):
-        came_out, ours, relay = await relayed(
-            arena, left, right, adds=True, stays=False, due=why != "not due", busy=why == "busy"
-        )
-        assert not relay.gone
-        np.testing.assert_array_equal(ours, np.arange(200_001, dtype=np.float32) + 0.5)
-        np.testing.assert_array_equal(came_out, ours)
+        client, middle, there = await row(arena, left, right)
+        ours = [np.full(FLOATS, value, np.float32) for value in (1, 2, 3)]
+        first = right.spawn(middle.onward.send(Header(8 * MIB), memoryview(bytes(8 * MIB))), name="a long frame")
+        await asyncio.sleep(0)
+        passing = right.spawn(middle.pass_on(legs_of(ours, adds=True, stays=False)), name="middle")
+        there.limit(8 * MIB)
+        assert (await there.recv(lambda _: None))[0].length == 8 * MIB
+        await first
+        for number in (1, 2):
+            await client.send(Header(ours[0].nbytes, step=number), ours[0].view(np.uint8).data)
+        for value in (1, 3):
+            _, payload = await there.recv(lambda _: None)
+            assert np.frombuffer(payload, np.float32).tolist() == [value] * FLOATS
+        assert await passing == 0
+        assert ours[2].tolist() == [4] * FLOATS
+
+    arena.run(body)
+
+
+def test_who_gives_up_passing_on_gets_no_more_and_the_channels_are_as_before(arena):
+    async def body(left, right):
+        client, middle, there = await row(arena, left, right)
+        ours = [np.full(FLOATS, value, np.float32) for value in (1, 2, 3)]
+        passing = right.spawn(middle.pass_on(legs_of(ours, adds=True, stays=True)), name="middle")
+        await there.recv(lambda _: None)
+        passing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await passing
+        await client.send(Header(ours[0].nbytes, step=1), ours[0].view(np.uint8).data)
+        header, payload = await middle.landed.get()
+        assert header.step == 1
+        assert np.frombuffer(payload, np.float32).tolist() == [1] * FLOATS
+        assert ours[1].tolist() == [2] * FLOATS
+        await middle.onward.send(Header(2, step=5), memoryview(b"on"))
+        assert bytes((await there.recv(lambda _: None))[1]) == b"on"
 
     arena.run(body)
 

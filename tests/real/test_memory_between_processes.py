@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real import doors, shared
+from hcsim.real.conveyor import How
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
 from hcsim.real.stream_channel import StreamChannel
@@ -471,58 +472,125 @@ def test_floats_are_added_wherever_the_ring_ends(
 
 
 HEAD = bytes(range(56))
+NEXT = HEAD[::-1]
+NONE = b""
+_ENDS = [0, 8, 56, CAPACITY // 2, CAPACITY - 112, CAPACITY - 64, CAPACITY - 56 - 8, CAPACITY - 8]
+
+
+def put_at(at: int, writer: rings.Rings, reader: rings.Rings, data: bytes) -> None:
+    """So that it begins at that place of the ring's memory."""
+    if at:
+        assert writer.write([bytes(at)]) == at
+        assert reader.read(memoryview(bytearray(at))[1:]) == at - 1
+    assert writer.write([data]) == len(data)
+    if at:  # not before: an empty ring would start anew
+        assert reader.read(memoryview(bytearray(1))) == 1
 
 
 @settings(max_examples=150)
 @given(
     st.sampled_from([(1, np.uint8), (4, np.float32), (8, np.float64)]),
     st.integers(2, 40_000),
-    st.sampled_from([0, 8, 56, CAPACITY // 2, CAPACITY - 64, CAPACITY - 56 - 8, CAPACITY - 8]),
-    st.sampled_from([0, 8, 56, CAPACITY // 2, CAPACITY - 64, CAPACITY - 56 - 8, CAPACITY - 8]),
+    st.sampled_from(_ENDS),
+    st.sampled_from(_ENDS),
     st.booleans(),
+    st.integers(0, len(HEAD)),
 )
 def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
-    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, keep: bool
+    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, stays: bool, known: int
 ) -> None:
     element_bytes, dtype = kind
     sent = (np.arange(count) % 100).astype(dtype)
     ours = np.full(count, 3, dtype)
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
-        for one, other, at in ((writer, reader, in_at), (to, last, out_at)):
-            if at:  # a byte stays, lest the ring start anew
-                assert one.write([bytes(at)]) == at
-                assert other.read(memoryview(bytearray(at))[1:]) == at - 1
-        if in_at:
-            writer.write([sent.tobytes()[:1]])  # behind what is left
-            assert reader.read(memoryview(bytearray(1))) == 1
-            writer.write([sent.tobytes()[1:]])
-        else:
-            writer.write([sent.tobytes()])
-        assert reader.pass_on(to, HEAD, ours.view(np.uint8).data, element_bytes, keep) is True
-        if out_at:
-            assert last.read(memoryview(bytearray(1))) == 1
-        into = memoryview(bytearray(len(HEAD) + sent.nbytes))
+        put_at(in_at, writer, reader, HEAD + sent.tobytes())
+        begun = memoryview(bytearray(known))
+        assert not known or reader.read(begun) == known  # some of the header may have been read
+        put_at(out_at, to, last, b"before!!")
+        belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, element_bytes, stays)])
+        assert belt.run(bytes(begun)) == How.COMPLETE
+        assert belt.done == 1
+        assert belt.took
+        assert last.read(memoryview(bytearray(8))) == 8
+        into = memoryview(bytearray(len(NEXT) + sent.nbytes))
         assert last.read(into) == len(into)
         passed = sent if element_bytes == 1 else sent + dtype(3)
-        assert into[: len(HEAD)] == HEAD
-        assert into[len(HEAD) :] == passed.tobytes()
-        np.testing.assert_array_equal(ours, passed if keep else np.full(count, 3, dtype))
+        assert into[: len(NEXT)] == NEXT
+        assert into[len(NEXT) :] == passed.tobytes()
+        np.testing.assert_array_equal(ours, passed if stays else np.full(count, 3, dtype))
         with pytest.raises(BlockingIOError):
             reader.read(memoryview(bytearray(1)))  # all of it is gone
+
+
+def test_a_belt_sends_what_we_have_passes_on_what_comes_and_keeps_what_comes_last() -> None:
+    """Leg by leg: it goes on where it was."""
+    first, second, third = (np.full(1000, value, np.float32) for value in (1, 2, 3))
+    with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
+        legs = [
+            (NONE, b"1" * 56, first.view(np.uint8).data, 1, False),
+            (b"2" * 56, b"3" * 56, second.view(np.uint8).data, 4, False),
+            (b"4" * 56, NONE, third.view(np.uint8).data, 4, False),
+        ]
+        belt = reader.belt(to, legs)
+        assert belt.run(NONE) == How.WAITS
+        assert (belt.done, belt.took) == (1, 0)
+        assert reader.let_reader_sleep()
+        came = np.full(1000, 10, np.float32)
+        writer.write([b"2" * 56, came.tobytes(), b"4" * 56])
+        assert has_rung(readers_bell)
+        reader.rung(False)
+        assert belt.run(NONE) == How.WAITS
+        assert (belt.done, belt.took) == (2, 1)
+        writer.write([came.tobytes()[:-1]])
+        assert not has_rung(readers_bell)  # not before it is whole
+        writer.write([came.tobytes()[-1:]])
+        assert has_rung(readers_bell)
+        assert belt.run(NONE) == How.COMPLETE
+        out = memoryview(bytearray(2 * (56 + 4000)))
+        assert last.read(out) == len(out)
+        assert out == b"1" * 56 + first.tobytes() + b"3" * 56 + (came + 2).tobytes()
+        assert (second == 2).all()
+        assert (third == 13).all()
+        assert belt.run(NONE) == How.COMPLETE
+
+
+def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None:
+    ours = memoryview(bytearray(100_000))
+    other = HEAD[:40] + b"!" + HEAD[41:]
+    with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False)])
+        assert belt.run(NONE) == How.WAITS
+        writer.write([other[:39]])
+        assert not has_rung(readers_bell)
+        assert belt.run(NONE) == How.WAITS  # it may still be ours
+        writer.write([other[39:], b"what others say"])
+        assert has_rung(readers_bell)  # though it is much shorter than ours would be
+        assert belt.run(NONE) == How.OTHERS
+        begun = memoryview(bytearray(40))
+        reader.read(begun)
+        assert belt.run(bytes(begun)) == How.OTHERS
+        assert belt.run(b"@") == How.OTHERS
+        assert belt.run(HEAD + b"more") == How.OTHERS
+        rest = memoryview(bytearray(16 + 15))
+        assert reader.read(rest) == len(rest)
+        writer.write([HEAD, bytes(100_000)])
+        assert belt.run(NONE) == How.COMPLETE
+        assert last.read(memoryview(bytearray(200_000))) == 100_056
 
 
 def test_what_has_not_come_whole_waits_and_who_writes_it_rings_once_it_has() -> None:
     ours = memoryview(bytearray(100_000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
-        writer.write([bytes(99_999)])
-        assert reader.pass_on(to, HEAD, ours, 1, False) is None
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False)])
+        writer.write([HEAD, bytes(99_999)])
+        assert belt.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
         with pytest.raises(BlockingIOError):
             last.read(memoryview(bytearray(1)))
         writer.write([b"!"])
         assert readers_bell.recv(10) == b"\0"
         reader.rung(False)
-        assert reader.pass_on(to, HEAD, ours, 1, False) is True
+        assert belt.run(NONE) == How.COMPLETE
         assert not has_rung(readers_bell)
         assert reader.let_reader_sleep()
 
@@ -534,52 +602,97 @@ def has_rung(bell: socket.socket) -> bool:
         return False
 
 
-def test_a_writer_that_sleeps_for_room_is_woken_by_who_waits_for_the_whole() -> None:
-    """More than half of the ring is still full, so that reading alone would not have woken it."""
-    first, second = CAPACITY // 4, CAPACITY - 100
-    ours = memoryview(bytearray(second))
-    with two_ends() as (writer, reader, writers_bell, _), two_ends() as (to, _, _, _):
-        assert writer.write([bytes(first), bytes(second)]) == CAPACITY
+def test_a_frame_that_a_full_ring_cut_off_comes_whole() -> None:
+    """Its writer sleeps for room, and is woken before anybody waits for the rest."""
+    before, payload = CAPACITY - rings.MOST_BYTES, bytes(range(256)) * (rings.MOST_BYTES // 256)
+    ours = memoryview(bytearray(len(payload)))
+    with two_ends() as (writer, reader, writers_bell, _), two_ends() as (to, last, _, _):
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, True)])
+        frame = HEAD + payload
+        written = writer.write([bytes(before), frame]) - before
+        assert written < len(frame)
         with pytest.raises(BlockingIOError):
-            writer.write([bytes(first + second - CAPACITY)])
-        assert reader.read(memoryview(bytearray(first))) == first
-        assert not has_rung(writers_bell)
-        assert reader.pass_on(to, HEAD, ours, 1, False) is None
+            writer.write([frame[written:]])
+        assert reader.read(memoryview(bytearray(before))) == before
+        assert belt.run(NONE) == How.WAITS
         assert has_rung(writers_bell)
-        assert writer.write([bytes(first + second - CAPACITY)]) == first + second - CAPACITY
-        assert reader.pass_on(to, HEAD, ours, 1, False) is True
+        assert writer.write([frame[written:]]) == len(frame) - written
+        assert belt.run(NONE) == How.COMPLETE
+        assert ours == payload
+        assert last.read(memoryview(bytearray(CAPACITY))) == len(frame)
 
 
 def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
     ours = memoryview(bytearray(8000))
+    frame = HEAD + bytes(range(250)) * 32
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
-        writer.write([bytes(range(250)) * 32])
+        writer.write([frame])
 
-        def refused(size_bytes: int = 8000, element_bytes: int = 1) -> bool:
-            return reader.pass_on(to, HEAD, ours[:size_bytes], element_bytes, True) is False
+        def refused(place: memoryview = ours, element_bytes: int = 1) -> bool:
+            return reader.belt(to, [(HEAD, NEXT, place, element_bytes, True)]).run(NONE) == How.STUCK
 
         to.write([bytes(CAPACITY - 8001)])  # no room for the header
         assert refused()
         last.read(memoryview(bytearray(CAPACITY - 8002)))
         assert refused(element_bytes=8)  # a number would lie across the ring's end
-        huge = memoryview(bytearray(CAPACITY - len(HEAD) + 1))
-        assert reader.pass_on(to, HEAD, huge, 1, True) is False  # and is not waited for
-        assert refused(size_bytes=0)
+        assert refused(memoryview(bytearray(rings.MOST_BYTES + 1)))  # and is not waited for
         reader.rung(True)
-        longer = memoryview(bytearray(8001))
-        assert reader.pass_on(to, HEAD, longer, 1, True) is False  # nobody will write the rest
+        longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), 1, True)])
+        assert longer.run(NONE) == How.OTHERS  # nobody will write the rest: who reads it will say so
         to.rung(True)
         assert refused()  # nobody reads it
         to.close()
         assert refused()
-        assert reader.read(ours) == 8000
-        assert ours == bytes(range(250)) * 32
-        with pytest.raises(ValueError, match="fit"):
-            reader.pass_on(to, HEAD, ours[:7], 4, True)
-        with pytest.raises(ValueError, match="fit"):
-            reader.pass_on(to, HEAD, ours, 2, True)
+        into = memoryview(bytearray(len(frame)))
+        assert reader.read(into) == len(frame)
+        assert into == frame
+        for place, element_bytes in ((ours[:7], 4), (ours, 2)):
+            with pytest.raises(ValueError, match="fit"):
+                reader.belt(to, [(HEAD, NEXT, place, element_bytes, True)])
+        for comes, goes in ((NONE, NONE), (bytes(257), HEAD), (HEAD, bytes(257))):
+            with pytest.raises(ValueError, match="fit"):
+                reader.belt(to, [(comes, goes, ours, 1, True)])
+        assert reader.belt(to, [(NONE, NEXT, b"read-only", 1, True)])  # it only goes
+        for legs in ([(HEAD, NEXT, b"read-only", 1, True)], [None], None):
+            with pytest.raises((TypeError, BufferError)):
+                reader.belt(to, legs)
         with pytest.raises(TypeError):
-            reader.pass_on(None, HEAD, ours, 4, True)
+            reader.belt(None, [])
+
+
+def test_who_has_taken_what_it_slept_for_is_awake() -> None:
+    """Though nobody has rung: who wrote it has not looked yet whether anybody sleeps, and will find nothing to read."""
+    ours = memoryview(bytearray(1000))
+    with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, _, _, _):
+        belt = reader.belt(to, [(HEAD, NONE, ours, 1, True)])
+        assert belt.run(NONE) == How.WAITS
+        assert reader.let_reader_sleep()
+        writer.write([HEAD, bytes(1000)])
+        assert belt.run(NONE) == How.COMPLETE
+        assert has_rung(readers_bell)
+        assert reader.let_reader_sleep()  # anew, for the next byte
+        writer.write([b"!"])
+        assert has_rung(readers_bell)
+
+
+def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> None:
+    places = [bytearray(2**19) for _ in range(10)]
+    with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
+        belt = reader.belt(
+            to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, 1, True) for n, place in enumerate(places)]
+        )
+        for number in range(8):
+            writer.write([HEAD, bytes([number]) * 2**19])
+        assert belt.run(NONE) == How.TURN_OVER
+        assert belt.done == 9
+        assert belt.run(NONE) == How.COMPLETE
+        assert places[:8] == [bytes([number]) * 2**19 for number in range(8)]
+        assert last.read(memoryview(bytearray(CAPACITY))) == 2 * (56 + 2**19)
+        with pytest.raises(BufferError):
+            places[0].clear()
+        del belt
+        for place in places:
+            place.clear()  # nobody refers to its memory
 
 
 def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:

@@ -1,0 +1,171 @@
+/* Belts: what comes from one ring goes on to another at once, frame after frame, as in every round of a ring of ranks.
+
+   A leg is one frame's way: it comes under a header that is known beforehand, is stored or added, and goes on under
+   another. A belt is made of legs that follow each other. It never waits for room: it is stuck then, and the rest is
+   left to be done in the usual way, lest ranks wait for each other in a circle. */
+
+#include <sched.h>
+
+#include "ring.h"
+
+#define MAX_HEAD 256
+#define MOST (CAPACITY / 2 - MAX_HEAD) /* of a payload: one is read, another written; and who writes has room for it */
+
+typedef struct {
+    Py_buffer comes; /* the header under which it comes; empty: nothing comes, and what we have goes */
+    Py_buffer goes;  /* the header under which it goes on; empty: it stays here */
+    Py_buffer ours;  /* our place for the payload */
+    size_t element;  /* 1: it is what has come; otherwise what has come is added to it, as floats of that size */
+    int stays;       /* the outcome is needed here, even if it goes on */
+} Leg;
+
+typedef struct {
+    PyObject_HEAD
+    Rings *from, *to;
+    Leg *legs;
+    Py_ssize_t count, done;
+    int took; /* whether anything that came was taken when it was run last */
+} Belt;
+
+enum {
+    WAITS,     /* for more to come, and who writes it will wake us */
+    OTHERS,    /* what comes is none of ours, or there will be no more */
+    TURN_OVER, /* it can go on, but others have waited for long enough */
+    STUCK,     /* it cannot */
+    COMPLETE,
+};
+
+/* Whether so many bytes are there to be read; if not, the writer will wake us when they are. */
+static int is_there(Rings *self, size_t bytes)
+{
+    Counters *ring = &self->memory->counters[!self->out];
+    uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
+    if (atomic_load(&ring->written) - read >= bytes) return 1;
+    atomic_store(&ring->awaited, bytes);
+    if (atomic_load(&ring->written) - read < bytes) return 0;
+    atomic_store(&ring->awaited, 0);
+    return 1;
+}
+
+static void peek(const char *data, size_t at, char *into, size_t bytes)
+{
+    size_t before_end = least(bytes, CAPACITY - at);
+    memcpy(into, data + at, before_end);
+    memcpy(into + before_end, data, bytes - before_end);
+}
+
+static void lay(char *data, size_t at, const char *from, size_t bytes)
+{
+    size_t before_end = least(bytes, CAPACITY - at);
+    memcpy(data + at, from, before_end);
+    memcpy(data, from + before_end, bytes - before_end);
+}
+
+/* Whether the leg's frame is there, whole. Of its header `known` bytes, `begun`, have been read. */
+static int has_come(Rings *from, const Leg *leg, const char *begun, size_t known)
+{
+    Counters *in = &from->memory->counters[!from->out];
+    size_t head = (size_t)leg->comes.len;
+    char rest[MAX_HEAD];
+    if (known > head || memcmp(begun, leg->comes.buf, known)) return OTHERS;
+    if (is_there(from, head - known)) {
+        uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed);
+        uint64_t start = atomic_load_explicit(&in->start, memory_order_relaxed);
+        if (atomic_load(&in->written) - read > CAPACITY) return OTHERS; /* who reads in the usual way will say so */
+        peek(from->memory->data[!from->out], (size_t)((read - start) % CAPACITY), rest, head - known);
+        if (memcmp(rest, (const char *)leg->comes.buf + known, head - known)) return OTHERS;
+        if (is_there(from, head - known + (size_t)leg->ours.len)) {
+            from->reader_sleeps = 0; /* whoever wrote it may ring no more */
+            return COMPLETE;
+        }
+    }
+    from->reader_sleeps = !from->over;
+    return from->over ? OTHERS : WAITS;
+}
+
+/* Whether an element would lie both at the end of the memory and at its beginning. */
+static int is_torn(uint64_t begin, size_t bytes, size_t element)
+{
+    size_t before_end = CAPACITY - (size_t)(begin % CAPACITY);
+    return before_end < bytes && before_end % element;
+}
+
+/* From one ring (or NULL) to the other (or NULL), and to our place or from there. */
+static void move_on(char *on, const char *from, char *ours, size_t bytes, size_t element, int stays, int far)
+{
+    if (!from) {
+        copy(on, ours, bytes, 0);
+    } else if (element == 1) {
+        if (on) copy(on, from, bytes, 0);
+        if (stays) copy(ours, from, bytes, far);
+    } else if (stays) {
+        add(ours, from, bytes, element);
+        if (on) copy(on, ours, bytes, 0);
+    } else {
+        add_on(on, ours, from, bytes, element);
+    }
+}
+
+/* One frame, all of it or nothing: nobody waits in the middle of one. It is told to the next one when it is whole, who
+   has no use for less. */
+static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, size_t known)
+{
+    size_t bytes = (size_t)leg->ours.len, head_out = (size_t)leg->goes.len;
+    Counters *in = &from->memory->counters[!from->out], *out = &to->memory->counters[to->out];
+    const char *coming = NULL;
+    char *going = NULL;
+    uint64_t read = 0, in_start = 0, written = 0, out_start = 0;
+    if (bytes > MOST) return STUCK;
+    if (leg->comes.len) {
+        int come = has_come(from, leg, begun, known);
+        if (come != COMPLETE) return come;
+        coming = from->memory->data[!from->out];
+        read = atomic_load_explicit(&in->read, memory_order_relaxed) + (size_t)leg->comes.len - known;
+        in_start = atomic_load_explicit(&in->start, memory_order_relaxed);
+        if (is_torn(read - in_start, bytes, leg->element)) return STUCK;
+    }
+    if (leg->goes.len) {
+        going = to->memory->data[to->out];
+        written = atomic_load_explicit(&out->written, memory_order_relaxed);
+        out_start = atomic_load_explicit(&out->start, memory_order_relaxed);
+        uint64_t used = written - atomic_load(&out->read);
+        if (to->over || used > CAPACITY || CAPACITY - used < head_out + bytes) return STUCK;
+        if (used == 0) atomic_store_explicit(&out->start, out_start = written, memory_order_relaxed);
+        if (is_torn(written + head_out - out_start, bytes, leg->element)) return STUCK;
+        lay(going, (size_t)((written - out_start) % CAPACITY), leg->goes.buf, head_out);
+        written += head_out;
+    }
+    for (size_t done = 0, step; done < bytes; done += step) {
+        size_t from_at = (size_t)((read - in_start) % CAPACITY), at = (size_t)((written - out_start) % CAPACITY);
+        step = least(bytes - done, BLOCK);
+        if (coming) step = least(step, CAPACITY - from_at);
+        if (going) step = least(step, CAPACITY - at);
+        move_on(going ? going + at : NULL, coming ? coming + from_at : NULL, (char *)leg->ours.buf + done, step,
+                leg->element, leg->stays, bytes >= MUCH);
+        read += step;
+        written += step;
+    }
+    if (going) publish(to, out, written);
+    if (coming) {
+        atomic_store(&in->read, read);
+        if (atomic_load(&in->written) - read <= CAPACITY / 2 && atomic_load(&in->full)) wake(from, &in->full);
+    }
+    return COMPLETE;
+}
+
+/* As far as it goes. Of the header that comes first `known` bytes, `begun`, have been read. */
+static int run_belt(Belt *self, const char *begun, size_t known)
+{
+    self->took = 0;
+    for (size_t moved = 0; self->done < self->count; self->done++) {
+        const Leg *leg = &self->legs[self->done];
+        if (moved >= AT_ONCE) return TURN_OVER;
+        if (!self->from->memory || !self->to->memory) return STUCK;
+        int how = run_leg(self->from, self->to, leg, begun, self->took ? 0 : known);
+        if (how != COMPLETE) return how;
+        self->took = self->took || leg->comes.len;
+        moved += (size_t)leg->ours.len;
+        sched_yield(); /* to who waits for what went: it is still in the cache */
+    }
+    return COMPLETE;
+}

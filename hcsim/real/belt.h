@@ -9,6 +9,7 @@
 #include "ring.h"
 
 #define MAX_HEAD 256
+#define PATIENCE 8
 #define MOST (CAPACITY / 2 - MAX_HEAD) /* of a payload: one is read, another written; and who writes has room for it */
 
 typedef struct {
@@ -47,16 +48,16 @@ static int is_there(Rings *self, size_t bytes)
     return 1;
 }
 
-static void peek(const char *data, size_t at, char *into, size_t bytes)
+static void peek(const char *data, size_t lap, size_t at, char *into, size_t bytes)
 {
-    size_t before_end = least(bytes, CAPACITY - at);
+    size_t before_end = least(bytes, lap - at);
     memcpy(into, data + at, before_end);
     memcpy(into + before_end, data, bytes - before_end);
 }
 
-static void lay(char *data, size_t at, const char *from, size_t bytes)
+static void lay(char *data, size_t lap, size_t at, const char *from, size_t bytes)
 {
-    size_t before_end = least(bytes, CAPACITY - at);
+    size_t before_end = least(bytes, lap - at);
     memcpy(data + at, from, before_end);
     memcpy(data, from + before_end, bytes - before_end);
 }
@@ -70,24 +71,24 @@ static int has_come(Rings *from, const Leg *leg, const char *begun, size_t known
     if (known > head || memcmp(begun, leg->comes.buf, known)) return OTHERS;
     if (is_there(from, head - known)) {
         uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed);
-        uint64_t start = atomic_load_explicit(&in->start, memory_order_relaxed);
-        if (atomic_load(&in->written) - read > CAPACITY) return OTHERS; /* who reads in the usual way will say so */
-        peek(from->memory->data[!from->out], (size_t)((read - start) % CAPACITY), rest, head - known);
+        size_t lap = lap_of(in), bytes = head - known + (size_t)leg->ours.len;
+        if (known < head && atomic_load(&in->written) - read > lap) return OTHERS; /* who reads as usual will say so */
+        if (known < head) peek(from->memory->data[!from->out], lap, place(in, read, lap), rest, head - known);
         if (memcmp(rest, (const char *)leg->comes.buf + known, head - known)) return OTHERS;
-        if (is_there(from, head - known + (size_t)leg->ours.len)) {
+        if (is_there(from, bytes)) {
             from->reader_sleeps = 0; /* whoever wrote it may ring no more */
             return COMPLETE;
         }
+        if (bytes > lap / 2) return STUCK; /* its writer may sleep until more of it has been read */
     }
     from->reader_sleeps = !from->over;
     return from->over ? OTHERS : WAITS;
 }
 
-/* Whether an element would lie both at the end of the memory and at its beginning. */
-static int is_torn(uint64_t begin, size_t bytes, size_t element)
+/* Whether an element would lie both at the end of a lap and at its beginning. */
+static int is_torn(size_t lap, size_t at, size_t bytes, size_t element)
 {
-    size_t before_end = CAPACITY - (size_t)(begin % CAPACITY);
-    return before_end < bytes && before_end % element;
+    return lap - at < bytes && (lap - at) % element;
 }
 
 /* From one ring (or NULL) to the other (or NULL), and to our place or from there. */
@@ -114,43 +115,56 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
     Counters *in = &from->memory->counters[!from->out], *out = &to->memory->counters[to->out];
     const char *coming = NULL;
     char *going = NULL;
-    uint64_t read = 0, in_start = 0, written = 0, out_start = 0;
+    uint64_t read = 0, written = 0;
+    size_t in_lap = 0, out_lap = 0, from_at = 0, at = 0;
     if (bytes > MOST) return STUCK;
     if (leg->comes.len) {
         int come = has_come(from, leg, begun, known);
         if (come != COMPLETE) return come;
         coming = from->memory->data[!from->out];
         read = atomic_load_explicit(&in->read, memory_order_relaxed) + (size_t)leg->comes.len - known;
-        in_start = atomic_load_explicit(&in->start, memory_order_relaxed);
-        if (is_torn(read - in_start, bytes, leg->element)) return STUCK;
+        if (!(in_lap = lap_of(in))) return OTHERS;
+        from_at = place(in, read, in_lap);
+        if (is_torn(in_lap, from_at, bytes, leg->element)) return STUCK;
     }
     if (leg->goes.len) {
         going = to->memory->data[to->out];
         written = atomic_load_explicit(&out->written, memory_order_relaxed);
-        out_start = atomic_load_explicit(&out->start, memory_order_relaxed);
         uint64_t used = written - atomic_load(&out->read);
-        if (to->over || used > CAPACITY || CAPACITY - used < head_out + bytes) return STUCK;
-        if (used == 0) atomic_store_explicit(&out->start, out_start = written, memory_order_relaxed);
-        if (is_torn(written + head_out - out_start, bytes, leg->element)) return STUCK;
-        lay(going, (size_t)((written - out_start) % CAPACITY), leg->goes.buf, head_out);
+        if (to->over) return STUCK;
+        if (used == 0) begin(out, written, head_out + bytes);
+        out_lap = lap_of(out);
+        if (used > out_lap || out_lap - used < head_out + bytes) return STUCK;
+        lay(going, out_lap, place(out, written, out_lap), leg->goes.buf, head_out);
         written += head_out;
+        at = place(out, written, out_lap);
+        if (is_torn(out_lap, at, bytes, leg->element)) return STUCK;
     }
     for (size_t done = 0, step; done < bytes; done += step) {
-        size_t from_at = (size_t)((read - in_start) % CAPACITY), at = (size_t)((written - out_start) % CAPACITY);
         step = least(bytes - done, BLOCK);
-        if (coming) step = least(step, CAPACITY - from_at);
-        if (going) step = least(step, CAPACITY - at);
+        if (coming) step = least(step, in_lap - from_at);
+        if (going) step = least(step, out_lap - at);
         move_on(going ? going + at : NULL, coming ? coming + from_at : NULL, (char *)leg->ours.buf + done, step,
                 leg->element, leg->stays, bytes >= MUCH);
-        read += step;
-        written += step;
+        if (coming) from_at = (from_at + step) % in_lap;
+        if (going) at = (at + step) % out_lap;
     }
+    read += bytes;
+    written += bytes;
     if (going) publish(to, out, written);
     if (coming) {
         atomic_store(&in->read, read);
-        if (atomic_load(&in->written) - read <= CAPACITY / 2 && atomic_load(&in->full)) wake(from, &in->full);
+        if (atomic_load(&in->written) - read <= in_lap / 2 && atomic_load(&in->full)) wake(from, &in->full);
     }
     return COMPLETE;
+}
+
+/* Who is further ahead than the next one needs lets it go first, a few times: what is under way stays in the caches. */
+static void keep_pace(Rings *to, size_t bytes)
+{
+    Counters *out = &to->memory->counters[to->out];
+    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
+    for (int i = 0; i < PATIENCE && written - atomic_load(&out->read) >= bytes; i++) sched_yield();
 }
 
 /* As far as it goes. Of the header that comes first `known` bytes, `begun`, have been read. */
@@ -161,6 +175,7 @@ static int run_belt(Belt *self, const char *begun, size_t known)
         const Leg *leg = &self->legs[self->done];
         if (moved >= AT_ONCE) return TURN_OVER;
         if (!self->from->memory || !self->to->memory) return STUCK;
+        if (leg->goes.len) keep_pace(self->to, (size_t)leg->ours.len);
         int how = run_leg(self->from, self->to, leg, begun, self->took ? 0 : known);
         if (how != COMPLETE) return how;
         self->took = self->took || leg->comes.len;

@@ -18,6 +18,7 @@
 #endif
 
 #define CAPACITY ((size_t)4224 * 1024) /* 2 MiB and what comes with them fit twice: the one is read, the other written */
+#define SHORT_LAP ((size_t)1088 * 1024) /* as much of it is used at least */
 #define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
 #define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
 #define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
@@ -25,7 +26,8 @@
 
 typedef struct {
     _Alignas(128) _Atomic uint64_t written; /* bytes since the beginning; the writer's */
-    _Atomic uint64_t start;                 /* the count at which the memory's first byte was written last */
+    _Atomic uint64_t start;                 /* the count at which a lap began; the writer's, while nothing is unread */
+    _Atomic uint64_t lap;                   /* after so many bytes it begins at the memory's first one again; likewise */
     _Alignas(128) _Atomic uint64_t read;    /* the reader's */
     _Alignas(128) _Atomic uint64_t awaited; /* how much the reader sleeps for, or 0; cleared by who wakes it */
     _Atomic uint64_t full;                  /* whether the writer sleeps; likewise */
@@ -59,6 +61,28 @@ static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* -- writing */
 
+/* Begin at the beginning, since nothing is unread: what need not be large stays in the caches, and takes few pages. Of
+   what comes now, one is read, one is written, and one waits. */
+static void begin(Counters *ring, uint64_t written, size_t bytes)
+{
+    size_t lap = least(bytes, CAPACITY) * 3 / 4096 * 4096 + 4096;
+    atomic_store_explicit(&ring->start, written, memory_order_relaxed);
+    atomic_store_explicit(&ring->lap, lap < SHORT_LAP ? SHORT_LAP : least(lap, CAPACITY), memory_order_relaxed);
+}
+
+/* Where in the memory a count lies. */
+static size_t place(Counters *ring, uint64_t count, size_t lap)
+{
+    return (size_t)((count - atomic_load_explicit(&ring->start, memory_order_relaxed)) % lap);
+}
+
+/* How long a lap is, as its writer says; 0 if that cannot be. */
+static size_t lap_of(Counters *ring)
+{
+    uint64_t lap = atomic_load_explicit(&ring->lap, memory_order_relaxed);
+    return SHORT_LAP <= lap && lap <= CAPACITY && lap % 4096 == 0 ? (size_t)lap : 0;
+}
+
 static void publish(Rings *self, Counters *ring, uint64_t written)
 {
     atomic_store(&ring->written, written);
@@ -72,20 +96,19 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
     Counters *ring = &self->memory->counters[self->out];
     char *data = self->memory->data[self->out];
     uint64_t before = atomic_load_explicit(&ring->written, memory_order_relaxed), written = before, told = before;
-    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
+    size_t wanted = 0;
+    for (int i = 0; i < count; i++) wanted += (size_t)parts[i].len;
     for (int i = 0; i < count; i++) {
         const char *from = parts[i].buf;
         size_t left = (size_t)parts[i].len;
         while (left) {
             /* Not merely acquired: that could be loaded before `full`, which who looks once more has just stored. */
             size_t used = (size_t)(written - atomic_load(&ring->read));
-            if (used > CAPACITY) return BROKEN;
-            if (used == 0) { /* begin at the beginning: what need not be large stays in the cache */
-                start = written;
-                atomic_store_explicit(&ring->start, start, memory_order_relaxed);
-            }
-            size_t at = (size_t)((written - start) % CAPACITY);
-            size_t step = least(least(left, BLOCK), least(CAPACITY - used, CAPACITY - at));
+            if (used == 0) begin(ring, written, wanted - (size_t)(written - before));
+            size_t lap = lap_of(ring);
+            if (used > lap) return BROKEN;
+            size_t at = place(ring, written, lap);
+            size_t step = least(least(left, BLOCK), least(lap - used, lap - at));
             step = least(step, AT_ONCE - (size_t)(written - before));
             if (!step) goto done;
             copy(data + at, from, step, 0);
@@ -119,9 +142,9 @@ static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, i
 /* -- reading */
 
 /* Take `bytes`, all within the ring: as they are where `element` is 1, else added as floats of that size. */
-static void take(const char *data, size_t at, char *into, size_t bytes, size_t element, int far)
+static void take(const char *data, size_t lap, size_t at, char *into, size_t bytes, size_t element, int far)
 {
-    size_t whole = least(bytes, (CAPACITY - at) / element * element);
+    size_t whole = least(bytes, (lap - at) / element * element);
     char torn[sizeof(double)];
     if (element == 1) {
         copy(into, data + at, whole, far);
@@ -130,7 +153,7 @@ static void take(const char *data, size_t at, char *into, size_t bytes, size_t e
     }
     add(into, data + at, whole, element);
     if (whole == bytes) return;
-    size_t before_end = CAPACITY - at - whole; /* an element may lie at the end and at the beginning */
+    size_t before_end = lap - at - whole; /* an element may lie at the end and at the beginning */
     if (before_end) {
         memcpy(torn, data + at + whole, before_end);
         memcpy(torn + before_end, data, element - before_end);
@@ -146,16 +169,16 @@ static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int
     const char *data = self->memory->data[!self->out];
     uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
     uint64_t written = atomic_load(&ring->written);
-    if (written - read > CAPACITY) return BROKEN;
-    uint64_t start = atomic_load_explicit(&ring->start, memory_order_relaxed);
+    size_t lap = lap_of(ring);
+    if (written - read > lap) return BROKEN;
     size_t moved = 0, there = least((size_t)(written - read), bytes) / element * element;
     while (moved < there) {
         size_t step = least(there - moved, BLOCK);
-        take(data, (size_t)((read - start) % CAPACITY), into + moved, step, element, far);
+        take(data, lap, place(ring, read, lap), into + moved, step, element, far);
         moved += step;
         read += step;
         atomic_store(&ring->read, read);
-        if (written - read <= CAPACITY / 2 && atomic_load(&ring->full)) wake(self, &ring->full);
+        if (written - read <= lap / 2 && atomic_load(&ring->full)) wake(self, &ring->full);
     }
     return (Py_ssize_t)moved;
 }

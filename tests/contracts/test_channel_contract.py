@@ -218,7 +218,7 @@ def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, fl
     arena.run(body)
 
 
-FLOATS = 100_001
+FLOATS = 50_001
 OTHERS_STEP = 77
 
 
@@ -295,7 +295,7 @@ def test_what_is_passed_on_is_what_would_have_been_received_and_sent(arena, adds
         async def send():
             for number in range(1, 5):
                 if number == 3:
-                    await client.send(Header(3, step=OTHERS_STEP), memoryview(b"say"))
+                    await client.send(Header(4, step=OTHERS_STEP), memoryview(b"say!"))
                 await client.send(Header(sent[number].nbytes, step=number), sent[number].view(np.uint8).data)
 
         sending = left.spawn(send(), name="sender")
@@ -309,7 +309,7 @@ def test_what_is_passed_on_is_what_would_have_been_received_and_sent(arena, adds
                 np.testing.assert_array_equal(ours[number], expected)
         await sending
         assert await passing == (5 if middle.onward.outlet is not None else 0)
-        assert middle.others == [b"say"]
+        assert middle.others == [b"say!"]
         np.testing.assert_array_equal(ours[4], sent[4] + np.float32(4.5) if adds else sent[4])
 
     arena.run(body)

@@ -36,6 +36,8 @@ from tests.real.squatting import met_by_a_squatter
 rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
 
 CAPACITY = 4224 * 2**10
+_COUNTERS_BYTES, _LAP_AT = 2 * 3 * 128, 16
+"""Where the memory's first ring begins, and where its writer says how long a lap is; see ring.h."""
 LIMIT_S = 60.0
 
 
@@ -681,8 +683,7 @@ def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> Non
         belt = reader.belt(
             to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, 1, True) for n, place in enumerate(places)]
         )
-        for number in range(8):
-            writer.write([HEAD, bytes([number]) * 2**19])
+        assert writer.write([b"".join(HEAD + bytes([number]) * 2**19 for number in range(8))]) == 8 * (56 + 2**19)
         assert belt.run(NONE) == How.TURN_OVER
         assert belt.done == 9
         assert belt.run(NONE) == How.COMPLETE
@@ -706,6 +707,7 @@ def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
         writer.write([bytes(1)])
         writer.write([bytes(1)])
         assert readers_bell.recv(10) == b"\0"
+        reader.read(memoryview(bytearray(101)))
         writer.write([bytes(2 * CAPACITY)])
         with pytest.raises(BlockingIOError):
             writer.write([b"more"])
@@ -717,6 +719,54 @@ def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
         assert writers_bell.recv(10) == b"\0"
         reader.rung(False)
         assert not reader.let_reader_sleep()
+
+
+def test_what_is_short_goes_around_in_a_short_lap_and_what_is_long_takes_all_the_room_once_the_ring_is_empty() -> None:
+    """Though there is always something unread: each page that is used is the process's."""
+    memory, bells = rings.memory(), socket.socketpair()
+    try:
+        with mmap.mmap(memory, 0) as seen:
+            writer, reader = (rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2))
+            into = memoryview(bytearray(2**17))
+            writer.write([bytes([1]) * 2**17])
+            for number in range(2, 60):
+                assert writer.write([bytes([number]) * 2**17]) == 2**17
+                assert reader.read(into) == 2**17
+                assert into == bytes([number - 1]) * 2**17
+            short = 1088 * 1024
+            assert not any(seen[_COUNTERS_BYTES + short : _COUNTERS_BYTES + CAPACITY])
+            assert writer.write([bytes([60]) * CAPACITY]) == short - 2**17  # which is still unread
+            drained = memoryview(bytearray(short))
+            assert reader.read(drained) == short
+            assert writer.write([bytes([61]) * CAPACITY]) == CAPACITY
+            assert reader.read(memoryview(bytearray(CAPACITY))) == CAPACITY
+            del writer, reader
+    finally:
+        os.close(memory)
+        for bell in bells:
+            bell.close()
+
+
+@pytest.mark.parametrize("lap", [0, 4096, 1088 * 1024 + 8, CAPACITY + 4096, 2**63])
+def test_a_lap_that_cannot_be_breaks_the_stream_and_nothing_else(lap: int) -> None:
+    memory, bells = rings.memory(), socket.socketpair()
+    try:
+        with mmap.mmap(memory, 0) as seen:
+            writer, reader = (rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2))
+            place = memoryview(bytearray(1000))
+            belt = reader.belt(reader, [(HEAD, NONE, place, 1, True)])
+            writer.write([HEAD, bytes(1000)])
+            struct.pack_into("@Q", seen, _LAP_AT, lap)
+            assert belt.run(NONE) == How.OTHERS
+            with pytest.raises(OSError, match="rotocol"):
+                reader.read(place)
+            with pytest.raises(OSError, match="rotocol"):
+                writer.write([b"more"])
+            del writer, reader, belt
+    finally:
+        os.close(memory)
+        for bell in bells:
+            bell.close()
 
 
 def test_what_was_written_can_be_read_after_the_end_and_nothing_can_be_written() -> None:

@@ -107,6 +107,14 @@ static void move_on(char *on, const char *from, char *ours, size_t bytes, size_t
     }
 }
 
+/* How much of a ring a belt uses, in which there is always something unread: one frame is read, one is written, and one
+   waits. Who only sends has all of it: nobody may be there yet to read. */
+static size_t lap_for(size_t bytes)
+{
+    size_t lap = bytes * 3 / 4096 * 4096 + 4096;
+    return lap < SHORT_LAP ? SHORT_LAP : least(lap, CAPACITY);
+}
+
 /* One frame, all of it or nothing: nobody waits in the middle of one. It is told to the next one when it is whole, who
    has no use for less. */
 static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, size_t known)
@@ -132,7 +140,7 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
         written = atomic_load_explicit(&out->written, memory_order_relaxed);
         uint64_t used = written - atomic_load(&out->read);
         if (to->over) return STUCK;
-        if (used == 0) begin(out, written, head_out + bytes);
+        if (used == 0) begin(out, written, lap_for(head_out + bytes));
         out_lap = lap_of(out);
         if (used > out_lap || out_lap - used < head_out + bytes) return STUCK;
         lay(going, out_lap, place(out, written, out_lap), leg->goes.buf, head_out);

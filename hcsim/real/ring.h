@@ -18,7 +18,7 @@
 #endif
 
 #define CAPACITY ((size_t)4224 * 1024) /* 2 MiB and what comes with them fit twice: the one is read, the other written */
-#define SHORT_LAP ((size_t)1088 * 1024) /* as much of it is used at least */
+#define SHORT_LAP ((size_t)1088 * 1024) /* as much of it is used at least, where there is always something unread */
 #define BLOCK ((size_t)256 * 1024)  /* is told to the other end as soon as it has been copied */
 #define ENOUGH ((size_t)512 * 1024) /* who waits for more is woken for this much */
 #define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
@@ -61,13 +61,11 @@ static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* -- writing */
 
-/* Begin at the beginning, since nothing is unread: what need not be large stays in the caches, and takes few pages. Of
-   what comes now, one is read, one is written, and one waits. */
-static void begin(Counters *ring, uint64_t written, size_t bytes)
+/* Begin at the beginning, since nothing is unread: what need not be large stays in the caches, and takes few pages. */
+static void begin(Counters *ring, uint64_t written, size_t lap)
 {
-    size_t lap = least(bytes, CAPACITY) * 3 / 4096 * 4096 + 4096;
     atomic_store_explicit(&ring->start, written, memory_order_relaxed);
-    atomic_store_explicit(&ring->lap, lap < SHORT_LAP ? SHORT_LAP : least(lap, CAPACITY), memory_order_relaxed);
+    atomic_store_explicit(&ring->lap, lap, memory_order_relaxed);
 }
 
 /* Where in the memory a count lies. */
@@ -96,15 +94,13 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
     Counters *ring = &self->memory->counters[self->out];
     char *data = self->memory->data[self->out];
     uint64_t before = atomic_load_explicit(&ring->written, memory_order_relaxed), written = before, told = before;
-    size_t wanted = 0;
-    for (int i = 0; i < count; i++) wanted += (size_t)parts[i].len;
     for (int i = 0; i < count; i++) {
         const char *from = parts[i].buf;
         size_t left = (size_t)parts[i].len;
         while (left) {
             /* Not merely acquired: that could be loaded before `full`, which who looks once more has just stored. */
             size_t used = (size_t)(written - atomic_load(&ring->read));
-            if (used == 0) begin(ring, written, wanted - (size_t)(written - before));
+            if (used == 0) begin(ring, written, CAPACITY);
             size_t lap = lap_of(ring);
             if (used > lap) return BROKEN;
             size_t at = place(ring, written, lap);

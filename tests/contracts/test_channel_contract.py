@@ -226,7 +226,7 @@ class Middle:
     """Pumps what comes over one channel, and conveys what of it goes on over another."""
 
     def __init__(self, host, incoming, onward):
-        self.landed, self.others = asyncio.Queue(), []
+        self.landed, self.others, self.begun = asyncio.Queue(), [], asyncio.Event()
         self.incoming, self.onward = incoming, onward
         host.spawn(incoming.pump(lambda _: None, self._land), name="pump")
 
@@ -243,6 +243,7 @@ class Middle:
         def moved(number):
             nonlocal done
             done = number
+            self.begun.set()
 
         ours, theirs = self.incoming.outlet, self.onward.outlet
         if ours is not None and theirs is not None:
@@ -257,6 +258,7 @@ class Middle:
                 mine[:] = mine + came if leg.element_bytes == 4 else came
             if leg.goes is not None:
                 await self.onward.send(leg.goes, leg.into)
+            self.begun.set()
         return by_itself
 
 
@@ -344,6 +346,7 @@ def test_who_gives_up_passing_on_gets_no_more_and_the_channels_are_as_before(are
         ours = [np.full(FLOATS, value, np.float32) for value in (1, 2, 3)]
         passing = right.spawn(middle.pass_on(legs_of(ours, adds=True, stays=True)), name="middle")
         await there.recv(lambda _: None)
+        await middle.begun.wait()
         passing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await passing

@@ -17,6 +17,9 @@ from hcsim.transport.link import Link
 
 Taken: TypeAlias = Recv | Reduce
 
+_STAGES_AT_ONCE = 32
+"""How many are prepared before the first of them moves: the other ranks can begin meanwhile."""
+
 
 class Stage(NamedTuple):
     """A round of that kind; it may lack one of the two."""
@@ -67,10 +70,6 @@ def _parts(actions: Round) -> tuple[Send | None, Taken | None] | None:
 
 def _range(action: Send | Taken) -> tuple[int, int]:
     return action.lo, action.hi
-
-
-_STAGES_AT_ONCE = 32
-"""How many are prepared before the first of them moves: the other ranks can begin meanwhile."""
 
 
 class At(NamedTuple):

@@ -21,7 +21,7 @@ NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""
 TAG_BITS = BUCKET_BITS + 64 - NUMBER_BITS
 WORTH_CONVEYING_BYTES = 2**15
-"""From here on a message is passed on without a stop, where that is possible."""
+"""What is shorter gains little: rings, in which most is only passed on, are for long messages."""
 _DATA = Kind.DATA  # an enum's member takes long to look up
 
 

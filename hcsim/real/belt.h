@@ -42,6 +42,7 @@ static int is_there(Rings *self, size_t bytes)
     Counters *ring = &self->memory->counters[!self->out];
     uint64_t read = atomic_load_explicit(&ring->read, memory_order_relaxed);
     if (atomic_load(&ring->written) - read >= bytes) return 1;
+    self->reader_sleeps = 0; /* for what another belt waits for nobody will ring any more */
     atomic_store(&ring->awaited, bytes);
     if (atomic_load(&ring->written) - read < bytes) return 0;
     atomic_store(&ring->awaited, 0);

@@ -32,7 +32,7 @@ from hcsim.runtime.address import join_address
 
 _ABSTRACT = sys.platform == "linux"
 """Whether a Unix socket can have a name that is no file; it belongs to a network namespace then, as addresses do."""
-_VERSION = 3
+_VERSION = 4
 """Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
 _BACKLOG = 128
 _GREETING_BYTES = 64

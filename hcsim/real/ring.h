@@ -24,6 +24,8 @@
 #define AT_ONCE CAPACITY            /* a call ends then, however fast the other end is: its thread has more to do */
 #define MUCH ((size_t)1024 * 1024)  /* and more do not stay in a cache until they are used */
 
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "a lock would be one process's own");
+
 typedef struct {
     _Alignas(128) _Atomic uint64_t written; /* bytes since the beginning; the writer's */
     _Atomic uint64_t start;                 /* the count at which a lap began; the writer's, while nothing is unread */
@@ -102,7 +104,7 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
             size_t used = (size_t)(written - atomic_load(&ring->read));
             if (used == 0) begin(ring, written, CAPACITY);
             size_t lap = lap_of(ring);
-            if (used > lap) return BROKEN;
+            if (!lap || used > lap) return BROKEN;
             size_t at = place(ring, written, lap);
             size_t step = least(least(left, BLOCK), least(lap - used, lap - at));
             step = least(step, AT_ONCE - (size_t)(written - before));

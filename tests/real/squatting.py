@@ -17,7 +17,7 @@ async def met_by_a_squatter(
 ) -> AsyncIterator[tuple[asyncio.Task[Channel], socket.socket]]:
     """The host dials the address, and somebody else opens the door: the attempt, and the squatter's end of it."""
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"\0hcsim-3-{kind}{address}")
+        door.bind(f"\0hcsim-4-{kind}{address}")
         door.listen()
         door.setblocking(False)
         dialling = asyncio.create_task(host.connect(address, timeout_s=timeout_s))

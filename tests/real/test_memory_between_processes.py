@@ -190,7 +190,7 @@ def test_another_user_does_not_get_in_and_is_not_trusted_with_ours() -> None:
     async def body() -> None:
         async with RealHost(RealOptions("right"), on_refused=refused.append) as host:
             listener = await host.listen("127.0.0.1:0")
-            door = f"hcsim-3-{listener.address}"
+            door = f"hcsim-4-{listener.address}"
             knocking = await asyncio.create_subprocess_exec(sys.executable, "-c", KNOCKS, door, str(NOBODY))
             assert await knocking.wait() == 0
         assert ["another user's" in str(error) for error in refused] == [True]
@@ -216,7 +216,7 @@ def test_a_door_of_another_user_is_passed_by() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", SQUATS, f"hcsim-3-{address}", str(NOBODY)]
+        command = [sys.executable, "-c", SQUATS, f"hcsim-4-{address}", str(NOBODY)]
         with subprocess.Popen(command, stdin=pipe, stdout=pipe) as squatter:  # noqa: ASYNC220
             assert squatter.stdout is not None
             squatter.stdout.readline()
@@ -308,7 +308,7 @@ def small_memory() -> int:
 @contextmanager
 def knocking(listener: Listener) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(f"\0hcsim-3-{listener.address}")
+        sock.connect(f"\0hcsim-4-{listener.address}")
         yield sock
 
 
@@ -405,6 +405,18 @@ def two_ends() -> Iterator[tuple[rings.Rings, rings.Rings, socket.socket, socket
         for bell in bells:
             bell.setblocking(False)
         yield (*(rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2)), *bells)
+    finally:
+        os.close(memory)
+        for bell in bells:
+            bell.close()
+
+
+@contextmanager
+def memory_of_two_ends() -> Iterator[tuple[mmap.mmap, rings.Rings, rings.Rings]]:
+    memory, bells = rings.memory(), socket.socketpair()
+    try:
+        with mmap.mmap(memory, 0) as seen:
+            yield (seen, *(rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2)))
     finally:
         os.close(memory)
         for bell in bells:
@@ -677,6 +689,19 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
         assert has_rung(readers_bell)
 
 
+def test_who_waits_for_a_belt_does_not_sleep_when_another_belt_has_got_stuck() -> None:
+    """Whoever wrote has not looked yet whether anybody sleeps, and finds that all of a frame is awaited, not a byte."""
+    with memory_of_two_ends() as (seen, writer, reader):
+        waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), 1, True)])
+        stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), 1, True)])
+        assert waiting.run(NONE) == How.WAITS
+        assert reader.let_reader_sleep()
+        writer.write([NEXT, bytes(1000)])
+        struct.pack_into("@Q", seen, _LAP_AT, 1088 * 1024)
+        assert stuck.run(NONE) == How.STUCK
+        assert not reader.let_reader_sleep()
+
+
 def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> None:
     places = [bytearray(2**19) for _ in range(10)]
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
@@ -722,50 +747,34 @@ def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
 
 def test_a_belt_of_short_frames_uses_little_of_the_ring_and_who_sends_has_all_of_it_once_it_is_empty() -> None:
     """Though there is always something unread: each page that is used is the process's."""
-    memory, bells = rings.memory(), socket.socketpair()
-    try:
-        with mmap.mmap(memory, 0) as seen:
-            writer, reader = (rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2))
-            places = [bytes([number]) * 2**17 for number in range(60)]
-            frame = memoryview(bytearray(56 + 2**17))
-            for number, place in enumerate(places):
-                assert writer.belt(writer, [(NONE, HEAD, place, 1, True)]).run(NONE) == How.COMPLETE
-                if number:
-                    assert reader.read(frame) == len(frame)
-                    assert frame[56:] == places[number - 1]
-            short = 1088 * 1024
-            assert not any(seen[_COUNTERS_BYTES + short : _COUNTERS_BYTES + CAPACITY])
-            assert writer.write([bytes(CAPACITY)]) == short - len(frame)  # which is still unread
-            assert reader.read(memoryview(bytearray(short))) == short
-            assert writer.write([bytes(10)]) == 10
-            assert writer.write([bytes(CAPACITY)]) == CAPACITY - 10
-            del writer, reader
-    finally:
-        os.close(memory)
-        for bell in bells:
-            bell.close()
+    with memory_of_two_ends() as (seen, writer, reader):
+        places = [bytes([number]) * 2**17 for number in range(60)]
+        frame = memoryview(bytearray(56 + 2**17))
+        for number, place in enumerate(places):
+            assert writer.belt(writer, [(NONE, HEAD, place, 1, True)]).run(NONE) == How.COMPLETE
+            if number:
+                assert reader.read(frame) == len(frame)
+                assert frame[56:] == places[number - 1]
+        short = 1088 * 1024
+        assert not any(seen[_COUNTERS_BYTES + short : _COUNTERS_BYTES + CAPACITY])
+        assert writer.write([bytes(CAPACITY)]) == short - len(frame)  # which is still unread
+        assert reader.read(memoryview(bytearray(short))) == short
+        assert writer.write([bytes(10)]) == 10
+        assert writer.write([bytes(CAPACITY)]) == CAPACITY - 10
 
 
 @pytest.mark.parametrize("lap", [0, 4096, 1088 * 1024 + 8, CAPACITY + 4096, 2**63])
 def test_a_lap_that_cannot_be_breaks_the_stream_and_nothing_else(lap: int) -> None:
-    memory, bells = rings.memory(), socket.socketpair()
-    try:
-        with mmap.mmap(memory, 0) as seen:
-            writer, reader = (rings.Rings(memory, bells[i].fileno(), i == 0) for i in range(2))
-            place = memoryview(bytearray(1000))
-            belt = reader.belt(reader, [(HEAD, NONE, place, 1, True)])
-            writer.write([HEAD, bytes(1000)])
-            struct.pack_into("@Q", seen, _LAP_AT, lap)
-            assert belt.run(NONE) == How.OTHERS
-            with pytest.raises(OSError, match="rotocol"):
-                reader.read(place)
-            with pytest.raises(OSError, match="rotocol"):
-                writer.write([b"more"])
-            del writer, reader, belt
-    finally:
-        os.close(memory)
-        for bell in bells:
-            bell.close()
+    with memory_of_two_ends() as (seen, writer, reader):
+        place = memoryview(bytearray(1000))
+        belt = reader.belt(reader, [(HEAD, NONE, place, 1, True)])
+        writer.write([HEAD, bytes(1000)])
+        struct.pack_into("@Q", seen, _LAP_AT, lap)
+        assert belt.run(NONE) == How.OTHERS
+        with pytest.raises(OSError, match="rotocol"):
+            reader.read(place)
+        with pytest.raises(OSError, match="rotocol"):
+            writer.write([b"more"])
 
 
 def test_what_was_written_can_be_read_after_the_end_and_nothing_can_be_written() -> None:
@@ -895,7 +904,7 @@ asyncio.run(main())
 def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_child_lives_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as door:
         address = f"127.0.0.1:{tcp.getsockname()[1]}"
-        door.bind(f"\0hcsim-3-{address}")
+        door.bind(f"\0hcsim-4-{address}")
         door.listen()
         door.settimeout(LIMIT_S)
         command, pipe = [sys.executable, "-c", FORKS_WHILE_IT_DIALS, address], subprocess.PIPE

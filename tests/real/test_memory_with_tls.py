@@ -231,7 +231,7 @@ def test_a_process_that_gets_between_two_and_keeps_the_memory_is_found_out() -> 
         async with RealHost(member(LEFT)) as near, listening(member(RIGHT), told) as listener:
             port = int(listener.address.rpartition(":")[2])
             trap = f"127.0.0.2:{port}"
-            command = [sys.executable, "-c", BETWEEN, f"hcsim-3-tls-{trap}", f"hcsim-3-tls-{listener.address}"]
+            command = [sys.executable, "-c", BETWEEN, f"hcsim-4-tls-{trap}", f"hcsim-4-tls-{listener.address}"]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as between:  # noqa: ASYNC220
                 assert between.stdout is not None
                 assert between.stdout.readline() == "open\n"

@@ -168,12 +168,18 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
     return COMPLETE;
 }
 
-/* Who is further ahead than the next one needs lets it go first, a few times: what is under way stays in the caches. */
+/* Who is further ahead than the next one needs lets it go first, a few times: what is under way stays in the caches.
+   But not if that does not help: then somebody else's program has the processor. */
 static void keep_pace(Rings *to, size_t bytes)
 {
     Counters *out = &to->memory->counters[to->out];
-    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
-    for (int i = 0; i < PATIENCE && written - atomic_load(&out->read) >= bytes; i++) sched_yield();
+    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed), read = atomic_load(&out->read), before;
+    for (int i = 0; i < PATIENCE && written - read >= bytes; i++) {
+        before = read;
+        sched_yield();
+        read = atomic_load(&out->read);
+        if (read == before) return;
+    }
 }
 
 /* As far as it goes. Of the header that comes first `known` bytes, `begun`, have been read. */

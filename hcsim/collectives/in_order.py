@@ -63,7 +63,9 @@ class InOrder:
             state.step = step
             posted = ahead
             sending = True
-            for number, action in enumerate(actions):
+            number = -1
+            for action in actions:
+                number += 1  # not by `enumerate`: among hundreds of ranks each object more is one that no cache holds
                 if type(action) is Send:
                     if sent:
                         sent = False  # it was passed on as it came

@@ -89,7 +89,7 @@ class Flow:
         self.alone = False
         """Nobody else is in what could hold it back, and it has all that it can take there."""
         self.resting: float | None = None
-        """Its rate while it went, where it has stopped and nobody else has come meanwhile: its place is kept."""
+        """Its rate while it went, if it has stopped and nobody has come meanwhile: its place and level are kept."""
 
     def __repr__(self) -> str:
         return f"Flow({self.id}, rate={self.rate!r})"
@@ -150,6 +150,7 @@ def end_solitude(flow: Flow) -> None:
     flow.alone = False
     if flow.resting is not None:
         flow.resting = flow.limit = None
+        flow.level = 0.0
         for resource, _ in flow.tight:
             resource.flows.clear()
             resource.load = 0.0

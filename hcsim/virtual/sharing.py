@@ -170,7 +170,6 @@ def _goes_on(flow: Flow, rate: float) -> bool:
     flow.settled = True
     flow.previous = 0.0
     flow.rate = rate
-    flow.level = rate / flow.weight
     flow.resting = None
     return True
 
@@ -196,7 +195,7 @@ def _leave(flow: Flow, disturbed: list[Resource]) -> None:
     rate = flow.rate
     if flow.alone:
         flow.resting = rate
-        flow.rate = flow.level = 0.0
+        flow.rate = 0.0
         return
     for resource, amount in flow.tight:
         flows = resource.flows

@@ -76,7 +76,7 @@ class Stream:
         self.on_pushed_dead: Callable[[], None] | None = None
         """Called for the first message that is sent after the other end is gone."""
         self._at_half: Callable[[], None] | None = None
-        self._held: deque[Message] = deque()
+        self._held: deque[Message] | None = None
         """What has come and may not be delivered yet; whatever comes after it waits behind it."""
         self._unacknowledged = 0
         """While acknowledgements are held: bytes that the sender takes for unread."""
@@ -139,7 +139,7 @@ class Stream:
         when = self._loop.now_ns + round(RTO_S * NS)
         if opened:
             self._not_before_ns = max(self._not_before_ns, self._arrival_ns, when)
-            if self._held:
+            if self._held is not None:
                 self._loop.call_at_ns(self._not_before_ns, self._let_go)
         if opened or acks_opened:
             self._loop.call_at_ns(when, self._resume)
@@ -166,7 +166,7 @@ class Stream:
     @property
     def unfinished(self) -> bool:
         """Whether something waits to leave, or is under way."""
-        return bool(self.queue) or self._arrival_ns > self._loop.now_ns or bool(self._held)
+        return bool(self.queue) or self._arrival_ns > self._loop.now_ns or self._held is not None
 
     def kill(self) -> None:
         """Nothing more leaves and nothing more arrives."""
@@ -325,10 +325,12 @@ class Stream:
         if self.dead:
             return
         # Where the way is closed, what was in the air will have to be sent again.
-        if self.blocked or self._held or self._loop.now_ns < self._not_before_ns:
+        if self.blocked or self._held is not None or self._loop.now_ns < self._not_before_ns:
+            if self._held is None:
+                self._held = deque()
+                if not self.blocked:
+                    self._loop.call_at_ns(self._not_before_ns, self._let_go)
             self._held.append(message)
-            if not self.blocked and len(self._held) == 1:
-                self._loop.call_at_ns(self._not_before_ns, self._let_go)
             return
         self.outstanding += message.size_bytes
         header = message.header
@@ -343,8 +345,8 @@ class Stream:
         """What was held arrives, in its order, unless something holds it longer."""
         if self._loop.now_ns < self._not_before_ns:
             self._loop.call_at_ns(self._not_before_ns, self._let_go)
-        elif not self.blocked:
-            held, self._held = self._held, deque()
+        elif not self.blocked and self._held is not None:
+            held, self._held = self._held, None
             for message in held:
                 self._arrive(message)
 

@@ -21,7 +21,6 @@ from hcsim.errors import UsageError
 Array = np.ndarray[Any, np.dtype[Any]]
 Combine: TypeAlias = Callable[[Array, Array, Array], object]
 """left, right, where the result goes."""
-Finisher: TypeAlias = Callable[[Array], object]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALF_WIDTH = (np.dtype(np.float16), BFLOAT16)
@@ -117,15 +116,8 @@ def _complex_product(left: Array, right: Array, out: Array) -> None:
             out[block].real, out[block].imag = real, imag
 
 
-@lru_cache(maxsize=256)
-def finisher(operation: str, world: int) -> Finisher | None:
-    """What is done to the finished reduction: a mean divides by the number of ranks."""
-    if operation != "mean" or world == 1:
-        return None
-
-    def divide(array: Array) -> None:
-        if array.dtype.kind == "c":  # both parts by a real number; a complex one would turn infinities into NaNs
-            array = array.view(array.real.dtype)
-        np.divide(array, world, out=array, casting="same_kind")
-
-    return divide
+def divide(array: Array, by: int) -> None:
+    """What a mean does last."""
+    if array.dtype.kind == "c":  # both parts by a real number; a complex one would turn infinities into NaNs
+        array = array.view(array.real.dtype)
+    np.divide(array, by, out=array, casting="same_kind")

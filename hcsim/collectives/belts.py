@@ -1,8 +1,8 @@
 """What a rank receives only to send it on, as in every round of a ring: channels may pass it on without a stop.
 
-A round that sends one range, then takes one, and does no more is a stage. Stages that follow each other make a belt,
-one leg for each frame that comes: where a stage sends what the one before has taken, that is one leg. It need not stay
-with us where the range is received anew before anybody asks for it.
+A round that sends one range, then takes one, perhaps finishes that, and does no more is a stage. Stages that follow
+each other make a belt, one leg for each frame that comes: where a stage sends what the one before has taken, that is
+one leg. It need not stay with us where the range is received anew before anybody asks for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Send
+from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Send
 from hcsim.collectives.wiring import WORTH_CONVEYING_BYTES, Progress, Wiring
 from hcsim.runtime.channel import Leg
 from hcsim.transport.link import Link
@@ -26,6 +26,8 @@ class Stage(NamedTuple):
 
     send: Send | None
     take: Taken | None
+    finishes: bool
+    """What it takes is the last of a reduction."""
     goes_on: bool
     """What it takes is what the next stage sends."""
     stays: bool
@@ -34,6 +36,8 @@ class Stage(NamedTuple):
 
 Stages: TypeAlias = tuple[Stage | None, ...]
 """By round; None where it does something else."""
+_Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
+"""A stage's, as far as its round alone tells."""
 
 
 def stages(plan: Plan) -> Stages:
@@ -41,7 +45,7 @@ def stages(plan: Plan) -> Stages:
     found: list[Stage | None] = []
     anew: dict[tuple[int, int], None] = {}
     """Ranges that are received, from here on, before anything else happens to them."""
-    after: tuple[Send | None, Taken | None] | None = None
+    after: _Parts | None = None
     stays = True
     """Whether what the round after sends is needed once it has been sent."""
     for actions in reversed(plan.rounds):
@@ -59,16 +63,20 @@ def stages(plan: Plan) -> Stages:
     return tuple(reversed(found))
 
 
-def _parts(actions: Round) -> tuple[Send | None, Taken | None] | None:
+def _parts(actions: Round) -> _Parts | None:
     send = actions[0] if actions and isinstance(actions[0], Send) else None
     rest = actions[1:] if send is not None else actions
-    if len(rest) > 1 or not actions:
-        return None
-    take = rest[0] if rest else None
-    return (send, take) if take is None or isinstance(take, Taken) else None
+    match rest:
+        case () if send is not None:
+            return send, None, False
+        case (Recv() | Reduce() as take,):
+            return send, take, False
+        case (Reduce() as take, Finish() as finish) if _range(take) == _range(finish):
+            return send, take, True
+    return None
 
 
-def _range(action: Send | Taken) -> tuple[int, int]:
+def _range(action: Action) -> tuple[int, int]:
     return action.lo, action.hi
 
 
@@ -147,7 +155,8 @@ class Belts:
                 break
             comes = wiring.header(take, step, source_rank)
             element_bytes = memory.element_bytes if type(take) is Reduce else 1
-            legs.append(Leg(comes, None, _place(memory, take), element_bytes, stage.stays))
+            divisor = memory.divisor if stage.finishes else 1
+            legs.append(Leg(comes, None, _place(memory, take), element_bytes, stage.stays, divisor))
             reached.append(At(step + 1, sent=False))
             goes_on = stage.goes_on
         return legs, reached

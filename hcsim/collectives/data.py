@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
-from hcsim.collectives.arithmetic import check, check_carried, combiner, finisher
+from hcsim.collectives.arithmetic import check, check_carried, combiner
 from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory, flat
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
@@ -66,8 +66,8 @@ def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
         check(op)
         return PhantomMemory(parts[0].itemsize)
     arrays = [array_of(part) for part in parts]
-    combine, finish = combiner(op, arrays[0].dtype), finisher(op, world)
-    return ArrayMemory(arrays, combine=combine, finisher=finish, adds=op in ("sum", "mean"))
+    combine, divisor = combiner(op, arrays[0].dtype), world if op == "mean" else 1
+    return ArrayMemory(arrays, combine=combine, divisor=divisor, adds=op in ("sum", "mean"))
 
 
 def moving(parts: Sequence[Data], base: int = 0) -> Memory:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hcsim.collectives.arithmetic import Combine, Finisher
+from hcsim.collectives.arithmetic import Combine, divide
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Fold, Payload, Phantom
 
@@ -61,6 +61,8 @@ class Memory(Protocol):
     is_phantom: bool
     adds_floats: bool
     """Whether ranges are combined by adding floats, of 4 or 8 bytes."""
+    divisor: int
+    """What a range is divided by when it is finished."""
 
     def payload(self, lo: int, hi: int) -> Payload:
         """The range, to be sent."""
@@ -88,6 +90,7 @@ class PhantomMemory:
     __slots__ = ("element_bytes",)
     is_phantom = True
     adds_floats = False
+    divisor = 1
 
     def __init__(self, element_bytes: int = 1) -> None:
         self.element_bytes = element_bytes
@@ -125,7 +128,7 @@ class ArrayMemory:
         *,
         base: int = 0,
         combine: Combine | None = None,
-        finisher: Finisher | None = None,
+        divisor: int = 1,
         adds: bool = False,
     ) -> None:
         self._arrays = [flat(array) for array in arrays]
@@ -136,7 +139,7 @@ class ArrayMemory:
         for array in self._arrays[:-1]:
             self._starts.append(self._starts[-1] + array.size)
         self._combine = combine
-        self._finisher = finisher
+        self.divisor = divisor
         self.adds_floats = adds and self.dtype.char in "fd"
 
     def payload(self, lo: int, hi: int) -> memoryview:
@@ -167,8 +170,8 @@ class ArrayMemory:
 
     def finish(self, lo: int, hi: int) -> None:
         """See `Memory.finish`."""
-        if self._finisher is not None:
-            self._finisher(self._range(lo, hi))
+        if self.divisor != 1:
+            divide(self._range(lo, hi), self.divisor)
 
     def _range(self, lo: int, hi: int) -> Array:
         which = 0 if len(self._starts) == 1 else bisect_right(self._starts, lo) - 1

@@ -17,7 +17,8 @@ typedef struct {
     Py_buffer goes;  /* the header under which it goes on; empty: it stays here */
     Py_buffer ours;  /* our place for the payload */
     size_t element;  /* 1: it is what has come; otherwise what has come is added to it, as floats of that size */
-    int stays;       /* the outcome is needed here, even if it goes on */
+    double divisor;  /* what the sums are divided by */
+    int stays;       /* the outcome is needed here, even if it goes on; so it is where it is divided */
 } Leg;
 
 typedef struct {
@@ -93,18 +94,19 @@ static int is_torn(size_t lap, size_t at, size_t bytes, size_t element)
 }
 
 /* From one ring (or NULL) to the other (or NULL), and to our place or from there. */
-static void move_on(char *on, const char *from, char *ours, size_t bytes, size_t element, int stays, int far)
+static void move_on(char *on, const char *from, char *ours, size_t bytes, const Leg *leg, int far)
 {
     if (!from) {
         copy(on, ours, bytes, 0);
-    } else if (element == 1) {
+    } else if (leg->element == 1) {
         if (on) copy(on, from, bytes, 0);
-        if (stays) copy(ours, from, bytes, far);
-    } else if (stays) {
-        add(ours, from, bytes, element);
+        if (leg->stays) copy(ours, from, bytes, far);
+    } else if (leg->stays) {
+        add(ours, from, bytes, leg->element);
+        if (leg->divisor != 1.0) divide(ours, bytes, leg->element, leg->divisor);
         if (on) copy(on, ours, bytes, 0);
     } else {
-        add_on(on, ours, from, bytes, element);
+        add_on(on, ours, from, bytes, leg->element);
     }
 }
 
@@ -154,7 +156,7 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
         if (coming) step = least(step, in_lap - from_at);
         if (going) step = least(step, out_lap - at);
         move_on(going ? going + at : NULL, coming ? coming + from_at : NULL, (char *)leg->ours.buf + done, step,
-                leg->element, leg->stays, bytes >= MUCH);
+                leg, bytes >= MUCH);
         if (coming) from_at = (from_at + step) % in_lap;
         if (going) at = (at + step) % out_lap;
     }

@@ -69,9 +69,7 @@ class Conveyor:
     def convey(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
         """See `Outlet.convey`."""
         assert isinstance(to, Conveyor)
-        belt = self._rings.belt(
-            to._rings, [(_head(leg.comes), _head(leg.goes), leg.into, leg.element_bytes, leg.stays) for leg in legs]
-        )
+        belt = self._rings.belt(to._rings, [(_head(leg.comes), _head(leg.goes), *leg[2:]) for leg in legs])
         load = _Load(belt, to, moved)
         self._loads.append(load)
         load.over.add_done_callback(lambda _: self._loads.remove(load))

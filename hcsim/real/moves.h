@@ -84,6 +84,28 @@ static inline void add_on(char *restrict into, const char *restrict ours, const 
     (single ? add_floats_on : add_doubles_on)(into + done, ours + done, from + done, (bytes - done) / element);
 }
 
+/* ---- Divided. ---- */
+
+#define DIVIDING(NAME, NUMBER)                                        \
+    static void NAME(char *into, size_t n, NUMBER divisor)            \
+    {                                                                 \
+        for (size_t i = 0; i < n; i++) {                              \
+            NUMBER sum;                                               \
+            memcpy(&sum, into + i * sizeof sum, sizeof sum);          \
+            sum /= divisor;                                           \
+            memcpy(into + i * sizeof sum, &sum, sizeof sum);          \
+        }                                                             \
+    }
+
+DIVIDING(divide_floats, float)
+DIVIDING(divide_doubles, double)
+
+static inline void divide(char *into, size_t bytes, size_t element, double divisor)
+{
+    if (element == sizeof(float)) divide_floats(into, bytes / element, (float)divisor);
+    else divide_doubles(into, bytes / element, divisor);
+}
+
 /* ---- As they are. ---- */
 
 #if defined(__x86_64__)

@@ -260,15 +260,18 @@ static int parse(PyObject *given, Leg *leg)
 {
     PyObject *ours;
     Py_ssize_t element;
+    int divisor;
     if (!PyTuple_Check(given)) {
         PyErr_SetString(PyExc_TypeError, "a leg is a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(given, "y*y*Onp", &leg->comes, &leg->goes, &ours, &element, &leg->stays)) return -1;
+    if (!PyArg_ParseTuple(given, "y*y*Onpi", &leg->comes, &leg->goes, &ours, &element, &leg->stays, &divisor)) return -1;
     leg->element = (size_t)element;
-    leg->stays = leg->stays || !leg->goes.len;
+    leg->divisor = divisor;
+    leg->stays = leg->stays || !leg->goes.len || divisor != 1;
     if (PyObject_GetBuffer(ours, &leg->ours, leg->comes.len ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
         if ((element == 1 || element == sizeof(float) || element == sizeof(double)) && leg->ours.len % element == 0 &&
+            divisor && (divisor == 1 || element != 1) &&
             (leg->comes.len || leg->goes.len) && leg->comes.len <= MAX_HEAD && leg->goes.len <= MAX_HEAD)
             return 0;
         PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");

@@ -69,6 +69,8 @@ class Leg(NamedTuple):
     """4 or 8: what comes is added to what lies there, as floats of that size. 1: it takes its place."""
     stays: bool
     """Whether the outcome is needed here even if it goes on."""
+    divisor: int = 1
+    """What sums are divided by before they go on."""
 
 
 class Outlet(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,12 +118,12 @@ def passing_on(made: list[Rounds]) -> list[Rounds]:
         for step, stage in enumerate(found):
             if stage is not None and stage.goes_on:
                 assert found[step + 1] is not None
-                last, first = rounds[step][-1], rounds[step + 1][0]
-                assert isinstance(last, Recv | Reduce)
+                take, first = stage.take, rounds[step + 1][0]
+                assert take in rounds[step]
                 assert isinstance(first, Send)
-                assert (first.lo, first.hi) == (last.lo, last.hi)
+                assert (first.lo, first.hi) == (take.lo, take.hi)
                 if not stage.stays:
-                    spoils[step + 1] = Finish(last.lo, last.hi)
+                    spoils[step + 1] = Finish(take.lo, take.hi)
         spoiled.append(
             tuple(
                 (actions[0], spoils[step], *actions[1:]) if step in spoils else actions
@@ -202,10 +204,12 @@ def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps
     world: int,
 ) -> None:
     shape = reduction_shape(world, 40)
-    for rounds in without_finish(plans("all_reduce", "ring", shape)):
+    made = plans("all_reduce", "ring", shape)
+    for rounds, whole in (*product(made, [True]), *product(without_finish(made), [False])):
         found = stages(Plan(rounds))
         assert [stage.goes_on for stage in found] == [True] * (2 * world - 3) + [False]
         assert [stage.stays for stage in found] == [False] * (world - 2) + [True] * world
+        assert [stage.finishes for stage in found] == [whole and step == world - 2 for step in range(2 * world - 2)]
 
 
 @pytest.mark.parametrize("world", range(1, 10))

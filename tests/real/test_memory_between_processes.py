@@ -509,11 +509,13 @@ def put_at(at: int, writer: rings.Rings, reader: rings.Rings, data: bytes) -> No
     st.sampled_from(_ENDS),
     st.booleans(),
     st.integers(0, len(HEAD)),
+    st.sampled_from([1, 2, 7, 512]),
 )
 def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
-    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, stays: bool, known: int
+    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, stays: bool, known: int, divisor: int
 ) -> None:
     element_bytes, dtype = kind
+    divisor = 1 if element_bytes == 1 else divisor
     sent = (np.arange(count) % 100).astype(dtype)
     ours = np.full(count, 3, dtype)
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
@@ -521,17 +523,17 @@ def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
         begun = memoryview(bytearray(known))
         assert not known or reader.read(begun) == known  # some of the header may have been read
         put_at(out_at, to, last, b"before!!")
-        belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, element_bytes, stays)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, element_bytes, stays, divisor)])
         assert belt.run(bytes(begun)) == How.COMPLETE
         assert belt.done == 1
         assert belt.took
         assert last.read(memoryview(bytearray(8))) == 8
         into = memoryview(bytearray(len(NEXT) + sent.nbytes))
         assert last.read(into) == len(into)
-        passed = sent if element_bytes == 1 else sent + dtype(3)
+        passed = sent if element_bytes == 1 else (sent + dtype(3)) / dtype(divisor)
         assert into[: len(NEXT)] == NEXT
         assert into[len(NEXT) :] == passed.tobytes()
-        np.testing.assert_array_equal(ours, passed if stays else np.full(count, 3, dtype))
+        np.testing.assert_array_equal(ours, passed if stays or divisor != 1 else np.full(count, 3, dtype))
         with pytest.raises(BlockingIOError):
             reader.read(memoryview(bytearray(1)))  # all of it is gone
 
@@ -541,9 +543,9 @@ def test_a_belt_sends_what_we_have_passes_on_what_comes_and_keeps_what_comes_las
     first, second, third = (np.full(1000, value, np.float32) for value in (1, 2, 3))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
         legs = [
-            (NONE, b"1" * 56, first.view(np.uint8).data, 1, False),
-            (b"2" * 56, b"3" * 56, second.view(np.uint8).data, 4, False),
-            (b"4" * 56, NONE, third.view(np.uint8).data, 4, False),
+            (NONE, b"1" * 56, first.view(np.uint8).data, 1, False, 1),
+            (b"2" * 56, b"3" * 56, second.view(np.uint8).data, 4, False, 1),
+            (b"4" * 56, NONE, third.view(np.uint8).data, 4, False, 1),
         ]
         belt = reader.belt(to, legs)
         assert belt.run(NONE) == How.WAITS
@@ -572,7 +574,7 @@ def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None
     ours = memoryview(bytearray(100_000))
     other = HEAD[:40] + b"!" + HEAD[41:]
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False, 1)])
         assert belt.run(NONE) == How.WAITS
         writer.write([other[:39]])
         assert not has_rung(readers_bell)
@@ -595,7 +597,7 @@ def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None
 def test_what_has_not_come_whole_waits_and_who_writes_it_rings_once_it_has() -> None:
     ours = memoryview(bytearray(100_000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False, 1)])
         writer.write([HEAD, bytes(99_999)])
         assert belt.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
@@ -621,7 +623,7 @@ def test_a_frame_that_a_full_ring_cut_off_comes_whole() -> None:
     before, payload = CAPACITY - rings.MOST_BYTES, bytes(range(256)) * (rings.MOST_BYTES // 256)
     ours = memoryview(bytearray(len(payload)))
     with two_ends() as (writer, reader, writers_bell, _), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, True)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, True, 1)])
         frame = HEAD + payload
         written = writer.write([bytes(before), frame]) - before
         assert written < len(frame)
@@ -643,7 +645,7 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         writer.write([frame])
 
         def refused(place: memoryview = ours, element_bytes: int = 1) -> bool:
-            return reader.belt(to, [(HEAD, NEXT, place, element_bytes, True)]).run(NONE) == How.STUCK
+            return reader.belt(to, [(HEAD, NEXT, place, element_bytes, True, 1)]).run(NONE) == How.STUCK
 
         to.write([bytes(CAPACITY - 8001)])  # no room for the header
         assert refused()
@@ -651,7 +653,7 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         assert refused(element_bytes=8)  # a number would lie across the ring's end
         assert refused(memoryview(bytearray(rings.MOST_BYTES + 1)))  # and is not waited for
         reader.rung(True)
-        longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), 1, True)])
+        longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), 1, True, 1)])
         assert longer.run(NONE) == How.OTHERS  # nobody will write the rest: who reads it will say so
         to.rung(True)
         assert refused()  # nobody reads it
@@ -662,12 +664,15 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         assert into == frame
         for place, element_bytes in ((ours[:7], 4), (ours, 2)):
             with pytest.raises(ValueError, match="fit"):
-                reader.belt(to, [(HEAD, NEXT, place, element_bytes, True)])
+                reader.belt(to, [(HEAD, NEXT, place, element_bytes, True, 1)])
+        for element_bytes, divisor in ((4, 0), (1, 2)):
+            with pytest.raises(ValueError, match="fit"):
+                reader.belt(to, [(HEAD, NEXT, ours, element_bytes, True, divisor)])
         for comes, goes in ((NONE, NONE), (bytes(257), HEAD), (HEAD, bytes(257))):
             with pytest.raises(ValueError, match="fit"):
-                reader.belt(to, [(comes, goes, ours, 1, True)])
-        assert reader.belt(to, [(NONE, NEXT, b"read-only", 1, True)])  # it only goes
-        for legs in ([(HEAD, NEXT, b"read-only", 1, True)], [None], None):
+                reader.belt(to, [(comes, goes, ours, 1, True, 1)])
+        assert reader.belt(to, [(NONE, NEXT, b"read-only", 1, True, 1)])  # it only goes
+        for legs in ([(HEAD, NEXT, b"read-only", 1, True, 1)], [None], None):
             with pytest.raises((TypeError, BufferError)):
                 reader.belt(to, legs)
         with pytest.raises(TypeError):
@@ -678,7 +683,7 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
     """Though nobody has rung: who wrote it has not looked yet whether anybody sleeps, and will find nothing to read."""
     ours = memoryview(bytearray(1000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, _, _, _):
-        belt = reader.belt(to, [(HEAD, NONE, ours, 1, True)])
+        belt = reader.belt(to, [(HEAD, NONE, ours, 1, True, 1)])
         assert belt.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
         writer.write([HEAD, bytes(1000)])
@@ -692,8 +697,8 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
 def test_who_waits_for_a_belt_does_not_sleep_when_another_belt_has_got_stuck() -> None:
     """Whoever wrote has not looked yet whether anybody sleeps, and finds that all of a frame is awaited, not a byte."""
     with memory_of_two_ends() as (seen, writer, reader):
-        waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), 1, True)])
-        stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), 1, True)])
+        waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), 1, True, 1)])
+        stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), 1, True, 1)])
         assert waiting.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
         writer.write([NEXT, bytes(1000)])
@@ -706,7 +711,7 @@ def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> Non
     places = [bytearray(2**19) for _ in range(10)]
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
         belt = reader.belt(
-            to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, 1, True) for n, place in enumerate(places)]
+            to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, 1, True, 1) for n, place in enumerate(places)]
         )
         assert writer.write([b"".join(HEAD + bytes([number]) * 2**19 for number in range(8))]) == 8 * (56 + 2**19)
         assert belt.run(NONE) == How.TURN_OVER
@@ -751,7 +756,7 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_who_sends_has_all_of
         places = [bytes([number]) * 2**17 for number in range(60)]
         frame = memoryview(bytearray(56 + 2**17))
         for number, place in enumerate(places):
-            assert writer.belt(writer, [(NONE, HEAD, place, 1, True)]).run(NONE) == How.COMPLETE
+            assert writer.belt(writer, [(NONE, HEAD, place, 1, True, 1)]).run(NONE) == How.COMPLETE
             if number:
                 assert reader.read(frame) == len(frame)
                 assert frame[56:] == places[number - 1]
@@ -767,7 +772,7 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_who_sends_has_all_of
 def test_a_lap_that_cannot_be_breaks_the_stream_and_nothing_else(lap: int) -> None:
     with memory_of_two_ends() as (seen, writer, reader):
         place = memoryview(bytearray(1000))
-        belt = reader.belt(reader, [(HEAD, NONE, place, 1, True)])
+        belt = reader.belt(reader, [(HEAD, NONE, place, 1, True, 1)])
         writer.write([HEAD, bytes(1000)])
         struct.pack_into("@Q", seen, _LAP_AT, lap)
         assert belt.run(NONE) == How.OTHERS

@@ -15,10 +15,6 @@ class Reached(Protocol):
     """How far training had come after a step."""
 
     @property
-    def step(self) -> int:
-        """Its number, from 1."""
-
-    @property
     def time_s(self) -> float:
         """Since the start."""
 
@@ -46,7 +42,6 @@ class StepMeter:
             for purpose in (*_LABELS.values(), "network", "whole")
         }
         self._before = self._now(0.0)
-        self._step = 0
         self._sent_before = 0
 
     def lap(self, time_s: float) -> dict[str, float]:
@@ -59,11 +54,11 @@ class StepMeter:
         """A step is done."""
         for purpose, series in self._seconds.items():
             series.observe(spent_s[purpose])
-        # A run that goes on from an earlier state may count back.
-        self._steps.add(max(0, reached.step - self._step))
+        # Not by its number: that goes on while this node is away, and back where training does.
+        self._steps.add(1)
         self._sent.add(max(0, reached.sent_bytes - self._sent_before))
         self._loss.set(reached.loss)
-        self._step, self._sent_before = reached.step, reached.sent_bytes
+        self._sent_before = reached.sent_bytes
 
     def _now(self, time_s: float) -> dict[str, float]:
         spent_s = {label: self._spent_s[purpose] for purpose, label in _LABELS.items()}

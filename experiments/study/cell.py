@@ -90,10 +90,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int = 0
     step_s: float | None = None
+    """Of an all-reduce the median; of training the mean in the second half, over whole periods of its strategy."""
     fastest_s: float | None = None
     slowest_s: float | None = None
     total_s: float | None = None
     step_sent_bytes: float | None = None
+    """With the headers."""
     payload_share: float | None = None
     """The encoded size of all gradients over their size in float32."""
     closed_form_s: float | None = None

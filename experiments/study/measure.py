@@ -66,11 +66,13 @@ def _formula_s(cell: AllReduce, place: Cluster) -> float | None:
 
 
 async def _timed(group: Group, algorithm: str, size_bytes: int, repeats: int) -> tuple[list[float], int]:
-    """This rank's times, and the bytes it sent in each. All virtual clocks agree, so all can start at one instant."""
+    """This rank's times, and the bytes it sent in each, headers included.
+
+    All virtual clocks agree, so all can start at one instant."""
     clock = group.host.clock
     tensor = Phantom(size_bytes)
     await group.all_reduce(tensor, algorithm=algorithm)
-    sent_bytes = group.bytes_sent
+    sent_bytes = group.wire_bytes
     times_s = []
     for _ in range(repeats):
         nows_s = await group.all_gather(np.array([clock.now()]))

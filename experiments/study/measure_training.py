@@ -17,7 +17,7 @@ from hcsim.errors import CompressionError
 from hcsim.launch import Outcome, simulate
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Report
-from hcsim.training.strategies import train
+from hcsim.training.strategies import DiLoCo, LocalSgd, strategy, train
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
@@ -58,7 +58,7 @@ def trained(cell: Train) -> Result:
     last = points[-1] if points else None
     return Result(
         steps=steps,
-        step_s=round(_step_s(reports[0]), 9),
+        step_s=round(_step_s(reports[0], _period(cell.strategy)), 9),
         total_s=round(total_s, 9),
         step_sent_bytes=max(report.sent_bytes for report in reports) / steps,
         payload_share=_payload_bytes(cell, what) / size_bytes,
@@ -106,13 +106,27 @@ def _settings(cell: Train, batch: int) -> Training:
     )  # fmt: skip
 
 
-def _step_s(report: Report) -> float:
-    """A step's mean time in the second half of the run: by then connections are open and windows are wide."""
-    earlier = [point for point in report.points if point.step <= report.steps // 2]
-    if not earlier:
-        return report.duration_s / max(1, report.steps)
-    first, last = earlier[-1], report.points[-1]
-    return (last.time_s - first.time_s) / (last.step - first.step)
+def _period(spec: str) -> int:
+    """From how many steps on a run repeats itself."""
+    chosen = strategy(spec)
+    return chosen.every if isinstance(chosen, LocalSgd | DiLoCo) else 1
+
+
+def _step_s(report: Report, period: int) -> float:
+    """A step's mean time in the second half of the run: by then connections are open and windows are wide.
+
+    Only whole periods count, or it would depend on how many exchanges fall into that half. A run whose second half
+    holds none counts from its start; one that is shorter than a period, as a whole, with its one exchange.
+    """
+    end = report.steps // period * period or report.steps
+    start = end - (end - report.steps // 2) // period * period
+    (first, first_s), (last, last_s) = (_reached(report, step) for step in (start if start < end else 0, end))
+    return (last_s - first_s) / (last - first)
+
+
+def _reached(report: Report, step: int) -> tuple[int, float]:
+    """The last noted step up to this one, and when it was done."""
+    return max(((point.step, point.time_s) for point in report.points if point.step <= step), default=(0, 0.0))
 
 
 def _evaluated(report: Report) -> tuple[Point, ...]:

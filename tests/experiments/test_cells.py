@@ -12,6 +12,7 @@ from experiments.study.measure import measured
 from experiments.study.models import transformer
 from hcsim.config import Pause
 from hcsim.errors import ConfigError
+from hcsim.runtime.frame import HEADER_BYTES
 
 FLAT = ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct")
 
@@ -42,6 +43,24 @@ def test_a_ring_of_n_macs_sends_twice_the_gradients_less_one_part_in_n() -> None
     assert result.batch == 4
     # Nothing is faster than its bytes at full rate, and the step has to compute besides.
     assert (result.step_s or 0) > 2 * 3 / 4 * size_bytes * 8 / 1e9
+
+
+def test_the_bytes_of_an_all_reduce_are_those_on_the_wire() -> None:
+    """A ring of four sends six messages of a quarter each."""
+    result = measured(AllReduce("1gbe", 4, "ring", 64 << 10, 1))
+    assert result.step_sent_bytes == 6 * ((16 << 10) + HEADER_BYTES)
+
+
+@pytest.mark.parametrize("steps", [8, 12, 20, 28])
+def test_the_time_of_a_step_does_not_depend_on_where_exchanges_fall(steps: int) -> None:
+    """Here an exchange takes as long as two steps: one more or less in the measured part would be seen."""
+    even, other = (measured(Train("1gbe", 2, "resnet50", "local_sgd:8", 1, count)) for count in (32, steps))
+    assert other.step_s == pytest.approx(even.step_s, rel=0.01)
+
+
+def test_a_run_that_is_shorter_than_a_period_counts_as_a_whole_with_its_one_exchange() -> None:
+    result = measured(Train("1gbe", 2, "resnet50", "diloco:8", 1, 6))
+    assert result.step_s == pytest.approx((result.total_s or 0) / 6)
 
 
 @pytest.mark.parametrize("size", [1e6, 3e7, 1e9, 1e10])

@@ -62,7 +62,7 @@ class Train(_Cell, frozen=True, tag="training"):
     target_loss: float | None = None
     failure: str = "pause"
     failures_per_hour: float = 0.0
-    """Of each node."""
+    """Of each node, per hour that it runs."""
     failure_s: float = 0.0
 
     @property

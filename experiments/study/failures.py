@@ -2,9 +2,15 @@
 
 Each node fails as a Poisson process of its own: a node's n-th failure depends on the seed, the node and n
 alone, so the failures at a higher rate are those of a lower one, only closer together.
+
+A rate counts the time in service: a node that fails 60 times an hour runs for a minute, on average, from the end of
+one failure to the next. Where each lasts a minute, too, 30 fall into an hour.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -18,12 +24,22 @@ MOST = 2000
 """Of one node: more than that cannot be what someone wants to wait for."""
 
 
-def failing(scenario: Scenario, kind: str, per_hour: float, duration_s: float, until_s: float, seed: int) -> Scenario:
-    """The scenario with each node failing so often until then."""
+class Failing(NamedTuple):
+    """A scenario in which nodes fail."""
+
+    scenario: Scenario
+    until_s: float
+    """From then on some node would fail no more: what takes longer has not had the failures that were asked for."""
+
+
+def failing(scenario: Scenario, kind: str, per_hour: float, duration_s: float, until_s: float, seed: int) -> Failing:
+    """The scenario with each node failing so often, per hour that it runs, until then or until it has failed `MOST`
+    times."""
     if not per_hour:
-        return scenario
+        return Failing(scenario, math.inf)
     faults: list[AnyFault] = []
     names = tuple(node.name for node in scenario.nodes)
+    ends_s = until_s
     for name in names:
         draw = rng.stream(seed, "failures", name)
         at_s = 0.0
@@ -33,7 +49,9 @@ def failing(scenario: Scenario, kind: str, per_hour: float, duration_s: float, u
                 break
             faults.append(_fault(kind, name, names, at_s, duration_s))
             at_s += duration_s
-    return replace(scenario, faults=(*scenario.faults, *sorted(faults, key=lambda fault: fault.at_s)))
+        ends_s = min(ends_s, at_s)
+    faults.sort(key=lambda fault: fault.at_s)
+    return Failing(replace(scenario, faults=(*scenario.faults, *faults)), ends_s)
 
 
 def _fault(kind: str, name: str, names: tuple[str, ...], at_s: float, duration_s: float) -> AnyFault:

@@ -83,7 +83,7 @@ class TrainingGrid(Table, frozen=True, kw_only=True, tag_field="kind", tag="trai
     variants: Words = ("equal",)
     seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
     failures_per_hour: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(min_length=1)] = (0.0,)
-    """Of each node."""
+    """Of each node, per hour that it runs."""
     failure: Literal["pause", "dropout"] = "pause"
     failure_lasts_s: PositiveSeconds = PositiveSeconds(10)
     steps: Count = 200

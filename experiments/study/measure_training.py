@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from experiments.clusters import cluster
 from experiments.study.cell import Point, Result, Train
-from experiments.study.failures import failing
+from experiments.study.failures import MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
 from experiments.study.models import NAME, transformer
 from hcsim.collectives.options import Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
-from hcsim.errors import CompressionError
+from hcsim.errors import CompressionError, ConfigError
 from hcsim.launch import Outcome, simulate
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Report
@@ -36,7 +36,9 @@ LONGEST_S = 24 * 3600.0
 def trained(cell: Train) -> Result:
     """What the cell comes to."""
     place = cluster(cell.link, cell.world, cell.variant)
-    scenario = failing(place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed)
+    scenario, failing_until_s = failing(
+        place.scenario, cell.failure, cell.failures_per_hour, cell.failure_s, LONGEST_S, cell.seed
+    )
     what = task_named(cell.task)
     own_batch = cell.batch or what.defaults.batch
     global_batch = own_batch * cell.world
@@ -54,6 +56,11 @@ def trained(cell: Train) -> Result:
     reports = _reports(outcome, cell)
     # The first rank's last step: what comes after is parting.
     steps, total_s = reports[0].steps, reports[0].points[-1].time_s
+    if total_s > failing_until_s:
+        raise ConfigError(
+            f"failures_per_hour = {cell.failures_per_hour:g}: the run took {total_s:.3g} s, and failures were drawn for "
+            f"{failing_until_s:.3g} s ({MOST} of one node are the most); take fewer steps, or a lower rate"
+        )
     points = _evaluated(reports[0])
     last = points[-1] if points else None
     return Result(

@@ -7,7 +7,7 @@ import pytest
 from experiments.clusters import LINKS, VARIANTS, cluster
 from experiments.study.cell import AllReduce, Train
 from experiments.study.estimate import Estimate
-from experiments.study.failures import failing
+from experiments.study.failures import MOST, failing
 from experiments.study.measure import measured
 from experiments.study.models import transformer
 from hcsim.config import Pause
@@ -91,8 +91,8 @@ def test_a_variant_differs_in_the_last_mac_alone() -> None:
 
 def test_a_higher_failure_rate_has_the_same_failures_closer_together() -> None:
     scenario = cluster("1gbe", 4).scenario
-    seldom = failing(scenario, "pause", 30, 10.0, 36_000, seed=1).faults
-    often = failing(scenario, "pause", 60, 10.0, 36_000, seed=1).faults
+    seldom = failing(scenario, "pause", 30, 10.0, 36_000, seed=1).scenario.faults
+    often = failing(scenario, "pause", 60, 10.0, 36_000, seed=1).scenario.faults
     for node in scenario.nodes:
         gaps = []
         for faults in (seldom, often):
@@ -110,6 +110,21 @@ def test_pauses_take_time_and_change_nothing_of_what_is_learned() -> None:
     one, other = measured(healthy), measured(ill)
     assert (other.total_s or 0) > (one.total_s or 0) + 0.01
     assert other.parameters_sha256 == one.parameters_sha256
+
+
+def test_a_run_that_outlasts_its_failures_has_failed() -> None:
+    """A microsecond from one to the next: two thousand of them are soon over."""
+    with pytest.raises(ConfigError, match=r"failures_per_hour = 3.6e\+09: the run took .* \(2000 of one node are"):
+        measured(Train("1gbe", 2, "convex", "ddp", 1, 40, failures_per_hour=3.6e9, failure_s=1e-6))
+
+
+def test_failures_end_with_the_first_node_that_has_had_its_most() -> None:
+    scenario = cluster("1gbe", 2).scenario
+    ill, until_s = failing(scenario, "pause", 240, 10.0, 24 * 3600.0, seed=1)
+    last_s = [[fault.at_s for fault in ill.faults if fault.node == node.name][-1] for node in scenario.nodes]
+    assert len(ill.faults) == 2 * MOST
+    assert until_s == pytest.approx(min(last_s) + 10.0)
+    assert failing(scenario, "pause", 1, 10.0, 3600.0, seed=1).until_s == 3600.0
 
 
 def test_the_time_left_follows_what_cells_of_the_same_family_took() -> None:

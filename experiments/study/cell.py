@@ -1,13 +1,15 @@
 """A cell: everything that one run depends on, and what the run came to.
 
 A cell says nothing of the study that asked for it, so two studies that ask for the same run share it. Its key is
-a digest over the cell and the code that would run it: what was measured by other code is measured again.
+a digest over the cell, the code that would run it and the libraries that would calculate for it: what was measured by
+others is measured again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,10 +20,12 @@ from experiments.clusters import ALONE
 _ROOT = Path(__file__).parents[2]
 _MEASURING = ("cell", "failures", "measure", "measure_training", "models")
 _CODE = (
-    "hcsim/**/*.py", "hcsim/scenarios/*.toml", "experiments/clusters.py",
+    "hcsim/**/*.py", "hcsim/**/*.[ch]", "hcsim/scenarios/*.toml", "experiments/clusters.py",
     *(f"experiments/study/{name}.py" for name in _MEASURING),
 )  # fmt: skip
-"""What a result depends on."""
+"""What a result depends on,"""
+_LIBRARIES = ("numpy", "torch", "simpy", "zstandard")
+"""and who calculates for it."""
 
 
 class _Cell(msgspec.Struct, frozen=True, tag_field="kind"):
@@ -31,7 +35,7 @@ class _Cell(msgspec.Struct, frozen=True, tag_field="kind"):
     @property
     def key(self) -> str:
         """Under which its result is kept."""
-        return hashlib.sha256(code_sha256().encode() + msgspec.json.encode(self, order="deterministic")).hexdigest()
+        return hashlib.sha256(_means().encode() + msgspec.json.encode(self, order="deterministic")).hexdigest()
 
 
 class AllReduce(_Cell, frozen=True, tag="all_reduce"):
@@ -127,3 +131,9 @@ def code_sha256() -> str:
         source = file.read_bytes()
         digest.update(f"{file.relative_to(_ROOT).as_posix()}\n{len(source)}\n".encode() + source)
     return digest.hexdigest()
+
+
+@cache
+def _means() -> str:
+    """What a cell is measured with."""
+    return "\n".join([code_sha256(), *(f"{name} {version(name)}" for name in _LIBRARIES)])

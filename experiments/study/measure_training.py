@@ -58,8 +58,8 @@ def trained(cell: Train) -> Result:
     steps, total_s = reports[0].steps, reports[0].points[-1].time_s
     if total_s > failing_until_s:
         raise ConfigError(
-            f"failures_per_hour = {cell.failures_per_hour:g}: the run took {total_s:.3g} s, and failures were drawn for "
-            f"{failing_until_s:.3g} s ({MOST} of one node are the most); take fewer steps, or a lower rate"
+            f"failures_per_hour = {cell.failures_per_hour:g}: the run took {total_s:.3g} s, and failures were drawn "
+            f"for {failing_until_s:.3g} s ({MOST} of one node are the most); take fewer steps, or a lower rate"
         )
     points = _evaluated(reports[0])
     last = points[-1] if points else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from experiments.study.cell import AnyCell, Result
+from hcsim.files import write_whole
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -26,19 +26,17 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, cell: AnyCell) -> Entry | None:
-        """The cell, if it is finished; one that failed is not, and is to be tried again."""
+        """The cell, if it is finished; one that failed is not, and is to be tried again. So is one in whose file
+        another cell lies, as after a copy under the wrong name."""
         try:
             entry = msgspec.json.decode(self._file(cell).read_bytes(), type=Entry)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        return entry if entry.result.error is None else None
+        return entry if entry.cell == cell and entry.result.error is None else None
 
     def put(self, cell: AnyCell, result: Result, cost_s: float) -> None:
         """Keep it. The file is there with all of its bytes, or not at all."""
-        file = self._file(cell)
-        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_bytes(msgspec.json.encode(Entry(cell, result, cost_s)))
-        unfinished.replace(file)
+        write_whole(self._file(cell), msgspec.json.encode(Entry(cell, result, cost_s)))
 
     def _file(self, cell: AnyCell) -> Path:
         return self._folder / f"{cell.key}.json"

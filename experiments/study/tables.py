@@ -15,6 +15,7 @@ import pandas as pd
 
 from experiments.study.cell import AllReduce, AnyCell, Result
 from experiments.study.grid import SINGLE, Asked
+from hcsim.files import write_whole
 
 IDENTITY = (
     "study", "kind", "task", "strategy", "compressor", "algorithm", "link", "variant", "world", "seed",
@@ -59,14 +60,14 @@ def curve_table(asked: Sequence[Asked], results: Mapping[AnyCell, Result]) -> pd
 
 
 def write_table(table: pd.DataFrame, file: Path) -> None:
-    """As CSV, for people, and as Parquet, with types."""
+    """As CSV, for people, and as Parquet, with types; each is there with all of its bytes, or as it was before."""
     write_csv(table, file)
-    table.to_parquet(file.with_suffix(".parquet"), index=False)
+    write_whole(file.with_suffix(".parquet"), table.to_parquet(index=False))
 
 
 def write_csv(table: pd.DataFrame, file: Path) -> None:
     """As CSV alone."""
-    table.to_csv(file.with_suffix(".csv"), index=False, lineterminator="\n")
+    write_whole(file.with_suffix(".csv"), table.to_csv(index=False, lineterminator="\n").encode())
 
 
 def _identity(study: str, cell: AnyCell) -> dict[str, Any]:
@@ -88,9 +89,10 @@ def _kind(column: str) -> str:
 
 
 def _speedups(table: pd.DataFrame) -> pd.Series:
-    """Samples per second, relative to one machine that does the same steps alone."""
+    """By the time per step, which leaves out the opening of connections, relative to one machine that does the same
+    steps alone."""
     same = ["study", "task", "world", "batch"]
-    alone = table[(table["strategy"] == SINGLE) & table["samples_per_s"].notna()]
-    reference = alone.groupby(same)["samples_per_s"].mean().rename("reference").reset_index()
-    joined = table[[*same, "samples_per_s"]].merge(reference, on=same, how="left")
-    return (joined["samples_per_s"] / joined["reference"]).astype("Float64").to_numpy()
+    alone = table[(table["strategy"] == SINGLE) & table["step_s"].notna()]
+    reference = alone.groupby(same)["step_s"].mean().rename("alone_s").reset_index()
+    joined = table[[*same, "step_s"]].merge(reference, on=same, how="left")
+    return (joined["alone_s"] / joined["step_s"]).astype("Float64").to_numpy()

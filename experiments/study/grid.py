@@ -42,6 +42,8 @@ _SWEEPS = Path(__file__).parents[1] / "sweeps"
 Words = Annotated[tuple[str, ...], Meta(min_length=1)]
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1)]
 Sizes = Annotated[tuple[PositiveBytes, ...], Meta(min_length=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""As the tables can hold it."""
 SINGLE = "single"
 """One machine alone, with the batch of all: what every speed-up is relative to."""
 
@@ -81,8 +83,8 @@ class TrainingGrid(Table, frozen=True, kw_only=True, tag_field="kind", tag="trai
     compressors: Words = ("none",)
     algorithms: Words = ("auto",)
     variants: Words = ("equal",)
-    seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
-    failures_per_hour: Annotated[tuple[Annotated[float, Meta(ge=0)], ...], Meta(min_length=1)] = (0.0,)
+    seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] = (1,)
+    failures_per_hour: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e9)], ...], Meta(min_length=1)] = (0.0,)
     """Of each node, per hour that it runs."""
     failure: Literal["pause", "dropout"] = "pause"
     failure_lasts_s: PositiveSeconds = PositiveSeconds(10)

@@ -8,7 +8,8 @@ from functools import cache
 from experiments.clusters import cluster
 from experiments.study.cell import AllReduce, AnyCell
 from hcsim.collectives.algorithms import algorithms
-from hcsim.errors import ConfigError
+from hcsim.collectives.cost import closed_form
+from hcsim.errors import ConfigError, UsageError
 from hcsim.units import did_you_mean
 
 
@@ -17,6 +18,7 @@ def check_cell(cell: AnyCell) -> None:
     if isinstance(cell, AllReduce):
         _check_place(cell.link, cell.world, "equal")
         _check_algorithm(cell.algorithm, cell.link, cell.world)
+        _check_formula(cell.algorithm, cell.link, cell.world)
         return
     _check_place(cell.link, cell.world, cell.variant)
     _check_algorithm(cell.algorithm, cell.link, cell.world)
@@ -33,6 +35,16 @@ def _check_algorithm(algorithm: str, link: str, world: int) -> None:
     _check_known("algorithm", algorithm, ["auto", *algorithms("all_reduce")])
     if algorithm == "hierarchical" and not cluster(link, world).groups:
         raise ConfigError(f'algorithm = "hierarchical": it goes over several homes, and link = "{link}" has one')
+
+
+@cache
+def _check_formula(algorithm: str, link: str, world: int) -> None:
+    """Where times stand beside the textbook's, there has to be a formula."""
+    if alpha_beta := cluster(link, world).alpha_beta:
+        try:
+            closed_form(algorithm, world, 1, *alpha_beta)
+        except UsageError as error:
+            raise ConfigError(f'algorithm = "{algorithm}", link = "{link}": {error}') from None
 
 
 @cache

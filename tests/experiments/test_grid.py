@@ -63,6 +63,9 @@ def test_a_machine_alone_is_there_once_whatever_the_links() -> None:
         ('kind = "training"', 'kind = "train"', r"valid: all_reduce, training"),
         ("seeds = [1, 2]", 'algorithms = ["hierarchical"]', r'it goes over several homes, and link = "1gbe" has one'),
         ("seeds = [1, 2]", 'variants = ["one-slow"]', r'variant = "one-slow".*known: equal, one-old, one-throttled'),
+        ("seeds = [1, 2]", "seeds = [1, 9223372036854775808]", r"grid\[0\].seeds\[1\] = 9223372036854775808: expected"),
+        ("seeds = [1, 2]", "seeds = [18446744073709551616]", r"grid\[0\].seeds\[0\] = 18446744073709551616: expected"),
+        ("seeds = [1, 2]", "failures_per_hour = [inf]", r"grid\[0\].failures_per_hour\[0\] = Infinity: expected"),
         ("[[grid]]", "[[grid]", r"this is not TOML"),
     ],
 )  # fmt: skip
@@ -70,6 +73,25 @@ def test_a_mistake_is_named_with_its_place_and_what_is_valid(old: str, new: str,
     assert old in GRID
     with pytest.raises(ConfigError, match=complaint):
         parse_sweep(GRID.replace(old, new), "f.toml")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world"), [("auto", 4), ("chunked_ring", 4), ("recursive_doubling", 3), ("halving_doubling", 6)]
+)
+def test_on_ideal_ports_only_what_the_textbook_has_a_formula_for_is_reduced(algorithm: str, world: int) -> None:
+    grid = f"""
+        [[grid]]
+        kind = "all_reduce"
+        study = "mine"
+        links = ["1gbe", "ideal"]
+        worlds = [{world}]
+        algorithms = ["ring", "{algorithm}"]
+        sizes = ["1 KiB"]
+    """
+    complaint = f'grid\\[0\\]: algorithm = "{algorithm}", link = "ideal": there is no closed form .* on {world} ranks'
+    with pytest.raises(ConfigError, match=complaint):
+        parse_sweep(grid, "f.toml")
+    assert len(parse_sweep(grid.replace(', "ideal"', ""), "f.toml")) == 2
 
 
 @pytest.mark.parametrize("quick", [False, True])

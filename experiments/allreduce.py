@@ -22,13 +22,11 @@ them: what TCP itself costs here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -38,6 +36,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from experiments import asked
 from experiments.peers.peer import Peer
 from experiments.peers.rank import Turn
 from experiments.peers.roster import PEERS, UNASKED
@@ -252,21 +251,11 @@ def parse_peers(text: str) -> list[Peer]:
 
 
 def parse_algorithm(text: str) -> str:
-    """One of hcsim's algorithms for all-reduce, or "auto"."""
-    known = ["auto", *algorithms("all_reduce")]
+    """One of hcsim's algorithms for all-reduce, or "auto"; a hierarchy needs several homes, and here is one machine."""
+    known = ["auto", *(name for name in algorithms("all_reduce") if name != "hierarchical")]
     if text not in known:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}", param_hint="--algorithm")
     return text
-
-
-def parse_output(text: str) -> Path:
-    """A file that can be written, found out before anything is measured."""
-    path = Path(text)
-    try:
-        path.touch()
-    except OSError as error:
-        raise typer.BadParameter(f"{text} cannot be written: {error.strerror}", param_hint="--json") from None
-    return path
 
 
 def main(
@@ -284,7 +273,7 @@ def main(
     """All-reduce within one machine: hcsim beside gloo, MLX and Open MPI over TCP, interleaved in one run."""
     rank_counts, size_list, chosen = parse_ranks(ranks), parse_sizes(sizes), parse_peers(peers)
     hcsim_algorithm = parse_algorithm(algorithm)
-    output = parse_output(json_file) if json_file else None
+    asked.check_json(json_file)
     notes = Console(stderr=True)
     reasons = {peer.name: peer.missing() for peer in chosen}
     for name, reason in reasons.items():
@@ -298,8 +287,7 @@ def main(
         study = Study(present, repeat, hcsim_algorithm, progress)
         for cell in study.measure(rank_counts, size_list):
             rows.append(cell)
-            if output:
-                output.write_text(json.dumps(rows, indent=1) + "\n")
+            asked.write_json(json_file, rows)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
@@ -311,4 +299,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    asked.run(main)

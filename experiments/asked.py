@@ -1,13 +1,22 @@
-"""What the benchmarks' commands have in common: which cases, and a file for their rows."""
+"""What the benchmarks' commands have in common: how they start, which cases, and a file for their rows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from hcsim.cli import spell
+
+
+def run(main: Callable[..., None]) -> None:
+    """Start a command."""
+    spell()
+    typer.run(main)
 
 
 def chosen(only: str, known: Collection[str]) -> list[str]:
@@ -20,9 +29,24 @@ def chosen(only: str, known: Collection[str]) -> list[str]:
 
 
 def check_json(file: str | None) -> None:
-    """Refuse, before anything is measured, a file that could not be written afterwards."""
-    if file and not Path(file).absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {file} does not exist", param_hint="--json")
+    """Refuse, before anything is measured, a file that could not be written afterwards; one that is there stays."""
+    if file is None:
+        return
+    there = os.path.lexists(file)
+    try:
+        with open(file, "ab"):
+            pass
+        if not there:
+            os.unlink(file)
+    except OSError as error:
+        raise typer.BadParameter(f"{file!r} cannot be written: {error.strerror}", param_hint="--json") from None
+
+
+def refuse(where: str, options: Mapping[str, object]) -> None:
+    """Refuse those that were given, since they mean nothing there."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(f"this means nothing {where}", param_hint=name)
 
 
 def make_folder(out: Path) -> None:
@@ -35,5 +59,18 @@ def make_folder(out: Path) -> None:
 
 def write_json(file: str | None, rows: Sequence[Any]) -> None:
     """One row for each case, if a file was asked for."""
-    if file:
+    if file is None:
+        return
+    try:
         Path(file).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"{file} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+
+
+def hand_over(file: str | None, rows: Sequence[Any], show: Callable[[], None]) -> None:
+    """To the file, if one was asked for, and to whoever is watching: what befalls the one does not cost the other."""
+    try:
+        write_json(file, rows)
+    finally:
+        show()

@@ -286,9 +286,8 @@ def main(
     asked.check_json(json_file)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         measured = list(progress.track(rows(names, size, turns), total=len(names), description="measuring"))
-    Console(width=120).print(table(measured))
-    asked.write_json(json_file, measured)
+    asked.hand_over(json_file, measured, lambda: Console(width=120).print(table(measured)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    asked.run(main)

@@ -367,6 +367,14 @@ def _cell(value: str | int | float | None) -> str:
     return "–" if value is None else str(value)
 
 
+def _show(shown: Table, grown: dict[str, float]) -> None:
+    console = Console()
+    console.print(shown)
+    if grown:
+        among = f"among {MANY} ranks as among {FEW}, in the same seconds"
+        console.print(f"a message costs {grown['hcsim']:.2f} times as much {among}; SimPy's {grown['simpy']:.2f}")
+
+
 def main(
     only: Annotated[str, typer.Option(help="Cases to measure.")] = "timers,messages,flows,tcp-flows,all-reduces",
     turns: Annotated[int, typer.Option(min=1, max=100, help="Turns of each, of which the median counts.")] = 5,
@@ -382,13 +390,11 @@ def main(
         task = progress.add_task("measuring", total=turns * len(chosen) + with_growth)
         rows = measure(chosen, turns, lambda: progress.advance(task))
         grown = growth(FEW, MANY) if with_growth else {}
-    Console().print(table(rows))
+    shown = table(rows)
     if grown:
-        among = f"among {MANY} ranks as among {FEW}, in the same seconds"
-        Console().print(f"a message costs {grown['hcsim']:.2f} times as much {among}; SimPy's {grown['simpy']:.2f}")
         rows[-1] |= {f"{name}_growth": factor for name, factor in grown.items()}
-    asked.write_json(json_file, rows)
+    asked.hand_over(json_file, rows, lambda: _show(shown, grown))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    asked.run(main)

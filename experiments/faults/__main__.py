@@ -35,43 +35,53 @@ console = Console(soft_wrap=True)
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first on.")] = 100,
-    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from --first on; left out, 100.")] = None,
+    first: Annotated[int | None, typer.Option(min=0, help="The first seed; left out, 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Only this one; tells all that its nodes say.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes at once.")] = os.cpu_count() or 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; left out, one for each core.")] = None,
     figure: Annotated[bool, typer.Option("--figure", help="Draw detection and recovery against heartbeats.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="Where the figure goes; left out, results/.")] = None,
     json: Annotated[str | None, typer.Option(help="Write one row for each seed to this file.")] = None,
 ) -> None:
     """Hold random clusters to what must always hold."""
-    asked.check_json(json)
+    many = {"--seeds": seeds, "--first": first, "--json": json}
+    processes = workers or os.cpu_count() or 1
     if figure:
+        asked.refuse("beside --figure", {"--seed": seed, **many})
         from experiments.faults.figure import draw
 
-        asked.make_folder(out)
-        draw(out, workers)
+        folder = out or Path("results")
+        asked.make_folder(folder)
+        draw(folder, processes)
         return
+    asked.refuse("without --figure", {"--out": out})
     if seed is not None:
+        asked.refuse("beside --seed", {**many, "--workers": workers})
         raise typer.Exit(_replay(seed))
+    asked.check_json(json)
+    start = 1 if first is None else first
+    chosen = range(start, start + (seeds or 100))
     started_s = perf_counter()
     trials: list[Trial] = []
     interrupted = False
     try:
         with Progress(*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-            bar = progress.add_task("seeds", total=seeds)
-            for trial in _trials(range(first, first + seeds), workers):
+            bar = progress.add_task("seeds", total=len(chosen))
+            for trial in _trials(chosen, processes):
                 trials.append(trial)
                 progress.advance(bar)
                 if trial.wrong:
                     progress.console.print(_told(trial), markup=False)
     except KeyboardInterrupt:
         interrupted = True
-    asked.write_json(json, [msgspec.to_builtins(trial) for trial in sorted(trials, key=lambda each: each.seed)])
-    _report(trials, perf_counter() - started_s)
+    wall_s = perf_counter() - started_s
+    rows = [msgspec.to_builtins(trial) for trial in sorted(trials, key=lambda each: each.seed)]
+    asked.hand_over(json, rows, lambda: _report(trials, wall_s))
     if interrupted:
-        left = next(seed for seed in range(first, first + seeds + 1) if seed not in [trial.seed for trial in trials])
+        done = {trial.seed for trial in trials}
+        left = next((number for number in chosen if number not in done), chosen.stop)
         console.print(
-            f"interrupted; the rest: python -m experiments.faults --first {left} --seeds {first + seeds - left}"
+            f"interrupted; the rest: python -m experiments.faults --first {left} --seeds {chosen.stop - left}"
         )
         raise typer.Exit(130)
     if any(trial.wrong for trial in trials):
@@ -132,4 +142,4 @@ def _report(trials: list[Trial], wall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    asked.run(main)

@@ -28,7 +28,7 @@ SAMPLE_S = 0.25
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.scripts")
     parser.add_argument("--scenario", default="eight-macs-2.5gbe", choices=list(shipped_scenarios()))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=_count, default=10)
     asked = parser.parse_args()
     ranks = len(load_scenario(asked.scenario).nodes)
     arguments = ["--steps", str(asked.steps)]
@@ -40,6 +40,12 @@ def main() -> None:
     print(f"alone      {alone_s:7.1f} s CPU  {alone_bytes / 2**20:6.0f} MiB")
     print(f"simulated  {here_s:7.1f} s CPU  {here_bytes / 2**20:6.0f} MiB")
     print(f"ratio      {here_s / alone_s:7.2f}        {here_bytes / max(1, alone_bytes):6.2f}")
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
+    return int(text)
 
 
 def _measured(commands: Sequence[Sequence[str]]) -> tuple[float, int]:

@@ -11,11 +11,16 @@ INTERRUPTED = 130
 """The exit status that shells give it."""
 
 
+def spell() -> None:
+    """What a terminal cannot show is spelled: no reason to end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """The console script `hcsim`."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what it cannot show it spells: no reason to end a run
-            stream.reconfigure(errors="backslashreplace")
+    spell()
     try:
         from hcsim.cli.app import app
         from hcsim.cli.plainly import FAILED

@@ -64,8 +64,10 @@ def test_a_size_reads_as_it_is_printed(size_bytes: int) -> None:
         ("--ranks", "2,,4"),
         ("--peers", "nccl"),
         ("--algorithm", "fastest"),
+        ("--algorithm", "hierarchical"),
         ("--repeat", "0"),
         ("--json", "/nowhere/to/be/found.json"),
+        ("--json", "."),
     ],
 )
 def test_bad_input_is_refused_by_name_and_without_a_traceback(option: str, value: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import typer
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from experiments.faults import __main__ as faults
 from experiments.faults.laws import LAWS, Evidence, violations
@@ -116,6 +117,48 @@ def test_what_was_found_before_an_interruption_is_told_and_how_to_go_on(
     assert "every law held in every seed" in said
     assert "--first 10 --seeds 97" in said
     assert [row["seed"] for row in json.loads(rows.read_text())] == [7, 8, 9]
+
+
+def test_what_was_found_is_told_even_if_its_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def trials(seeds: range, workers: int) -> Iterator[Trial]:
+        yield Trial(1, 3, "ddp, none", 60.0, 4, {"crash": 1}, [], "aa")
+        (tmp_path / "rows.json").mkdir()
+
+    monkeypatch.setattr(faults, "_trials", trials)
+    with pytest.raises(typer.Exit) as caught:
+        faults.main(seeds=1, json=str(tmp_path / "rows.json"))
+    assert caught.value.exit_code == 1
+    said = capsys.readouterr()
+    assert "every law held in every seed" in said.out
+    assert "rows.json cannot be written: Is a directory" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--seed 3 --json rows.json", "--json"),
+        ("--seed 3 --seeds 5", "--seeds"),
+        ("--seed 3 --first 5", "--first"),
+        ("--seed 3 --workers 2", "--workers"),
+        ("--figure --json rows.json", "--json"),
+        ("--figure --seed 3", "--seed"),
+        ("--figure --seeds 3", "--seeds"),
+        ("--seeds 1 --out figures", "--out"),
+        ("--seeds 1 --json .", "--json"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_by_name(
+    words: str, refused: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(faults.main)
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 2
+    assert f"Invalid value for {refused}: " in result.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_for_the_figure_is_made_before_anything_is_measured(

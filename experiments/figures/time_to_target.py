@@ -22,6 +22,7 @@ SMALL, LARGE = "digits", "resnet50"
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A dot for each strategy and link; a line for one machine alone."""
+    cells = with_methods(cells)
     trained = _trained(cells, curves)
     composed = _composed(cells, trained)
     table = pd.concat([part for part in (trained, composed) if len(part)], ignore_index=True)
@@ -39,9 +40,8 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
 
 def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds; none where a seed did not get there."""
-    small = with_methods(cells[cells["task"] == SMALL])
     steps = _steps_to_target(curves)
-    small = small.merge(steps, on=["strategy", "compressor", "link", "seed"], how="left")
+    small = cells[cells["task"] == SMALL].merge(steps, on=["strategy", "compressor", "link", "seed"], how="left")
     rows = []
     for (name, link), part in small.groupby(["method", "link"], sort=False):
         reached = part["time_to_target_s"].notna()
@@ -65,7 +65,7 @@ def _steps_to_target(curves: pd.DataFrame) -> pd.DataFrame:
 
 def _composed(cells: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     """Time per step of the large model, by the steps that the small one needed."""
-    large = with_methods(cells[cells["task"] == LARGE])
+    large = cells[cells["task"] == LARGE]
     times = large.groupby(["method", "link"], sort=False)["step_s"].mean().reset_index()
     needed = trained[["method", "link", "seeds", "reached", "steps_to_target"]]
     joined = times.merge(needed, on=["method", "link"], how="inner")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from experiments.figures import STUDIES, draw
 from experiments.figures.style import bytes_label, count_label, rate_label, size_label, time_label
-from experiments.study.cell import AllReduce, AnyCell, Point, Result, Train
-from experiments.study.grid import Asked
-from experiments.study.tables import cell_table, curve_table
+from tests.experiments.tiny import TINY, tables
 
 FILES = {
     "allreduce": ("allreduce_by_link", "allreduce_closed_form"),
@@ -25,75 +22,8 @@ FILES = {
 }
 
 
-def training(result: dict[str, Any] | None = None, **cell: Any) -> tuple[AnyCell, Result]:
-    usual = {"link": "1gbe", "world": 4, "task": "resnet50", "strategy": "ddp", "seed": 1, "steps": 4}
-    figures = {"steps": 4, "step_s": 0.5, "samples_per_s": 256.0, "batch": 128, "step_sent_bytes": 1e6}
-    return Train(**usual | cell), Result(**figures | (result or {}))
-
-
-def reduced(link: str, size_bytes: int, formula_s: float | None) -> tuple[AnyCell, Result]:
-    cell = AllReduce(link, 4, "ring", size_bytes, 1)
-    return cell, Result(steps=1, step_s=1e-3, fastest_s=1e-3, slowest_s=1e-3, closed_form_s=formula_s)
-
-
-def compressed(compressor: str, accuracy: float, sent_bytes: float, seed: int) -> tuple[AnyCell, Result]:
-    share = sent_bytes / 1e6
-    figures = {"final_accuracy": accuracy, "step_sent_bytes": sent_bytes, "payload_share": share, "encode_s": 0.1}
-    return training(figures, task="digits", compressor=compressor, seed=seed)
-
-
-def to_target(task: str, strategy: str, link: str, step_s: float) -> tuple[AnyCell, Result]:
-    points = tuple(Point(step, step * step_s, 0, 1.0, 0.4 / step, 0.9) for step in (1, 2, 3, 4))
-    figures = {"step_s": step_s, "points": points if task == "digits" else (), "time_to_target_s": 2 * step_s}
-    return training(figures, task=task, strategy=strategy, link=link, target_loss=0.2 if task == "digits" else None)
-
-
-TINY: dict[str, list[tuple[AnyCell, Result]]] = {
-    "allreduce": [
-        *(reduced("1gbe", size, None) for size in (1024, 1 << 20)),
-        *(reduced("ideal", size, 1e-3) for size in (1024, 1 << 20)),
-    ],
-    "compression": [
-        *(compressed("none", 0.95, 1e6, seed) for seed in (1, 2)),
-        *(compressed("topk:0.01", 0.1, 5e4, seed) for seed in (1, 2, 3)),  # whose mean is above each of them
-        *(compressed("topk:0.01+ef", 0.94, 5e4, seed) for seed in (1, 2)),
-        (Train("1gbe", 4, "digits", "ddp", 1, 4, "randomk:0.1"), Result(diverged=True, batch=64)),
-    ],
-    "time_to_target": [
-        to_target(task, strategy, link, step_s)
-        for task in ("digits", "resnet50")
-        for strategy, link, step_s in (("single", "none", 1.0), ("ddp", "1gbe", 2.0), ("diloco:8", "wifi6", 0.7))
-    ],
-    "crossover": [
-        training({"step_s": step_s}, task=f"transformer:{size}", strategy=strategy, link=link, world=world)
-        for world in (4, 8)
-        for size in ("1e6", "1e9")
-        for strategy, link, step_s in (
-            ("single", "none", 1.0), ("ddp", "ethernet:10 Mb/s", 9.0), ("ddp", "ethernet:1 Gb/s", 0.5),
-            ("diloco:32", "ethernet:10 Mb/s", 0.7), ("diloco:32", "ethernet:1 Gb/s", 0.6),
-        )
-    ],
-    "scaling": [
-        training({"step_s": step_s}, strategy=strategy, link=link, world=world)
-        for world in (2, 4)
-        for strategy, link, step_s in (("single", "none", world * 1.0), ("ddp", "1gbe", 1.5))
-    ],
-    "stragglers": [
-        training({"samples_per_s": rate}, variant=variant)
-        for variant, rate in (("equal", 100.0), ("one-old", 60.0), ("one-on-wifi", 30.0))
-    ],
-    "failures": [
-        training({"samples_per_s": 12.8 / (1 + rate)}, failures_per_hour=rate, failure_s=10.0, seed=seed)
-        for rate in (0.0, 60.0)
-        for seed in (1, 2, 3)
-    ],
-}  # fmt: skip
-
-
 def drawn(study: str, out: Path) -> dict[str, pd.DataFrame]:
-    asked = [Asked(study, cell) for cell, _ in TINY[study]]
-    results = dict(TINY[study])
-    assert draw(cell_table(asked, results), curve_table(asked, results), out) == {study: ""}
+    assert draw(*tables(study, TINY[study]), out) == {study: ""}
     return {name: pd.read_csv(out / f"{name}.csv") for name in FILES[study]}
 
 
@@ -142,8 +72,6 @@ def test_labels_have_units_that_read_well() -> None:
 
 
 def test_rows_that_a_figure_cannot_show_are_told_and_not_a_failure(tmp_path: Path) -> None:
-    asked = [Asked("crossover", cell) for cell, _ in TINY["stragglers"]]
-    results = dict(TINY["stragglers"])
-    problems = draw(cell_table(asked, results), curve_table(asked, results), tmp_path)
+    problems = draw(*tables("crossover", TINY["stragglers"]), tmp_path)
     assert "there is no task" in problems["crossover"]
     assert not list(tmp_path.glob("*.png"))

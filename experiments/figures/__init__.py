@@ -19,7 +19,8 @@ Draw = Callable[[pd.DataFrame, pd.DataFrame, Path], None]
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]:
     """Draw the figures of all studies that the tables have rows of; by study, why it could not be drawn, or nothing.
 
-    A sweep of one's own may bear a study's name and lack what its figure is made of."""
+    A sweep of one's own may bear a study's name and lack what its figure is made of. One that cannot be drawn, also for
+    a mistake of ours, takes none of the others with it; a file that cannot be written is another matter."""
     drawn = {}
     for study in STUDIES:
         ours = cells[(cells["study"] == study) & cells["error"].isna()]
@@ -28,6 +29,10 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]
             try:
                 module.draw(ours.reset_index(drop=True), curves[curves["study"] == study].reset_index(drop=True), out)
                 drawn[study] = ""
-            except (HcsimError, LookupError, ValueError) as problem:
-                drawn[study] = str(problem) or type(problem).__name__
+            except OSError:
+                raise
+            except (HcsimError, ValueError) as problem:
+                drawn[study] = str(problem)
+            except Exception as problem:
+                drawn[study] = f"{type(problem).__name__}: {problem}"
     return drawn

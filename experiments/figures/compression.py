@@ -18,6 +18,8 @@ FEEDBACK = "+ef"
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """Left: accuracy against how many times fewer bytes were sent. Right: bytes sent against bytes encoded."""
     points = _summary(cells)
+    if points["step_sent_bytes"].isna().all():
+        raise ValueError("all of its runs diverged")
     save_data(points, out / "compression")
     with figure(10.0, 4.4, out / "compression") as sheet:
         left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
@@ -53,43 +55,59 @@ def _summary(cells: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
     points.insert(1, "family", points["compressor"].str.removesuffix(FEEDBACK).str.partition(":")[0])
     points.insert(2, "feedback", points["compressor"].str.endswith(FEEDBACK))
-    dense = points.loc[points["compressor"] == "none", "step_sent_bytes"]
-    points["times_fewer_bytes"] = float(dense.iloc[0]) / points["step_sent_bytes"] if len(dense) else pd.NA
+    dense = points.loc[points["compressor"] == "none", "step_sent_bytes"].dropna()
+    points["times_fewer_bytes"] = float(dense.iloc[0]) / points["step_sent_bytes"] if len(dense) else float("nan")
     return points
 
 
 def _accuracy(axes: Any, points: pd.DataFrame) -> None:
-    dense = points[points["compressor"] == "none"]
+    dense = points[(points["compressor"] == "none") & (points["diverged"] == 0)]
     if len(dense):
         base = dense.iloc[0]
         axes.axhline(100 * base["accuracy"], color="0.4", linewidth=0.9)
         axes.axhspan(100 * base["lowest_accuracy"], 100 * base["highest_accuracy"], color="0.93", zorder=0)
+    compared = points["times_fewer_bytes"].notna().any()
+    across = "times_fewer_bytes" if compared else "step_sent_bytes"
     for (family, feedback), line in points[points["family"] != "none"].groupby(["family", "feedback"], sort=False):
-        line = line[line["diverged"] == 0].sort_values("times_fewer_bytes")
+        line = line[line["diverged"] == 0].sort_values(across)
         mean, low, high = (
             100 * line[name].astype(float) for name in ("accuracy", "lowest_accuracy", "highest_accuracy")
         )
         axes.errorbar(
-            line["times_fewer_bytes"].astype(float), mean, yerr=spread(mean, low, high),
+            line[across].astype(float), mean, yerr=spread(mean, low, high),
             elinewidth=0.7, capsize=1.5, **_look(family, feedback),
         )  # fmt: skip
-    lost = [compressor_words(name) for name in points.loc[points["diverged"] > 0, "compressor"]]
-    if lost:
-        words = f"diverged without error feedback: {', '.join(lost)}"
-        axes.annotate(words, (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
+    if lost := _lost(points):
+        axes.annotate(f"diverged {lost}", (0.99, 0.015), xycoords="axes fraction", ha="right", fontsize=8, color="0.3")
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom=bottom - 0.06 * (top - bottom))  # room for these words below the lowest bar
     axes.set_xscale("log")
-    labelled(axes.xaxis, lambda value: f"{value:g}×")
-    axes.set_xlabel("fewer bytes on the wire than without compression (measured, headers included)")
+    if compared:
+        labelled(axes.xaxis, lambda value: f"{value:g}×")
+        axes.set_xlabel("fewer bytes on the wire than without compression (measured, headers included)")
+    else:
+        labelled(axes.xaxis, bytes_label)
+        axes.invert_xaxis()  # what sends less is on the right in both
+        axes.set_xlabel("sent per step by each Mac (measured, headers included)")
     axes.set_ylabel("held-out accuracy, %")
     seeds, steps = points["seeds"].max(), points["steps"].max()
     axes.set_title(f"Digits, 4 Macs, {steps} steps: mean and range of {seeds} seeds")
 
 
+def _lost(points: pd.DataFrame) -> str:
+    """What diverged with any seed, by how it was compressed."""
+    lost = points[points["diverged"] > 0]
+    encoded = lost[lost["family"] != "none"]
+    parts = ["without compression"] if len(encoded) < len(lost) else []
+    for feedback, words in ((False, "without error feedback"), (True, "with error feedback")):
+        names = [compressor_words(name) for name in encoded.loc[encoded["feedback"] == feedback, "compressor"]]
+        parts += [f"{words}: {', '.join(names)}"] if names else []
+    return "; ".join(parts)
+
+
 def _bytes(axes: Any, points: pd.DataFrame) -> None:
     """Only one of each pair: error feedback sends the same number of bytes."""
-    dense = points[points["compressor"] == "none"]
+    dense = points[(points["compressor"] == "none") & points["step_sent_bytes"].notna()]
     shown = points[points["feedback"] | ~points["family"].isin(points.loc[points["feedback"], "family"])]
     shown = shown[shown["step_sent_bytes"].notna()]
     for family, line in shown[shown["family"] != "none"].groupby("family", sort=False):

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.figures import STUDIES, draw
 from experiments.figures.style import bytes_label, count_label, rate_label, size_label, time_label
-from tests.experiments.tiny import TINY, tables
+from tests.experiments.tiny import TINY, Row, compressed, diverged, tables, training, words_of
 
 FILES = {
     "allreduce": ("allreduce_by_link", "allreduce_closed_form"),
@@ -63,6 +63,53 @@ def test_the_map_shows_the_fastest_and_one_mac_where_nothing_beats_it(tmp_path: 
     assert fastest[plain, "ethernet:1 Gb/s"] == "data parallel"
     assert fastest[every, "ethernet:10 Mb/s"] == "DiLoCo 32"
     assert fastest[every, "ethernet:1 Gb/s"] == "data parallel"
+
+
+def test_a_tile_of_several_seeds_has_their_mean(tmp_path: Path) -> None:
+    place = {"task": "transformer:1e6", "world": 4}
+    rows = [
+        training({"step_s": step_s}, **place, strategy=strategy, link=link, seed=seed)
+        for strategy, link, times_s in (("single", "none", (1.0, 3.0)), ("ddp", "ethernet:1 Gb/s", (0.5, 1.5)))
+        for seed, step_s in enumerate(times_s)
+    ]
+    assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
+    tile = pd.read_csv(tmp_path / "crossover.csv").iloc[0]
+    assert (tile["one Mac alone, s"], tile["data parallel, s"], tile["speedup"]) == (2.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("dense", [[], [diverged("none")]])
+def test_what_is_sent_is_shown_also_where_no_run_without_compression_is_there_to_compare(
+    tmp_path: Path, dense: list[Row]
+) -> None:
+    rows = [*dense, compressed("int8+ef", 0.9, 3e5, 1), compressed("topk:0.01+ef", 0.8, 1e5, 1)]
+    assert draw(*tables("compression", rows), tmp_path) == {"compression": ""}
+    table = pd.read_csv(tmp_path / "compression.csv")
+    assert "times_fewer_bytes" not in table
+    assert list(table["step_sent_bytes"].dropna()) == [3e5, 1e5]
+
+
+def test_a_figure_says_with_what_runs_diverged(tmp_path: Path) -> None:
+    names = ["none", "randomk:0.1", "onebit+ef", "topk:0.01", "topk:0.01+ef"]
+    lost = [diverged(name) for name in names]
+    assert draw(*tables("compression", lost), tmp_path) == {"compression": "all of its runs diverged"}
+    assert draw(*tables("compression", [*lost, compressed("int8", 0.9, 3e5, 1)]), tmp_path) == {"compression": ""}
+    assert words_of(tmp_path / "compression.svg", "diverged") == [
+        "diverged without compression; without error feedback: random-k 10 %, top-k 1 %; "
+        "with error feedback: one bit, top-k 1 %"
+    ]
+
+
+def test_a_figure_that_cannot_be_drawn_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("NAType")
+
+    monkeypatch.setattr("experiments.figures.compression.draw", broken)
+    both = [tables(study, TINY[study]) for study in ("compression", "scaling")]
+    cells, curves = (pd.concat(parts, ignore_index=True) for parts in zip(*both, strict=True))
+    assert draw(cells, curves, tmp_path) == {"compression": "TypeError: NAType", "scaling": ""}
+    assert (tmp_path / "scaling.png").exists()
 
 
 def test_labels_have_units_that_read_well() -> None:

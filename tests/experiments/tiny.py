@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -31,6 +33,10 @@ def compressed(compressor: str, accuracy: float, sent_bytes: float, seed: int) -
     return training(figures, task="digits", compressor=compressor, seed=seed)
 
 
+def diverged(compressor: str) -> Row:
+    return Train("1gbe", 4, "digits", "ddp", 1, 4, compressor), Result(diverged=True, batch=64)
+
+
 def to_target(task: str, strategy: str, link: str, step_s: float) -> Row:
     points = tuple(Point(step, step * step_s, 0, 1.0, 0.4 / step, 0.9) for step in (1, 2, 3, 4))
     figures = {"step_s": step_s, "points": points if task == "digits" else (), "time_to_target_s": 2 * step_s}
@@ -46,7 +52,7 @@ TINY: dict[str, list[Row]] = {
         *(compressed("none", 0.95, 1e6, seed) for seed in (1, 2)),
         *(compressed("topk:0.01", 0.1, 5e4, seed) for seed in (1, 2, 3)),  # whose mean is above each of them
         *(compressed("topk:0.01+ef", 0.94, 5e4, seed) for seed in (1, 2)),
-        (Train("1gbe", 4, "digits", "ddp", 1, 4, "randomk:0.1"), Result(diverged=True, batch=64)),
+        diverged("randomk:0.1"),
     ],
     "time_to_target": [
         to_target(task, strategy, link, step_s)
@@ -77,6 +83,11 @@ TINY: dict[str, list[Row]] = {
         for seed in (1, 2, 3)
     ],
 }  # fmt: skip
+
+
+def words_of(svg: Path, begin: str) -> list[str]:
+    """What stands in a figure and begins so: its letters are drawn, but a comment before them has them."""
+    return [words for words in re.findall(r"<!-- (.*?) -->", svg.read_text()) if words.startswith(begin)]
 
 
 def tables(study: str, rows: Iterable[Row]) -> tuple[pd.DataFrame, pd.DataFrame]:

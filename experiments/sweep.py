@@ -50,7 +50,7 @@ def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console:
         run_cells(todo, jobs, finished)
     for study, problem in write(asked, results, out, command).items():
         if problem:
-            console.print(f"no figure of {study}: its rows lack what that figure shows ({problem})", highlight=False)
+            console.print(f"no figure of {study}: its rows are not what that figure shows ({problem})", highlight=False)
     return bar.failed
 
 

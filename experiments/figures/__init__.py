@@ -16,6 +16,11 @@ STUDIES = ("allreduce", "compression", "time_to_target", "crossover", "scaling",
 Draw = Callable[[pd.DataFrame, pd.DataFrame, Path], None]
 
 
+def _distinct(rows: pd.DataFrame) -> pd.DataFrame:
+    """Two grids may ask for the same cell."""
+    return rows.drop_duplicates(ignore_index=True)
+
+
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]:
     """Draw the figures of all studies that the tables have rows of; by study, why it could not be drawn, or nothing.
 
@@ -27,7 +32,7 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]
         if len(ours):
             module = import_module(f"experiments.figures.{study}")
             try:
-                module.draw(ours.reset_index(drop=True), curves[curves["study"] == study].reset_index(drop=True), out)
+                module.draw(*(_distinct(table) for table in (ours, curves[curves["study"] == study])), out)
                 drawn[study] = ""
             except OSError:
                 raise

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import FixedLocator
 
+from experiments.figures.hidden import check_shown
 from experiments.figures.style import LOOKS, figure, labelled, link_title, save_data, size_label, time_label
 
 ALGORITHMS = (
@@ -21,6 +22,9 @@ SHOWN = [
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """Two figures: real links, and ideal ones beside their formulas."""
     real, ideal = cells[cells["closed_form_s"].isna()], cells[cells["closed_form_s"].notna()]
+    check_shown(real, "link", "world", "algorithm", "size_bytes")
+    for _, line in ideal.groupby("algorithm"):
+        check_shown(line, "algorithm", "size_bytes")
     if len(real):
         save_data(real[SHOWN], out / "allreduce_by_link")
         _by_link(real, out / "allreduce_by_link")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.figures.hidden import check_shown, only
 from experiments.figures.methods import compressor_words
-from experiments.figures.style import LOOKS, bytes_label, figure, labelled, save_data, spread
+from experiments.figures.style import LOOKS, bytes_label, figure, labelled, save_data, spread, task_title
 
 FAMILIES = {"topk": "top-k", "randomk": "random-k", "powersgd": "PowerSGD", "int8": "int8", "onebit": "one bit",
             "fp16": "fp16"}  # fmt: skip
@@ -17,6 +18,7 @@ FEEDBACK = "+ef"
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """Left: accuracy against how many times fewer bytes were sent. Right: bytes sent against bytes encoded."""
+    check_shown(cells, "compressor")
     points = _summary(cells)
     if points["step_sent_bytes"].isna().all():
         raise ValueError("all of its runs diverged")
@@ -24,6 +26,9 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     with figure(10.0, 4.4, out / "compression") as sheet:
         left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
         _accuracy(left, points)
+        steps = only(cells[~cells["diverged"]], "steps")
+        place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs, {steps} steps"
+        left.set_title(f"{place}: mean and range of {points['seeds'].max()} seeds")
         _bytes(right, points)
         handles = [
             left.plot([], [], **_look(family, True) | {"linestyle": "-"}, label=words)[0]
@@ -90,8 +95,6 @@ def _accuracy(axes: Any, points: pd.DataFrame) -> None:
         axes.invert_xaxis()  # what sends less is on the right in both
         axes.set_xlabel("sent per step by each Mac (measured, headers included)")
     axes.set_ylabel("held-out accuracy, %")
-    seeds, steps = points["seeds"].max(), points["steps"].max()
-    axes.set_title(f"Digits, 4 Macs, {steps} steps: mean and range of {seeds} seeds")
 
 
 def _lost(points: pd.DataFrame) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Rectangle
 
+from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import method, with_methods
 from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
 from experiments.study.grid import SINGLE
@@ -42,6 +43,7 @@ MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A figure for each number of Macs: rows by the work in a step, columns by what is allowed."""
+    check_shown(cells, "task", *METHOD, "link", "world")
     cells = with_methods(cells)
     fills = {name: FILLS[number % len(FILLS)] for number, name in enumerate(dict.fromkeys(cells["method"]))}
     for number, world in enumerate(sorted(set(cells["world"]))):

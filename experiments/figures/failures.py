@@ -1,4 +1,4 @@
-"""How throughput falls when Macs pause now and then, by strategy."""
+"""How throughput falls when Macs pause or drop out now and then, by strategy."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import looks, with_methods
-from experiments.figures.style import figure, save_data, spread
+from experiments.figures.style import figure, save_data, spread, task_title
+
+FAILURES = {"pause": ("pauses", "runs"), "dropout": ("dropouts", "is reached")}
+"""In words, and what a Mac does in the hours that the rate is of: from the end of one failure to the next."""
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """Left: steps per second. Right: relative to the same strategy without failures."""
+    check_shown(cells, *METHOD, "failures_per_hour")
+    failing = cells[cells["failures_per_hour"] > 0]
+    if failing.empty:
+        raise ValueError("nothing fails in any of its runs")
+    words, while_well = FAILURES[only(failing, "failure")]
     table = _summary(with_methods(cells))
     save_data(table, out / "failures")
-    lasts_s = cells["failure_s"].max()
     with figure(10.4, 3.8, out / "failures") as sheet:
         left, right = sheet.subplots(1, 2)
         _lines(left, table, "", 1.0)
         _lines(right, table, "of_healthy_", 100.0)
         left.set_ylabel("steps per second")
-        right.set_ylabel("% of that without pauses")
-        left.set_title(f"ResNet-50, 4 Macs: random pauses of {lasts_s:g} s")
-        right.set_title("The same, relative to each without pauses")
+        right.set_ylabel(f"% of that without {words}")
+        place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs"
+        left.set_title(f"{place}: random {words} of {only(failing, 'failure_s'):g} s")
+        right.set_title(f"The same, relative to each without {words}")
         for axes in (left, right):
-            axes.set_xlabel("pauses per Mac and hour")
+            axes.set_xlabel(f"{words} per Mac and hour that it {while_well}")
             axes.set_ylim(bottom=0)
         right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 

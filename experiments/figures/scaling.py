@@ -7,21 +7,25 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import with_methods
-from experiments.figures.style import LOOKS, figure, in_order, link_title, save_data
+from experiments.figures.style import LOOKS, figure, in_order, link_title, save_data, task_title
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6")
-MODELS = {"resnet50": "ResNet-50", "gpt2": "GPT-2", "llama-1b": "Llama 1B", "llama-7b": "Llama 7B"}
+MODELS = ("resnet50", "gpt2", "llama-1b", "llama-7b")
 SHOWN = ["task", "method", "link", "world", "batch", "step_s", "step_sent_bytes", "speedup"]
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A panel for each link and strategy, a line for each model."""
+    check_shown(cells, "task", *METHOD, "link", "world")
     table = with_methods(cells)
     # By the time per step, which leaves out the opening of connections: these runs are short.
     alone = table[table["strategy"] == SINGLE].groupby(["task", "world"])["step_s"].mean().rename("alone_s")
     table = table[table["strategy"] != SINGLE].merge(alone.reset_index(), on=["task", "world"])
+    by = table.groupby(["task", "method", "link", "world", "batch"], sort=False)
+    table = by[["step_s", "step_sent_bytes", "alone_s"]].mean().reset_index()
     table = table.assign(speedup=table["alone_s"] / table["step_s"])
     save_data(table[SHOWN], out / "scaling")
     links = in_order(table["link"], LINKS)
@@ -43,10 +47,10 @@ def _panel(axes: Any, table: pd.DataFrame, most: int) -> None:
     axes.annotate("ideal", (0.8 * most, 0.8 * most), (-5, 3), textcoords="offset points", ha="right", fontsize=8,
                   color="0.4")  # fmt: skip
     axes.axhline(1, color="0.6", linewidth=0.9)
-    for number, (task, title) in enumerate(MODELS.items()):
+    for number, task in enumerate(MODELS):
         line = table[table["task"] == task].sort_values("world")
         if len(line):
-            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=title, **LOOKS[number])
+            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=task_title(task), **LOOKS[number])
     axes.set_xlim(0.8, most + 0.2)
     axes.set_ylim(0, most + 0.2)
     axes.set_xticks(sorted({1, *map(int, table["world"])}))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import with_methods
-from experiments.figures.style import LOOKS, figure, link_title, save_data
+from experiments.figures.style import LOOKS, figure, link_title, save_data, task_title
 
 EQUAL = "equal"
 VARIANTS = {
@@ -22,6 +23,8 @@ SHOWN = ["method", "link", "variant", "world", "steps", "samples_per_s", "of_equ
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A panel for each link; a row for each strategy, a marker for each way of being unlike."""
+    check_shown(cells, *METHOD, "link", "variant")
+    place = f"{task_title(only(cells, 'task'))}, {only(cells, 'world')} Macs"
     table = _relative(with_methods(cells))
     save_data(table[SHOWN], out / "stragglers")
     names = list(dict.fromkeys(table["method"]))
@@ -30,14 +33,14 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         panels = sheet.subplots(1, len(links), sharey=True, squeeze=False)[0]
         for axes, link in zip(panels, links, strict=True):
             _panel(axes, table[table["link"] == link], names)
-            axes.set_title(f"ResNet-50, {int(table['world'].max())} Macs, {link_title(link)}")
+            axes.set_title(f"{place}, {link_title(link)}")
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
         panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _relative(table: pd.DataFrame) -> pd.DataFrame:
-    same = ["method", "link", "world", "task", "seed"]
+    same = ["method", "link", "seed"]
     equal = table.loc[table["variant"] == EQUAL, [*same, "samples_per_s"]]
     joined = table.merge(equal.rename(columns={"samples_per_s": "equal_samples_per_s"}), on=same)
     return joined.assign(of_equal=joined["samples_per_s"] / joined["equal_samples_per_s"])

@@ -44,6 +44,8 @@ LOOKS: tuple[dict[str, Any], ...] = (
 )
 """Okabe and Ito's colours, which the colour-blind can tell apart; marker and line tell them apart too."""
 
+TASKS = {"digits": "Digits", "resnet50": "ResNet-50", "gpt2": "GPT-2", "llama-1b": "Llama 1B", "llama-7b": "Llama 7B"}
+
 
 @contextmanager
 def figure(width: float, height: float, file: Path) -> Iterator[Figure]:
@@ -57,12 +59,19 @@ def figure(width: float, height: float, file: Path) -> Iterator[Figure]:
 
 def save_data(table: pd.DataFrame, file: Path) -> None:
     """What a figure shows, beside it; columns without any value are left out."""
+    if table.empty:
+        raise ValueError("there is nothing to compare its rows with")
     write_csv(table.dropna(axis=1, how="all"), file)
 
 
 def spread(mean: pd.Series, lowest: pd.Series, highest: pd.Series) -> list[pd.Series]:
     """Bars from the lowest to the highest; the mean of equal numbers can be a rounding error beside them."""
     return [(mean - lowest).clip(lower=0), (highest - mean).clip(lower=0)]
+
+
+def task_title(task: str) -> str:
+    """As it stands over a panel."""
+    return TASKS.get(task, task)
 
 
 def link_title(link: str) -> str:

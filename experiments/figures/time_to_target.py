@@ -12,8 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import method, with_methods
-from experiments.figures.style import LOOKS, figure, in_order, labelled, link_title, save_data, time_label
+from experiments.figures.style import LOOKS, figure, in_order, labelled, link_title, save_data, task_title, time_label
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6", "two-homes")
@@ -22,6 +23,10 @@ SMALL, LARGE = "digits", "resnet50"
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A dot for each strategy and link; a line for one machine alone."""
+    check_shown(cells, "task", *METHOD, "link")
+    target = only(cells, "target_loss")
+    if target is None or not set(cells["task"]) <= {SMALL, LARGE}:
+        raise ValueError(f"it shows {SMALL} with a target_loss, and beside it {LARGE}")
     cells = with_methods(cells)
     trained = _trained(cells, curves)
     composed = _composed(cells, trained)
@@ -30,9 +35,8 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     names = [name for name in dict.fromkeys(table["method"]) if name != method(SINGLE)]
     with figure(10.0, 1.2 + 0.33 * len(names), out / "time_to_target") as sheet:
         panels = sheet.subplots(1, 2, sharey=True)
-        target = cells["target_loss"].max()
-        _panel(panels[0], trained, names, f"Digits: time to a held-out loss of {target:g}")
-        _panel(panels[1], composed, names, "ResNet-50's time per step × steps needed on digits")
+        _panel(panels[0], trained, names, f"{task_title(SMALL)}: time to a held-out loss of {target:g}")
+        _panel(panels[1], composed, names, f"{task_title(LARGE)}'s time per step × steps needed on {SMALL}")
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
         _legend(panels[1], table)
@@ -86,7 +90,8 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], title: str) -> None
         places = [names.index(name) for name in there["method"]]
         axes.plot(there["time_to_target_s"], places, **look | {"linestyle": "", "markersize": 6.5})
     for place, name in enumerate(names):
-        if not table.loc[table["method"] == name, "time_to_target_s"].notna().any():
+        times_s = table.loc[table["method"] == name, "time_to_target_s"]
+        if len(times_s) and times_s.isna().all():
             axes.annotate("not reached", (0.5, place), xycoords=("axes fraction", "data"), ha="center", va="center",
                           fontsize=8, color="0.4", backgroundcolor="white")  # fmt: skip
     axes.set_xscale("log")

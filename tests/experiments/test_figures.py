@@ -119,6 +119,6 @@ def test_labels_have_units_that_read_well() -> None:
 
 
 def test_rows_that_a_figure_cannot_show_are_told_and_not_a_failure(tmp_path: Path) -> None:
-    problems = draw(*tables("crossover", TINY["stragglers"]), tmp_path)
+    problems = draw(*tables("crossover", TINY["stragglers"][:1]), tmp_path)
     assert "there is no task" in problems["crossover"]
     assert not list(tmp_path.glob("*.png"))

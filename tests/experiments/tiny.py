@@ -34,7 +34,7 @@ def compressed(compressor: str, accuracy: float, sent_bytes: float, seed: int) -
 
 
 def diverged(compressor: str) -> Row:
-    return Train("1gbe", 4, "digits", "ddp", 1, 4, compressor), Result(diverged=True, batch=64)
+    return Train("1gbe", 4, "digits", "ddp", 1, 4, compressor), Result(diverged=True, batch=128)
 
 
 def to_target(task: str, strategy: str, link: str, step_s: float) -> Row:

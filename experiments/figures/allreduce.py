@@ -9,10 +9,11 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator
 
 from experiments.figures.hidden import check_shown
-from experiments.figures.style import LOOKS, figure, labelled, link_title, save_data, size_label, time_label
+from experiments.figures.style import figure, labelled, link_title, looks, save_data, size_label, time_label
 
 ALGORITHMS = (
-    "ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct", "hierarchical"
+    "ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct", "hierarchical",
+    "chunked_ring",
 )  # fmt: skip
 SHOWN = [
     "link", "world", "algorithm", "size_bytes", "step_s", "fastest_s", "slowest_s", "step_sent_bytes", "closed_form_s"
@@ -37,12 +38,13 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
     """Time against size, a panel for each cluster and a line for each algorithm."""
     places = list(dict.fromkeys(zip(cells["link"], cells["world"], strict=True)))
     rows = -(-(len(places) + 1) // 3)
+    look = looks(cells["algorithm"], ALGORITHMS)
     with figure(9.6, 3.0 * rows, file) as sheet:
         panels = sheet.subplots(rows, 3, squeeze=False)
         for (link, world), axes in zip(places, panels.flat, strict=False):
             here = cells[(cells["link"] == link) & (cells["world"] == world)]
             for algorithm, line in here.groupby("algorithm", sort=False):
-                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **_look(algorithm))
+                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look[algorithm])
             axes.set_title(f"{world} Macs, {link_title(link)}")
             _log_axes(axes)
         for axes in panels.flat[len(places) :]:
@@ -64,10 +66,10 @@ def _closed_form(cells: pd.DataFrame, file: Path) -> None:
     with figure(6.0, 5.4, file) as sheet:
         upper, lower = sheet.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         for algorithm, line in cells.groupby("algorithm", sort=False):
-            look = _look(algorithm)
+            look = looks(cells["algorithm"], ALGORITHMS)[algorithm]
             sizes = line["size_bytes"]
             upper.plot(sizes, line["closed_form_s"], color=look["color"], linestyle=look["linestyle"])
-            upper.plot(sizes, line["step_s"], color=look["color"], marker=look["marker"], linestyle="")
+            upper.plot(sizes, line["step_s"], **look | {"linestyle": ""})
             upper.plot([], [], label=f"{_word(algorithm)}, {line['world'].iloc[0]} ports", **look)
             lower.plot(sizes, 100 * (line["step_s"] / line["closed_form_s"] - 1), **look)
         upper.set_title("Latency and bandwidth only: formula (line) and simulation (marker)")
@@ -77,10 +79,6 @@ def _closed_form(cells: pd.DataFrame, file: Path) -> None:
         lower.set_ylabel("simulated\nabove formula, %")
         lower.set_ylim(-1, 1)
         lower.set_xlabel("size of the reduced tensor")
-
-
-def _look(algorithm: str) -> dict[str, Any]:
-    return LOOKS[ALGORITHMS.index(algorithm)]
 
 
 def _word(algorithm: str) -> str:

@@ -55,18 +55,26 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
             "with compression": every_step,
             "and with steps of one's own": ours,
         }
-        tiles = [_tiles(allowed).assign(methods=words) for words, allowed in choices.items()]
+        tiles = [
+            _tiles(allowed).assign(methods=words)
+            for words, allowed in choices.items()
+            if (allowed["strategy"] != SINGLE).any()
+        ]
         save_data(pd.concat(tiles, ignore_index=True), file)
         _sheet(tiles, fills, f"{world} M4 Macs", file)
 
 
 def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place: str, file: Path) -> None:
-    tokens = sorted(set(choices[0]["tokens"]))
+    tokens = sorted(set(choices[-1]["tokens"]))  # the last allows all
     with figure(4.7 * len(choices), 3.9 * len(tokens) + 0.6, file) as sheet:
         panels = sheet.subplots(len(tokens), len(choices), squeeze=False)
         for row, length in zip(panels, tokens, strict=True):
             for axes, tiles in zip(row, choices, strict=True):
-                _panel(axes, tiles[tiles["tokens"] == length], fills)
+                here = tiles[tiles["tokens"] == length]
+                if here.empty:
+                    axes.axis("off")
+                    continue
+                _panel(axes, here, fills)
                 axes.set_title(f"{place}, {length:,} tokens per Mac and step;\n{tiles['methods'].iloc[0]}", pad=44)
         winners = {name for tiles in choices for name in tiles["fastest"]}
         shown = [name for name in fills if name in winners]

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown, only
-from experiments.figures.methods import looks, with_methods
-from experiments.figures.style import figure, save_data, spread, task_title
+from experiments.figures.methods import with_methods
+from experiments.figures.style import figure, looks, save_data, spread, task_title
 
 FAILURES = {"pause": ("pauses", "runs"), "dropout": ("dropouts", "is reached")}
 """In words, and what a Mac does in the hours that the rate is of: from the end of one failure to the next."""
@@ -60,8 +60,7 @@ def _summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _lines(axes: Any, table: pd.DataFrame, prefix: str, scale: float) -> None:
-    names = list(dict.fromkeys(table["method"]))
-    for name, look in looks(names).items():
+    for name, look in looks(table["method"]).items():
         line = table[table["method"] == name].sort_values("failures_per_hour")
         x = line["failures_per_hour"].astype(float)
         y = scale * line[f"{prefix}steps_per_s"].astype(float)

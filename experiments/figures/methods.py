@@ -1,13 +1,10 @@
-"""What strategies and compressors are called in figures, and how each looks: the same in all of them."""
+"""What strategies and compressors are called in figures: the same in all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pandas as pd
-
-from experiments.figures.style import LOOKS
 
 _STRATEGIES = {
     "single": "one Mac alone",
@@ -62,8 +59,3 @@ def with_methods(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _as_asked(strategy: str, compressor: str) -> str:
     return strategy if compressor == "none" else f"{strategy}, {compressor}"
-
-
-def looks(names: list[str]) -> dict[str, dict[str, Any]]:
-    """One for each name, in order; they come around again after the eighth."""
-    return {name: LOOKS[number % len(LOOKS)] for number, name in enumerate(names)}

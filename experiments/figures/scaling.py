@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown
 from experiments.figures.methods import with_methods
-from experiments.figures.style import LOOKS, figure, in_order, link_title, save_data, task_title
+from experiments.figures.style import figure, in_order, link_title, looks, save_data, task_title
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6")
@@ -30,11 +30,12 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     save_data(table[SHOWN], out / "scaling")
     links = in_order(table["link"], LINKS)
     methods = list(dict.fromkeys(table["method"]))
+    most, models = int(table["world"].max()), looks(table["task"], MODELS)
     with figure(2.6 * len(links) + 0.6, 2.7 * len(methods), out / "scaling") as sheet:
         panels = sheet.subplots(len(methods), len(links), sharex=True, sharey=True, squeeze=False)
         for row, name in zip(panels, methods, strict=True):
             for axes, link in zip(row, links, strict=True):
-                _panel(axes, table[(table["method"] == name) & (table["link"] == link)], int(table["world"].max()))
+                _panel(axes, table[(table["method"] == name) & (table["link"] == link)], most, models)
                 axes.set_title(f"{link_title(link)}\n{name}")
             row[0].set_ylabel("times as fast as one Mac")
         for axes in panels[-1]:
@@ -42,15 +43,15 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
         panels[0, 0].legend(loc="upper left", fontsize=8)
 
 
-def _panel(axes: Any, table: pd.DataFrame, most: int) -> None:
+def _panel(axes: Any, table: pd.DataFrame, most: int, models: dict[str, dict[str, Any]]) -> None:
     axes.plot([1, most], [1, most], color="0.6", linewidth=0.9)
     axes.annotate("ideal", (0.8 * most, 0.8 * most), (-5, 3), textcoords="offset points", ha="right", fontsize=8,
                   color="0.4")  # fmt: skip
     axes.axhline(1, color="0.6", linewidth=0.9)
-    for number, task in enumerate(MODELS):
+    for task, look in models.items():
         line = table[table["task"] == task].sort_values("world")
         if len(line):
-            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=task_title(task), **LOOKS[number])
+            axes.plot([1, *line["world"]], [1.0, *line["speedup"]], label=task_title(task), **look)
     axes.set_xlim(0.8, most + 0.2)
     axes.set_ylim(0, most + 0.2)
     axes.set_xticks(sorted({1, *map(int, table["world"])}))

@@ -85,6 +85,17 @@ def in_order(present: Any, order: tuple[str, ...]) -> list[str]:
     return [*(name for name in order if name in names), *(name for name in names if name not in order)]
 
 
+def looks(present: Any, order: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """One for each name: those of the order always have the same. After the eighth they come again, hollow."""
+    names = dict.fromkeys((*order, *present))
+    return {name: LOOKS[number] if number < len(LOOKS) else _hollow(number) for number, name in enumerate(names)}
+
+
+def _hollow(number: int) -> dict[str, Any]:
+    look = LOOKS[number % len(LOOKS)] | {"markerfacecolor": "white"}
+    return look | {"marker": "X"} if look["marker"] == "x" else look  # a cross of lines cannot be hollow
+
+
 def labelled(axis: Any, label: Callable[[float], str]) -> None:
     """Ticks of a logarithmic axis in words."""
     axis.set_minor_locator(NullLocator())

@@ -14,7 +14,7 @@ import pandas as pd
 
 from experiments.figures.hidden import METHOD, check_shown, only
 from experiments.figures.methods import method, with_methods
-from experiments.figures.style import LOOKS, figure, in_order, labelled, link_title, save_data, task_title, time_label
+from experiments.figures.style import figure, in_order, labelled, link_title, looks, save_data, task_title, time_label
 from experiments.study.grid import SINGLE
 
 LINKS = ("1gbe", "2.5gbe", "thunderbolt", "wifi6", "two-homes")
@@ -32,14 +32,18 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     composed = _composed(cells, trained)
     table = pd.concat([part for part in (trained, composed) if len(part)], ignore_index=True)
     save_data(table, out / "time_to_target")
-    names = [name for name in dict.fromkeys(table["method"]) if name != method(SINGLE)]
+    together = table[table["method"] != method(SINGLE)]
+    names = list(dict.fromkeys(together["method"]))
+    dots = {link: look | {"linestyle": "", "markersize": 6.5} for link, look in looks(together["link"], LINKS).items()}
     with figure(10.0, 1.2 + 0.33 * len(names), out / "time_to_target") as sheet:
         panels = sheet.subplots(1, 2, sharey=True)
-        _panel(panels[0], trained, names, f"{task_title(SMALL)}: time to a held-out loss of {target:g}")
-        _panel(panels[1], composed, names, f"{task_title(LARGE)}'s time per step × steps needed on {SMALL}")
+        _panel(panels[0], trained, names, dots, f"{task_title(SMALL)}: time to a held-out loss of {target:g}")
+        _panel(panels[1], composed, names, dots, f"{task_title(LARGE)}'s time per step × steps needed on {SMALL}")
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
-        _legend(panels[1], table)
+        for link in in_order(together["link"], LINKS):
+            panels[1].plot([], [], label=link_title(link), **dots[link])
+        panels[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _trained(cells: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
@@ -77,7 +81,7 @@ def _composed(cells: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     return joined.assign(time_to_target_s=joined["step_s"] * joined["steps_to_target"])
 
 
-def _panel(axes: Any, table: pd.DataFrame, names: list[str], title: str) -> None:
+def _panel(axes: Any, table: pd.DataFrame, names: list[str], dots: dict[str, dict[str, Any]], title: str) -> None:
     alone = table[table["method"] == method(SINGLE)]
     if len(alone) and pd.notna(alone.iloc[0]["time_to_target_s"]):
         time_s = float(alone.iloc[0]["time_to_target_s"])
@@ -85,10 +89,9 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], title: str) -> None
         axes.annotate("one Mac alone", (time_s, 0.5), (3, 0), xycoords=("data", "axes fraction"), fontsize=8,
                       textcoords="offset points", rotation=90, va="center", color="0.3")  # fmt: skip
     for link, part in table[table["method"] != method(SINGLE)].groupby("link", sort=False):
-        look = LOOKS[LINKS.index(link)] if link in LINKS else LOOKS[-1]
         there = part[part["time_to_target_s"].notna()]
         places = [names.index(name) for name in there["method"]]
-        axes.plot(there["time_to_target_s"], places, **look | {"linestyle": "", "markersize": 6.5})
+        axes.plot(there["time_to_target_s"], places, **dots[link])
     for place, name in enumerate(names):
         times_s = table.loc[table["method"] == name, "time_to_target_s"]
         if len(times_s) and times_s.isna().all():
@@ -100,10 +103,3 @@ def _panel(axes: Any, table: pd.DataFrame, names: list[str], title: str) -> None
     axes.set_title(title)
     axes.grid(axis="x", visible=False)
     axes.set_ylim(-0.6, len(names) - 0.4)
-
-
-def _legend(axes: Any, table: pd.DataFrame) -> None:
-    for link in in_order([link for link in table["link"] if link in LINKS], LINKS):
-        look = LOOKS[LINKS.index(link)] | {"linestyle": "", "markersize": 6.5}
-        axes.plot([], [], label=link_title(link), **look)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

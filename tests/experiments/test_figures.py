@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pandas as pd
 import pytest
 
 from experiments.figures import STUDIES, draw
-from experiments.figures.style import bytes_label, count_label, rate_label, size_label, time_label
-from tests.experiments.tiny import TINY, Row, compressed, diverged, tables, training, words_of
+from experiments.figures.allreduce import ALGORITHMS
+from experiments.figures.style import bytes_label, count_label, looks, rate_label, size_label, time_label
+from tests.experiments.tiny import TINY, Row, compressed, diverged, tables, to_target, training, words_of
 
 FILES = {
     "allreduce": ("allreduce_by_link", "allreduce_closed_form"),
@@ -97,6 +99,40 @@ def test_a_figure_says_with_what_runs_diverged(tmp_path: Path) -> None:
         "diverged without compression; without error feedback: random-k 10 %, top-k 1 %; "
         "with error feedback: one bit, top-k 1 %"
     ]
+
+
+def test_algorithms_that_no_figure_has_a_look_for_have_one_each(tmp_path: Path) -> None:
+    names = ("ring", "auto", "chunked_ring", "spiral")
+    rows = [
+        (msgspec.structs.replace(cell, algorithm=name), result) for name in names for cell, result in TINY["allreduce"]
+    ]
+    assert draw(*tables("allreduce", rows), tmp_path) == {"allreduce": ""}
+    for file in FILES["allreduce"]:
+        for name in names:
+            assert words_of(tmp_path / f"{file}.svg", name.replace("_", " "))
+    unlike = looks(names, ALGORITHMS).values()
+    assert len({tuple(map(str, look.values())) for look in unlike}) == len(ALGORITHMS) + 2
+    assert looks(["ring"], ALGORITHMS)["ring"] == looks(names, ALGORITHMS)["ring"]
+
+
+def test_links_and_models_of_one_s_own_are_drawn_and_named(tmp_path: Path) -> None:
+    rows = [to_target("digits", "ddp", link, 1.0) for link in ("1gbe", "10gbe", "ethernet:3 Gb/s")]
+    assert draw(*tables("time_to_target", rows), tmp_path) == {"time_to_target": ""}
+    assert words_of(tmp_path / "time_to_target.svg", "10 Gb/s")
+    assert words_of(tmp_path / "time_to_target.svg", "3 Gb/s")
+    rows = [training(task="convex", strategy=name, link=link) for name, link in (("single", "none"), ("ddp", "1gbe"))]
+    assert draw(*tables("scaling", rows), tmp_path) == {"scaling": ""}
+    assert words_of(tmp_path / "scaling.svg", "convex")
+
+
+def test_the_map_has_no_panel_for_what_was_not_run(tmp_path: Path) -> None:
+    link = "ethernet:1 Gb/s"
+    rows = [training(task=f"transformer:1e6,tokens={n}", strategy="single", link="none") for n in (1024, 2048)]
+    rows.append(training(task="transformer:1e6,tokens=1024", compressor="int8", link=link))
+    rows.append(training(task="transformer:1e6,tokens=2048", strategy="diloco:8", link=link))
+    assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
+    assert len(words_of(tmp_path / "crossover.svg", "4 M4 Macs, 1,024 tokens")) == 2
+    assert len(words_of(tmp_path / "crossover.svg", "4 M4 Macs, 2,048 tokens")) == 1
 
 
 def test_a_figure_that_cannot_be_drawn_does_not_stop_the_others(

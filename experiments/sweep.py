@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -31,8 +31,15 @@ from hcsim.cli import INTERRUPTED
 from hcsim.errors import ConfigError
 
 
-def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console: Console) -> int:
-    """Run what is not yet finished and write everything; how many cells failed."""
+class Outcome(NamedTuple):
+    """Of a sweep: how many cells failed, and the studies whose figures were drawn."""
+
+    failed: int
+    drawn: list[str]
+
+
+def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console: Console) -> Outcome:
+    """Run what is not yet finished and write everything."""
     store = Store(out / ".cells")
     cells = list(dict.fromkeys(cell for _, cell in asked))
     results = {cell: entry.result for cell in cells if (entry := store.get(cell))}
@@ -48,10 +55,11 @@ def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console:
             bar.finished(cell, result, cost_s)
 
         run_cells(todo, jobs, finished)
-    for study, problem in write(asked, results, out, command).items():
+    problems = write(asked, results, out, command)
+    for study, problem in problems.items():
         if problem:
             console.print(f"no figure of {study}: its rows are not what that figure shows ({problem})", highlight=False)
-    return bar.failed
+    return Outcome(bar.failed, [study for study, problem in problems.items() if not problem])
 
 
 def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command: list[str]) -> dict[str, str]:
@@ -93,11 +101,11 @@ def main(
         raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint="--out") from None
     command = [*([what] if what else []), *(["--quick"] if quick else [])]
     try:
-        failed = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)
+        failed, drawn = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)
     except KeyboardInterrupt:
         console.print("interrupted: finished cells are kept, and the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    figures = ", with the figures of its studies" if any(folder.glob("*.png")) else ""
+    figures = f", with figures of {', '.join(drawn)}" if drawn else ""
     typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}{figures}")
     if failed:
         console.print(f"cells that failed: {failed}; see the column error; the same command tries them again")

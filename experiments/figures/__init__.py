@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
 
+from experiments.figures.style import SUFFIXES
 from hcsim.errors import HcsimError
 
 STUDIES = ("allreduce", "compression", "time_to_target", "crossover", "scaling", "stragglers", "failures")
 """Studies that have figures, each drawn by the module of its name."""
-
-Draw = Callable[[pd.DataFrame, pd.DataFrame, Path], None]
-
-
-def _distinct(rows: pd.DataFrame) -> pd.DataFrame:
-    """Two grids may ask for the same cell."""
-    return rows.drop_duplicates(ignore_index=True)
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]:
@@ -26,18 +19,36 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]
 
     A sweep of one's own may bear a study's name and lack what its figure is made of. One that cannot be drawn, also for
     a mistake of ours, takes none of the others with it; a file that cannot be written is another matter."""
-    drawn = {}
-    for study in STUDIES:
-        ours = cells[(cells["study"] == study) & cells["error"].isna()]
-        if len(ours):
-            module = import_module(f"experiments.figures.{study}")
-            try:
-                module.draw(*(_distinct(table) for table in (ours, curves[curves["study"] == study])), out)
-                drawn[study] = ""
-            except OSError:
-                raise
-            except (HcsimError, ValueError) as problem:
-                drawn[study] = str(problem)
-            except Exception as problem:
-                drawn[study] = f"{type(problem).__name__}: {problem}"
-    return drawn
+    return {
+        study: _draw(study, cells[cells["study"] == study], curves[curves["study"] == study], out)
+        for study in STUDIES
+        if (cells["study"] == study).any()
+    }
+
+
+def _draw(study: str, cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> str:
+    module = import_module(f"experiments.figures.{study}")
+    good = cells[cells["error"].isna()]
+    names = module.names(cells) if hasattr(module, "names") else [study]
+    _remove(names, out)
+    try:
+        if good.empty:
+            raise ValueError("all of its cells failed")
+        # Two grids may ask for the same cell.
+        module.draw(good.drop_duplicates(ignore_index=True), curves.drop_duplicates(ignore_index=True), out)
+        return ""
+    except OSError:
+        raise
+    except (HcsimError, ValueError) as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    _remove(names, out)
+    return problem
+
+
+def _remove(names: list[str], out: Path) -> None:
+    """A figure of an earlier sweep would pass for one of this, and half of one for a whole."""
+    for name in names:
+        for suffix in SUFFIXES:
+            (out / f"{name}{suffix}").unlink(missing_ok=True)

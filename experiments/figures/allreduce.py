@@ -20,6 +20,14 @@ SHOWN = [
 ]  # fmt: skip
 
 
+BY_LINK, CLOSED_FORM = "allreduce_by_link", "allreduce_closed_form"
+
+
+def names(cells: pd.DataFrame) -> list[str]:
+    """Of the files."""
+    return [BY_LINK, CLOSED_FORM]
+
+
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """Two figures: real links, and ideal ones beside their formulas."""
     real, ideal = cells[cells["closed_form_s"].isna()], cells[cells["closed_form_s"].notna()]
@@ -27,24 +35,24 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     for _, line in ideal.groupby("algorithm"):
         check_shown(line, "algorithm", "size_bytes")
     if len(real):
-        save_data(real[SHOWN], out / "allreduce_by_link")
-        _by_link(real, out / "allreduce_by_link")
+        save_data(real[SHOWN], out / BY_LINK)
+        _by_link(real, out / BY_LINK)
     if len(ideal):
-        save_data(ideal[SHOWN], out / "allreduce_closed_form")
-        _closed_form(ideal, out / "allreduce_closed_form")
+        save_data(ideal[SHOWN], out / CLOSED_FORM)
+        _closed_form(ideal, out / CLOSED_FORM)
 
 
 def _by_link(cells: pd.DataFrame, file: Path) -> None:
     """Time against size, a panel for each cluster and a line for each algorithm."""
     places = list(dict.fromkeys(zip(cells["link"], cells["world"], strict=True)))
     rows = -(-(len(places) + 1) // 3)
-    look = looks(cells["algorithm"], ALGORITHMS)
+    look_of = looks(cells["algorithm"], ALGORITHMS)
     with figure(9.6, 3.0 * rows, file) as sheet:
         panels = sheet.subplots(rows, 3, squeeze=False)
         for (link, world), axes in zip(places, panels.flat, strict=False):
             here = cells[(cells["link"] == link) & (cells["world"] == world)]
             for algorithm, line in here.groupby("algorithm", sort=False):
-                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look[algorithm])
+                axes.plot(line["size_bytes"], line["step_s"], label=algorithm, **look_of[algorithm])
             axes.set_title(f"{world} Macs, {link_title(link)}")
             _log_axes(axes)
         for axes in panels.flat[len(places) :]:
@@ -63,10 +71,11 @@ def _by_link(cells: pd.DataFrame, file: Path) -> None:
 
 def _closed_form(cells: pd.DataFrame, file: Path) -> None:
     """The formulas as lines, what was simulated as markers, and below how far they are apart."""
+    look_of = looks(cells["algorithm"], ALGORITHMS)
     with figure(6.0, 5.4, file) as sheet:
         upper, lower = sheet.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         for algorithm, line in cells.groupby("algorithm", sort=False):
-            look = looks(cells["algorithm"], ALGORITHMS)[algorithm]
+            look = look_of[algorithm]
             sizes = line["size_bytes"]
             upper.plot(sizes, line["closed_form_s"], color=look["color"], linestyle=look["linestyle"])
             upper.plot(sizes, line["step_s"], **look | {"linestyle": ""})

@@ -41,13 +41,21 @@ MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
 """Parameters, gradients and momentum in float32 have to fit into a Mac."""
 
 
+def names(cells: pd.DataFrame) -> list[str]:
+    """Of the files, by the number of Macs."""
+    return [f"crossover_{world}_macs" if number else "crossover" for number, world in enumerate(_worlds(cells))]
+
+
+def _worlds(cells: pd.DataFrame) -> list[int]:
+    return sorted(set(cells["world"]))
+
+
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     """A figure for each number of Macs: rows by the work in a step, columns by what is allowed."""
     check_shown(cells, "task", *METHOD, "link", "world")
     cells = with_methods(cells)
     fills = {name: FILLS[number % len(FILLS)] for number, name in enumerate(dict.fromkeys(cells["method"]))}
-    for number, world in enumerate(sorted(set(cells["world"]))):
-        file = out / (f"crossover_{world}_macs" if number else "crossover")
+    for world, file in zip(_worlds(cells), names(cells), strict=True):
         ours = cells[cells["world"] == world]
         every_step = ours[ours["strategy"].isin(EVERY_STEP)]
         choices = {
@@ -60,8 +68,8 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
             for words, allowed in choices.items()
             if (allowed["strategy"] != SINGLE).any()
         ]
-        save_data(pd.concat(tiles, ignore_index=True), file)
-        _sheet(tiles, fills, f"{world} M4 Macs", file)
+        save_data(pd.concat(tiles, ignore_index=True), out / file)
+        _sheet(tiles, fills, f"{world} M4 Macs", out / file)
 
 
 def _sheet(choices: list[pd.DataFrame], fills: dict[str, tuple[str, str]], place: str, file: Path) -> None:

@@ -46,6 +46,9 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 TASKS = {"digits": "Digits", "resnet50": "ResNet-50", "gpt2": "GPT-2", "llama-1b": "Llama 1B", "llama-7b": "Llama 7B"}
 
+SUFFIXES = (".csv", ".png", ".svg")
+"""Of the files of a figure."""
+
 
 @contextmanager
 def figure(width: float, height: float, file: Path) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ import pytest
 from experiments.figures import STUDIES, draw
 from experiments.figures.allreduce import ALGORITHMS
 from experiments.figures.style import bytes_label, count_label, looks, rate_label, size_label, time_label
+from experiments.study.cell import Result
 from tests.experiments.tiny import TINY, Row, compressed, diverged, tables, to_target, training, words_of
 
 FILES = {
@@ -133,6 +134,35 @@ def test_the_map_has_no_panel_for_what_was_not_run(tmp_path: Path) -> None:
     assert draw(*tables("crossover", rows), tmp_path) == {"crossover": ""}
     assert len(words_of(tmp_path / "crossover.svg", "4 M4 Macs, 1,024 tokens")) == 2
     assert len(words_of(tmp_path / "crossover.svg", "4 M4 Macs, 2,048 tokens")) == 1
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_what_is_not_drawn_leaves_nothing_behind_that_would_pass_for_it(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn(study, tmp_path)
+    (tmp_path / "recovery.png").write_text("another's")
+
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("half-way")
+
+    monkeypatch.setattr(f"experiments.figures.{study}.figure", full)
+    assert draw(*tables(study, TINY[study]), tmp_path) == {study: "half-way"}
+    assert [file.name for file in tmp_path.iterdir()] == ["recovery.png"]
+
+
+def test_a_study_of_which_every_cell_failed_has_no_figure(tmp_path: Path) -> None:
+    drawn("scaling", tmp_path)
+    failed = [(cell, Result(error="broken")) for cell, _ in TINY["scaling"]]
+    assert draw(*tables("scaling", failed), tmp_path) == {"scaling": "all of its cells failed"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_figure_of_rows_that_are_there_no_more_goes(tmp_path: Path) -> None:
+    drawn("allreduce", tmp_path)
+    assert draw(*tables("allreduce", TINY["allreduce"][:2]), tmp_path) == {"allreduce": ""}
+    assert not list(tmp_path.glob("allreduce_closed_form.*"))
+    assert len(list(tmp_path.glob("allreduce_by_link.*"))) == 3
 
 
 def test_a_figure_that_cannot_be_drawn_does_not_stop_the_others(

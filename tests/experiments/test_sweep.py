@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import Result as Ran
 from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ from experiments.study.grid import Asked, parse_sweep
 from experiments.study.runner import run_cells
 from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
-from experiments.sweep import main, sweep
+from experiments.sweep import Outcome, main, sweep
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -55,7 +56,7 @@ target_loss = 100.0
 TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifest.json")
 
 
-def run(text: str, out: Path, jobs: int = 2) -> int:
+def run(text: str, out: Path, jobs: int = 2) -> Outcome:
     asked = parse_sweep(text, "small.toml")
     return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
 
@@ -72,6 +73,12 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "experiments.sweep", *words]
+
+
+def ran(*words: str) -> Ran:
+    app = Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, words)
 
 
 def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: 
     good, bad = AllReduce("1gbe", 2, "ring", 1024, 1), AllReduce("1gbe", 2, "hierarchical", 1024, 1)
     asked = [Asked("mine", bad), Asked("mine", good)]
     for _ in range(2):
-        assert sweep(asked, tmp_path, 1, [], Console(quiet=True)) == 1
+        assert sweep(asked, tmp_path, 1, [], Console(quiet=True)).failed == 1
     first, second = rows(tmp_path / "cells.csv")
     assert first["algorithm"] == "hierarchical"
     assert "groups" in first["error"]
@@ -260,9 +267,23 @@ def test_the_manifest_tells_what_made_the_tables(tmp_path: Path) -> None:
     assert {row["scenario_sha256"] for row in table} == {entry["sha256"] for entry in manifest["scenarios"]}
 
 
+def test_only_figures_that_were_drawn_are_told_of(tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.toml", tmp_path / "out"
+    file.write_text(SMALL)
+    drawn = ran(str(file), "--out", str(out), "--jobs", "1")
+    assert drawn.stdout == f"8 rows in {out / 'cells.csv'}, with figures of allreduce\n"
+    assert (out / "allreduce_by_link.png").exists()
+    file.write_text(SMALL.replace('"allreduce"', '"crossover"') + TRAINING)
+    (out / "crossover.png").write_text("of an earlier sweep")
+    (out / "crossover_plan.png").write_text("of somebody else")
+    not_drawn = ran(str(file), "--out", str(out), "--jobs", "1")
+    assert not_drawn.stdout == f"12 rows in {out / 'cells.csv'}\n"
+    assert "no figure of crossover: its rows are not what that figure shows" in not_drawn.stderr
+    assert not (out / "crossover.png").exists()
+    assert (out / "crossover_plan.png").exists()
+
+
 def test_a_bad_file_is_one_clear_line(tmp_path: Path) -> None:
-    app = Typer()
-    app.command()(main)
-    result = CliRunner().invoke(app, ["allreduc", "--out", str(tmp_path)])
+    result = ran("allreduc", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert "allreduc: no such file (did you mean allreduce?); shipped sweeps: allreduce, compression" in result.stderr

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NamedTuple
 
 import typer
@@ -29,6 +33,9 @@ from experiments.study.runner import run_cells
 from experiments.study.store import Store
 from hcsim.cli import INTERRUPTED
 from hcsim.errors import ConfigError
+
+TERMINATED = 143
+"""The exit status that shells give it."""
 
 
 class Outcome(NamedTuple):
@@ -77,6 +84,50 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
     return draw(cells, curves, out)
 
 
+def _folder(what: str | None, quick: bool) -> Path:
+    """Where results go that nobody has said a place for; a sweep of one's own does not take a shipped one's."""
+    parts = ["results", *(["quick"] if quick else [])]
+    if what is None:
+        return Path(*parts)
+    name, shipped = Path(what).stem, shipped_sweeps()
+    folder = Path(*parts, name)
+    known = name.casefold()  # some file systems do not tell case apart
+    ours = what in shipped or (known in shipped and shipped[known].samefile(what))
+    if not ours and (known in shipped or (known == "quick" and not quick)):
+        raise ConfigError(
+            f"{what}: {folder} is for what is shipped; give the results of your own another place by --out"
+        )
+    return folder
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[list[int]]:
+    """SIGTERM takes the way of Ctrl-C, on which workers are ended; yields a list that has it once it has come.
+
+    By raising SIGINT: whoever holds that back while workers are started (`starting`) then holds back this too."""
+    came: list[int] = []
+    interrupt = signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if came:  # also where Ctrl-C is ignored, as it is in a shell's background
+            raise KeyboardInterrupt
+        if callable(interrupt):
+            interrupt(number, frame)
+
+    def terminated(number: int, _: FrameType | None) -> None:
+        if not came:  # a second one must not stop the ending of workers
+            came.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(
     what: Annotated[
         str | None, typer.Argument(help="A sweep file, or a shipped sweep; left out, all of those.")
@@ -90,21 +141,33 @@ def main(
 ) -> None:
     """Run a sweep of simulated runs; write tables, a manifest and figures."""
     console = Console(stderr=True)
-    folder = out or Path("results", *(["quick"] if quick else []), *([Path(what).stem] if what else []))
+
+    def complain(problem: str) -> None:
+        console.print(f"error: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+    if what == "":
+        raise typer.BadParameter(f"a name is needed: a file, or one of {', '.join(shipped_sweeps())}")
+    names = shipped_sweeps() if what is None else [what]
     try:
-        asked = [one for name in ([what] if what else shipped_sweeps()) for one in load_sweep(name, quick=quick)]
-        folder.mkdir(parents=True, exist_ok=True)
+        asked = [one for name in names for one in load_sweep(name, quick=quick)]
+        folder = out or _folder(what, quick)
     except ConfigError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        complain(str(error))
         raise typer.Exit(2) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint="--out") from None
     command = [*([what] if what else []), *(["--quick"] if quick else [])]
-    try:
-        failed, drawn = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)
-    except KeyboardInterrupt:
-        console.print("interrupted: finished cells are kept, and the same command goes on from there")
-        raise typer.Exit(INTERRUPTED) from None
+    with _terminated_as_interrupted() as terminated:
+        try:
+            failed, drawn = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)
+        except KeyboardInterrupt:
+            console.print("interrupted: finished cells are kept, and the same command goes on from there")
+            raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
+        except OSError as error:  # of a full disk there is no name
+            complain(f"{error.filename or folder}: {error.strerror or error}")
+            raise typer.Exit(1) from None
     figures = f", with figures of {', '.join(drawn)}" if drawn else ""
     typer.echo(f"{len(asked)} rows in {folder / 'cells.csv'}{figures}")
     if failed:

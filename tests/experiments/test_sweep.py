@@ -13,6 +13,7 @@ import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,11 +24,12 @@ from typer.testing import CliRunner
 
 from experiments.study import cell as cell_module
 from experiments.study.cell import AllReduce, AnyCell, Result
-from experiments.study.grid import Asked, parse_sweep
+from experiments.study.grid import Asked, parse_sweep, shipped_sweeps
 from experiments.study.runner import run_cells
 from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
 from experiments.sweep import Outcome, main, sweep
+from experiments.sweep import _folder as place_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -116,20 +118,27 @@ def test_a_half_written_cell_is_run_again(tmp_path: Path) -> None:
     assert json.loads(victim.read_bytes())["result"] == whole
 
 
-@pytest.mark.parametrize("least", [0, 3])
-def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Path, least: int) -> None:
-    """Also one that finds the workers still at their imports."""
-    file, out = tmp_path / "long.toml", tmp_path / "out"
+def long_sweep(folder: Path, least: int, **settings: Any) -> tuple[subprocess.Popen[str], Path]:
+    """One that has finished so many cells, of far more, and its folder."""
+    file, out = folder / "long.toml", folder / "out"
     seeds = ", ".join(map(str, range(400)))
     file.write_text(TRAINING.replace("seeds = [1, 2]", f"seeds = [{seeds}]"))
     process = subprocess.Popen(
         command(str(file), "--out", str(out), "--jobs", "2"),
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, **settings,
     )  # fmt: skip
     cells = out / ".cells"
     while process.poll() is None and not (cells.exists() and len(list(cells.glob("*.json"))) >= least):
         pass
     time.sleep(0.1)
+    return process, out
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Path, least: int) -> None:
+    """Also one that finds the workers still at their imports."""
+    process, out = long_sweep(tmp_path, least)
+    file, cells = tmp_path / "long.toml", out / ".cells"
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 130, said
@@ -140,6 +149,22 @@ def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Pa
     assert all(entry.result.error is None for entry in entries)
     asked = {cell for _, cell in parse_sweep(file.read_text(), "long.toml")}
     assert {entry.cell for entry in entries} <= asked
+
+
+def ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("least", [0, 3])
+def test_who_is_told_to_end_takes_the_workers_along(tmp_path: Path, least: int, background: bool) -> None:
+    """Only the sweep itself is told; in a shell's background no interrupt would reach it."""
+    process, _ = long_sweep(tmp_path, least, preexec_fn=ignore_interrupts if background else None)
+    process.terminate()
+    _, said = process.communicate(timeout=240)  # until the last worker is gone, which has this pipe too
+    assert process.returncode == 143, said
+    assert "interrupted: finished cells are kept" in said
+    assert "Traceback" not in said
 
 
 def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: Path) -> None:
@@ -281,6 +306,68 @@ def test_only_figures_that_were_drawn_are_told_of(tmp_path: Path) -> None:
     assert "no figure of crossover: its rows are not what that figure shows" in not_drawn.stderr
     assert not (out / "crossover.png").exists()
     assert (out / "crossover_plan.png").exists()
+
+
+def test_a_name_of_nothing_is_not_every_sweep(tmp_path: Path) -> None:
+    result = ran("", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "a name is needed" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "quick", "place"),
+    [
+        ("allreduce.toml", False, "results/allreduce"),
+        ("Scaling.toml", False, "results/Scaling"),
+        ("failures.toml", True, "results/quick/failures"),
+        ("quick.toml", False, "results/quick"),
+    ],
+)
+def test_a_file_of_ones_own_does_not_take_the_place_of_what_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, quick: bool, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(SMALL.replace('"allreduce"', '"mine"'))
+    words = [f"./{file}", "--jobs", "1", *(["--quick"] if quick else [])]
+    result = ran(*words)
+    assert result.exit_code == 2
+    assert f"./{file}: {place} is for what is shipped" in result.stderr
+    assert not Path("results").exists()
+    assert ran(*words, "--out", place).exit_code == 0
+
+
+def test_what_is_shipped_has_its_place_by_its_name_and_by_its_file() -> None:
+    for name, file in shipped_sweeps().items():
+        assert place_of(name, False) == place_of(str(file), False) == Path("results", name)
+    assert place_of("quick.toml", True) == Path("results/quick/quick")
+    assert place_of("somewhere/mine.toml", False) == Path("results/mine")
+
+
+def occupied(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.name == ".cells":
+        file.touch()
+    elif file.name == "manifest.json":
+        file.symlink_to("/dev/full")
+    else:
+        file.mkdir()
+
+
+@pytest.mark.parametrize("name", [".cells", "cells.csv", "curves.csv", "KEY", "allreduce_by_link.png", "manifest.json"])
+def test_a_file_that_cannot_be_written_or_read_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    if name == "manifest.json" and not Path("/dev/full").exists():
+        pytest.skip("no device here is always full")
+    file, out = tmp_path / "mine.toml", tmp_path / "out"
+    file.write_text(SMALL)
+    key = parse_sweep(SMALL, "mine.toml")[0].cell.key
+    occupied(out / (f".cells/{key}.json" if name == "KEY" else name))
+    result = ran(str(file), "--out", str(out), "--jobs", "1")
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    [line] = result.stderr.splitlines()[-1:]
+    assert line.startswith(f"error: {out}")
+    assert {"KEY": key, "manifest.json": "No space left"}.get(name, name) in line
 
 
 def test_a_bad_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def sweep(asked: list[Asked], out: Path, jobs: int, command: list[str], console:
     problems = write(asked, results, out, command)
     for study, problem in problems.items():
         if problem:
-            console.print(f"no figure of {study}: its rows are not what that figure shows ({problem})", highlight=False)
+            words = f"no figure of {study}: its rows are not what that figure shows ({problem})"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
     return Outcome(bar.failed, [study for study, problem in problems.items() if not problem])
 
 

@@ -26,6 +26,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.console import Console
 
+from experiments.asked import run
 from experiments.study.cell import AnyCell, Result
 from experiments.study.grid import Asked, load_sweep, shipped_sweeps
 from experiments.study.progress import Bar
@@ -33,6 +34,7 @@ from experiments.study.runner import run_cells
 from experiments.study.store import Store
 from hcsim.cli import INTERRUPTED
 from hcsim.errors import ConfigError
+from hcsim.files import write_whole
 
 TERMINATED = 143
 """The exit status that shells give it."""
@@ -81,7 +83,7 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
     write_table(cells, out / "cells")
     write_table(curves, out / "curves")
     text = json.dumps(manifest(cells, command), indent=1, ensure_ascii=False)
-    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(out / "manifest.json", f"{text}\n".encode())
     return draw(cells, curves, out)
 
 
@@ -177,4 +179,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

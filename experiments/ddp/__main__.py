@@ -47,4 +47,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    asked.run(main)

@@ -5,11 +5,13 @@
    left to be done in the usual way, lest ranks wait for each other in a circle. */
 
 #include <sched.h>
+#include <time.h>
 
 #include "ring.h"
 
 #define MAX_HEAD 256
 #define PATIENCE 8
+#define LONG_NS 2000000 /* another rank's frame takes less, another program's time slice more */
 #define MOST (CAPACITY / 2 - MAX_HEAD) /* of a payload: one is read, another written; and who writes has room for it */
 
 typedef struct {
@@ -74,7 +76,7 @@ static int has_come(Rings *from, const Leg *leg, const char *begun, size_t known
     if (is_there(from, head - known)) {
         uint64_t read = atomic_load_explicit(&in->read, memory_order_relaxed);
         size_t lap = lap_of(in), bytes = head - known + (size_t)leg->ours.len;
-        if (known < head && atomic_load(&in->written) - read > lap) return OTHERS; /* who reads as usual will say so */
+        if (!lap || (known < head && atomic_load(&in->written) - read > lap)) return OTHERS; /* the usual way will tell */
         if (known < head) peek(from->memory->data[!from->out], lap, place(in, read, lap), rest, head - known);
         if (memcmp(rest, (const char *)leg->comes.buf + known, head - known)) return OTHERS;
         if (is_there(from, bytes)) {
@@ -111,7 +113,8 @@ static void move_on(char *on, const char *from, char *ours, size_t bytes, const 
 }
 
 /* How much of a ring a belt uses, in which there is always something unread: one frame is read, one is written, and one
-   waits. Who only sends has all of it: nobody may be there yet to read. */
+   waits. So does what is sent between two belts, lest the second goes around in all of it. Where there are none, who
+   sends has all of it: nobody may be there yet to read. */
 static size_t lap_for(size_t bytes)
 {
     size_t lap = bytes * 3 / 4096 * 4096 + 4096;
@@ -143,7 +146,8 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
         written = atomic_load_explicit(&out->written, memory_order_relaxed);
         uint64_t used = written - atomic_load(&out->read);
         if (to->over) return STUCK;
-        if (used == 0) begin(out, written, lap_for(head_out + bytes));
+        to->belts_lap = lap_for(head_out + bytes);
+        if (used == 0) begin(out, written, to->belts_lap);
         out_lap = lap_of(out);
         if (used > out_lap || out_lap - used < head_out + bytes) return STUCK;
         lay(going, out_lap, place(out, written, out_lap), leg->goes.buf, head_out);
@@ -170,17 +174,23 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
     return COMPLETE;
 }
 
-/* Who is further ahead than the next one needs lets it go first, a few times: what is under way stays in the caches.
-   But not if that does not help: then somebody else's program has the processor. */
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+/* Who is further ahead than the next one needs lets it go first, a few times: what is under way stays in the caches, and
+   takes few pages. But not again when that took long: then somebody else's program has the processor. */
 static void keep_pace(Rings *to, size_t bytes)
 {
     Counters *out = &to->memory->counters[to->out];
-    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed), read = atomic_load(&out->read), before;
-    for (int i = 0; i < PATIENCE && written - read >= bytes; i++) {
-        before = read;
+    uint64_t written = atomic_load_explicit(&out->written, memory_order_relaxed);
+    for (int i = 0; i < PATIENCE && written - atomic_load(&out->read) >= bytes; i++) {
+        uint64_t before = now_ns();
         sched_yield();
-        read = atomic_load(&out->read);
-        if (read == before) return;
+        if (now_ns() - before > LONG_NS) return;
     }
 }
 

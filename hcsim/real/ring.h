@@ -48,6 +48,7 @@ typedef struct {
     int bell; /* belongs to whoever made us */
     int over; /* the other end has gone; what it wrote can still be read */
     int reader_sleeps, writer_sleeps;
+    size_t belts_lap; /* of the last frame that a belt wrote to `out`; 0: there was none */
 } Rings;
 
 enum { WOULD_BLOCK = -1, BROKEN = -2, CLOSED = -3 };
@@ -102,7 +103,7 @@ static Py_ssize_t put(Rings *self, const Py_buffer *parts, int count)
         while (left) {
             /* Not merely acquired: that could be loaded before `full`, which who looks once more has just stored. */
             size_t used = (size_t)(written - atomic_load(&ring->read));
-            if (used == 0) begin(ring, written, CAPACITY);
+            if (used == 0) begin(ring, written, self->belts_lap ? self->belts_lap : CAPACITY);
             size_t lap = lap_of(ring);
             if (!lap || used > lap) return BROKEN;
             size_t at = place(ring, written, lap);

@@ -750,7 +750,7 @@ def test_who_sleeps_is_woken_once_and_only_for_enough() -> None:
         assert not reader.let_reader_sleep()
 
 
-def test_a_belt_of_short_frames_uses_little_of_the_ring_and_who_sends_has_all_of_it_once_it_is_empty() -> None:
+def test_a_belt_of_short_frames_uses_little_of_the_ring_and_so_does_what_is_sent_after_it() -> None:
     """Though there is always something unread: each page that is used is the process's."""
     with memory_of_two_ends() as (seen, writer, reader):
         places = [bytes([number]) * 2**17 for number in range(60)]
@@ -764,8 +764,9 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_who_sends_has_all_of
         assert not any(seen[_COUNTERS_BYTES + short : _COUNTERS_BYTES + CAPACITY])
         assert writer.write([bytes(CAPACITY)]) == short - len(frame)  # which is still unread
         assert reader.read(memoryview(bytearray(short))) == short
-        assert writer.write([bytes(10)]) == 10
-        assert writer.write([bytes(CAPACITY)]) == CAPACITY - 10
+        assert writer.write([bytes(10)]) == 10  # now that it is empty
+        assert writer.write([bytes(CAPACITY)]) == short - 10
+        assert not any(seen[_COUNTERS_BYTES + short : _COUNTERS_BYTES + CAPACITY])
 
 
 @pytest.mark.parametrize("lap", [0, 4096, 1088 * 1024 + 8, CAPACITY + 4096, 2**63])

@@ -283,15 +283,18 @@ def main(
         notes.print("this machine is busy with something else: MLX and Open MPI, which spin, suffer most from that")
     present = [peer for peer in chosen if not reasons[peer.name]]
     rows: list[Row] = []
-    with Progress(console=notes, transient=True) as progress:
-        study = Study(present, repeat, hcsim_algorithm, progress)
-        for cell in study.measure(rank_counts, size_list):
-            rows.append(cell)
-            asked.write_json(json_file, rows)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDE)
-    console.print(time_table(rows), memory_table(rows))
+    try:
+        with Progress(console=notes, transient=True) as progress:
+            study = Study(present, repeat, hcsim_algorithm, progress)
+            for cell in study.measure(rank_counts, size_list):
+                rows.append(cell)
+                asked.write_json(json_file, rows)
+    finally:  # a full disk, or Ctrl-C, costs only what has not been measured yet
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDE)
+        if rows:
+            console.print(time_table(rows), memory_table(rows))
     for failure in study.failures:
         notes.print(f"failed: {failure}", markup=False)
     if study.failures:

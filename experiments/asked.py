@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,15 @@ def check_json(file: str | None) -> None:
     """Refuse, before anything is measured, a file that could not be written afterwards; one that is there stays."""
     if file is None:
         return
-    there = os.path.lexists(file)
     try:
-        with open(file, "ab"):
+        path = Path(file).resolve()
+        there = path.exists()
+        if there and not path.is_file() and not path.is_dir():
+            return  # whoever reads a pipe would take its first writer for the only one
+        with path.open("ab"):
             pass
         if not there:
-            os.unlink(file)
+            path.unlink()
     except OSError as error:
         raise typer.BadParameter(f"{file!r} cannot be written: {error.strerror}", param_hint="--json") from None
 
@@ -69,8 +71,8 @@ def write_json(file: str | None, rows: Sequence[Any]) -> None:
 
 
 def hand_over(file: str | None, rows: Sequence[Any], show: Callable[[], None]) -> None:
-    """To the file, if one was asked for, and to whoever is watching: what befalls the one does not cost the other."""
+    """To whoever is watching, and to the file, if one was asked for: what befalls the one does not cost the other."""
     try:
-        write_json(file, rows)
-    finally:
         show()
+    finally:
+        write_json(file, rows)  # last: it may be the same file that is shown to

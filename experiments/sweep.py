@@ -6,7 +6,7 @@
     python -m experiments.sweep mine.toml --out D  a file of one's own
 
 Cells run in parallel processes. Each finished one is kept in OUT/.cells, so a sweep can be interrupted and goes
-on where it was; a cell is run again only when it failed, or when the code has changed.
+on where it was; a cell is run again only when it failed, or when the code or a library has changed.
 
 Written are `cells` and `curves` (CSV and Parquet), a figure with its own CSV for each study that has one, and
 `manifest.json`. Times are virtual, so the same commit writes the same tables on every run.

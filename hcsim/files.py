@@ -12,7 +12,7 @@ from pathlib import Path
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file by one with these bytes: all or nothing, also when the power goes."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is there, and no file")  # a device must not be replaced by one
+        raise OSError(errno.EINVAL, "it is there, and no file", str(path))  # a device must not be replaced by one
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
     try:
         with beside.open("wb") as file:

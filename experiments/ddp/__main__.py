@@ -40,10 +40,13 @@ def main(
     # Namespaces and ranks are removed on the way out, also when somebody ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = []
-    for count in parse_ranks(ranks):
-        rows.append(shaped.measure(count, MBIT, repeat, compression) if slow else loopback.measure(count, repeat))
-        asked.write_json(json_file, rows)
-    Console().print(shaped.table(rows) if slow else loopback.table(rows))
+    try:
+        for count in parse_ranks(ranks):
+            rows.append(shaped.measure(count, MBIT, repeat, compression) if slow else loopback.measure(count, repeat))
+            asked.write_json(json_file, rows)
+    finally:  # a full disk, or Ctrl-C, costs only what has not been measured yet
+        if rows:
+            Console().print(shaped.table(rows) if slow else loopback.table(rows))
 
 
 if __name__ == "__main__":

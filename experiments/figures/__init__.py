@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from experiments.figures.style import SUFFIXES
 from hcsim.errors import HcsimError
 
 STUDIES = ("allreduce", "compression", "time_to_target", "crossover", "scaling", "stragglers", "failures")
-"""Studies that have figures, each drawn by the module of its name."""
+"""Studies that have figures, each drawn by the module of its name; its `FILES` is a pattern of what they are called, if
+they are not called like the study."""
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]:
@@ -29,26 +31,23 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> dict[str, str]
 def _draw(study: str, cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> str:
     module = import_module(f"experiments.figures.{study}")
     good = cells[cells["error"].isna()]
-    names = module.names(cells) if hasattr(module, "names") else [study]
-    _remove(names, out)
+    files = getattr(module, "FILES", study)
+    _remove(files, out)
     try:
         if good.empty:
             raise ValueError("all of its cells failed")
         # Two grids may ask for the same cell.
         module.draw(good.drop_duplicates(ignore_index=True), curves.drop_duplicates(ignore_index=True), out)
         return ""
-    except OSError:
-        raise
-    except (HcsimError, ValueError) as error:
-        problem = str(error)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    _remove(names, out)
-    return problem
+    except BaseException as error:
+        _remove(files, out)
+        if isinstance(error, OSError) or not isinstance(error, Exception):
+            raise
+        return str(error) if isinstance(error, HcsimError | ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _remove(names: list[str], out: Path) -> None:
+def _remove(names: str, out: Path) -> None:
     """A figure of an earlier sweep would pass for one of this, and half of one for a whole."""
-    for name in names:
-        for suffix in SUFFIXES:
-            (out / f"{name}{suffix}").unlink(missing_ok=True)
+    for file in list(out.iterdir()):
+        if file.suffix in SUFFIXES and re.fullmatch(names, file.stem):
+            file.unlink()

@@ -21,11 +21,7 @@ SHOWN = [
 
 
 BY_LINK, CLOSED_FORM = "allreduce_by_link", "allreduce_closed_form"
-
-
-def names(cells: pd.DataFrame) -> list[str]:
-    """Of the files."""
-    return [BY_LINK, CLOSED_FORM]
+FILES = f"{BY_LINK}|{CLOSED_FORM}"
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:

@@ -39,15 +39,7 @@ AIR_BPS = 780e6
 """What Wi-Fi 6 carries; all stations share it, and every byte between two of them crosses it twice."""
 MEMORY_BYTES, BYTES_PER_PARAMETER = 32e9, 12
 """Parameters, gradients and momentum in float32 have to fit into a Mac."""
-
-
-def names(cells: pd.DataFrame) -> list[str]:
-    """Of the files, by the number of Macs."""
-    return [f"crossover_{world}_macs" if number else "crossover" for number, world in enumerate(_worlds(cells))]
-
-
-def _worlds(cells: pd.DataFrame) -> list[int]:
-    return sorted(set(cells["world"]))
+FILES = r"crossover(_\d+_macs)?"
 
 
 def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
@@ -55,7 +47,8 @@ def draw(cells: pd.DataFrame, curves: pd.DataFrame, out: Path) -> None:
     check_shown(cells, "task", *METHOD, "link", "world")
     cells = with_methods(cells)
     fills = {name: FILLS[number % len(FILLS)] for number, name in enumerate(dict.fromkeys(cells["method"]))}
-    for world, file in zip(_worlds(cells), names(cells), strict=True):
+    for number, world in enumerate(sorted(set(cells["world"]))):
+        file = f"crossover_{world}_macs" if number else "crossover"
         ours = cells[cells["world"] == world]
         every_step = ours[ours["strategy"].isin(EVERY_STEP)]
         choices = {

@@ -69,3 +69,29 @@ def test_a_script_takes_at_least_one_step(steps: str) -> None:
     ended = command("scripts", f"--steps={steps}")
     assert ended.returncode == 2
     assert f"argument --steps: '{steps}' is not a number of steps" in ended.stderr
+
+
+def test_a_pipe_has_one_writer(tmp_path: Path) -> None:
+    """Who reads it would take an earlier one's end for that of all."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    asked.check_json(str(pipe))  # nobody reads it yet, so that opening it would wait
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        asked.check_json(str(pipe))
+        asked.write_json(str(pipe), [{"a": 1}])
+        assert reader.stdout is not None
+        assert json.loads(reader.stdout.read()) == [{"a": 1}]
+
+
+def test_a_link_to_nowhere_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "rows.json")
+    asked.check_json(str(tmp_path / "link.json"))
+    assert not (tmp_path / "rows.json").exists()
+    assert (tmp_path / "link.json").is_symlink()
+
+
+def test_rows_come_last_where_they_go_to_what_is_shown(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    with both.open("w") as shown:
+        asked.hand_over(str(both), [{"a": 1}], lambda: print("a table", file=shown, flush=True))
+    assert json.loads(both.read_text()) == [{"a": 1}]

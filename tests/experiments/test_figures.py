@@ -151,6 +151,28 @@ def test_what_is_not_drawn_leaves_nothing_behind_that_would_pass_for_it(
     assert [file.name for file in tmp_path.iterdir()] == ["recovery.png"]
 
 
+@pytest.mark.parametrize("why", [OSError, KeyboardInterrupt])
+def test_a_figure_that_breaks_off_leaves_no_half(
+    why: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_: object, file: Path, **__: object) -> None:
+        file.write_text("half")
+        raise why
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", cut_off)
+    with pytest.raises(why):
+        draw(*tables("stragglers", TINY["stragglers"]), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_maps_of_other_numbers_of_macs_are_an_earlier_sweeps(tmp_path: Path) -> None:
+    for name in ("crossover_16_macs.png", "crossover_plan.png"):
+        (tmp_path / name).touch()
+    drawn("crossover", tmp_path)
+    assert not (tmp_path / "crossover_16_macs.png").exists()
+    assert (tmp_path / "crossover_plan.png").exists()
+
+
 def test_a_study_of_which_every_cell_failed_has_no_figure(tmp_path: Path) -> None:
     drawn("scaling", tmp_path)
     failed = [(cell, Result(error="broken")) for cell, _ in TINY["scaling"]]

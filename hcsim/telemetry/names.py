@@ -89,7 +89,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _histogram("hcsim_compression_decode_seconds", "Decoding one bucket, waiting included.", "compressor"),
     ),
     "Training": (
-        _counter("hcsim_training_steps_total", "Steps of training."),
+        _counter("hcsim_training_steps_total", "Steps of training that this rank took part in."),
         _counter("hcsim_training_sent_bytes_total", "What this rank sent for training, headers included."),
         _gauge("hcsim_training_loss", "Loss on this rank's last batch."),
         _histogram(

@@ -89,7 +89,8 @@ def in_order(present: Any, order: tuple[str, ...]) -> list[str]:
 
 
 def looks(present: Any, order: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """One for each name: those of the order always have the same. After the eighth they come again, hollow."""
+    """One for each name: those of the order always have the same. After the eighth they come again,
+    hollow; after the sixteenth nobody could tell them apart anyway."""
     names = dict.fromkeys((*order, *present))
     return {name: LOOKS[number] if number < len(LOOKS) else _hollow(number) for number, name in enumerate(names)}
 

@@ -73,9 +73,8 @@ class Conveyor:
         load = _Load(belt, to, moved)
         self._loads.append(load)
         load.over.add_done_callback(lambda _: self._loads.remove(load))
-        self._loop.call_soon(
-            self.go_on
-        )  # not at once: whoever asks has to know what it waits for when others' frames land
+        # Not at once: whoever asks has to know what it waits for when others' frames land.
+        self._loop.call_soon(self.go_on)
         return load.over
 
     @property

@@ -1,5 +1,4 @@
-/* Bytes from one place to another, as they are or added as floats, and divided: the loops in which a collective spends its
-   time.
+/* Bytes from one place to another, as they are, or added as floats and divided: where a collective spends its time.
 
    They may lie at any address, hence memcpy, which costs nothing. On x86 with AVX2 memory is read
    further ahead than the processor itself looks. */

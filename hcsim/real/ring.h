@@ -25,6 +25,7 @@
 #define MUCH ((size_t)1024 * 1024)  /* and more do not stay in a cache until they are used */
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "a lock would be one process's own");
+_Static_assert(2 * ENOUGH <= SHORT_LAP, "who waits for that much and who waits for room would both sleep");
 
 typedef struct {
     _Alignas(128) _Atomic uint64_t written; /* bytes since the beginning; the writer's */
@@ -48,7 +49,7 @@ typedef struct {
     int bell; /* belongs to whoever made us */
     int over; /* the other end has gone; what it wrote can still be read */
     int reader_sleeps, writer_sleeps;
-    size_t belts_lap; /* of the last frame that a belt wrote to `out`; 0: there was none */
+    size_t belts_lap; /* that of the belts which write to `out`, and of what is sent between them; 0: there were none */
 } Rings;
 
 enum { WOULD_BLOCK = -1, BROKEN = -2, CLOSED = -3 };

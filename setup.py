@@ -20,12 +20,13 @@ def compiled(name: str, *flags: str, depends: tuple[str, ...] = ()) -> Extension
 
 
 LOOPS = tuple(f"{name}.h" for name in ("loops", "halves", "choice", "products"))
+SUMS = ("sums.h", "moves.h", "halves.h")
 modules = [
     # Without it, plain.py beside it does the same. It does not need avx2.c; archives of sources made anywhere do.
     compiled("hcsim.compressors.kernels.compiled", depends=("avx2.c", *LOOPS)),
-    compiled("hcsim.real.folding", depends=("moves.h",)),  # without it, numpy adds what has been received
+    compiled("hcsim.real.folding", depends=SUMS),  # without it, numpy adds what has been received
     # Without it, processes of one machine talk over TCP.
-    compiled("hcsim.real.rings", depends=("belt.h", "moves.h", "ring.h")),
+    compiled("hcsim.real.rings", depends=("belt.h", "ring.h", *SUMS)),
 ]
 if platform.machine() == "x86_64":
     # On a Mac a Python for both kinds of processor has everything compiled for both.

@@ -149,20 +149,20 @@ class Belts:
                     legs[-1] = legs[-1]._replace(goes=goes)
                     reached[-1] = At(step, sent=True)
                 else:
-                    legs.append(Leg(None, goes, _place(memory, send), 1, stays=True))
+                    legs.append(Leg(None, goes, _place(memory, send), "", stays=True))
                     reached.append(At(step, sent=True))
             if take is None or links[take.peer] is not source or not self._can_take(take):
                 break
             comes = wiring.header(take, step, source_rank)
-            element_bytes = memory.element_bytes if type(take) is Reduce else 1
+            numbers = memory.numbers if type(take) is Reduce else ""
             divisor = memory.divisor if stage.finishes else 1
-            legs.append(Leg(comes, None, _place(memory, take), element_bytes, stage.stays, divisor))
+            legs.append(Leg(comes, None, _place(memory, take), numbers, stage.stays, divisor))
             reached.append(At(step + 1, sent=False))
             goes_on = stage.goes_on
         return legs, reached
 
     def _can_take(self, take: Taken) -> bool:
-        return self._can_move(take) and (type(take) is Recv or self._wiring.memory.adds_floats)
+        return self._can_move(take) and (type(take) is Recv or self._wiring.memory.numbers != "")
 
     def _can_move(self, action: Send | Taken) -> bool:
         return self._least <= action.hi - action.lo <= self._most[action.peer]

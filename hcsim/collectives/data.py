@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
-from hcsim.collectives.arithmetic import check, check_carried, combiner
+from hcsim.collectives.arithmetic import added_as, check, check_carried, combiner
 from hcsim.collectives.memory import Array, ArrayMemory, Memory, PhantomMemory, flat
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
@@ -66,8 +66,8 @@ def reducing(parts: Sequence[Data], op: str, world: int) -> Memory:
         check(op)
         return PhantomMemory(parts[0].itemsize)
     arrays = [array_of(part) for part in parts]
-    combine, divisor = combiner(op, arrays[0].dtype), world if op == "mean" else 1
-    return ArrayMemory(arrays, combine=combine, divisor=divisor, adds=op in ("sum", "mean"))
+    dtype, divisor = arrays[0].dtype, world if op == "mean" else 1
+    return ArrayMemory(arrays, combine=combiner(op, dtype), divisor=divisor, numbers=added_as(op, dtype))
 
 
 def moving(parts: Sequence[Data], base: int = 0) -> Memory:

@@ -59,8 +59,8 @@ class Memory(Protocol):
 
     element_bytes: int
     is_phantom: bool
-    adds_floats: bool
-    """Whether ranges are combined by adding floats, of 4 or 8 bytes."""
+    numbers: str
+    """What ranges are added as, where a channel may do that; see `Fold`. Empty: they are combined otherwise."""
     divisor: int
     """What a range is divided by when it is finished."""
 
@@ -89,7 +89,7 @@ class PhantomMemory:
 
     __slots__ = ("element_bytes",)
     is_phantom = True
-    adds_floats = False
+    numbers = ""
     divisor = 1
 
     def __init__(self, element_bytes: int = 1) -> None:
@@ -129,7 +129,7 @@ class ArrayMemory:
         base: int = 0,
         combine: Combine | None = None,
         divisor: int = 1,
-        adds: bool = False,
+        numbers: str = "",
     ) -> None:
         self._arrays = [flat(array) for array in arrays]
         self._bytes = [array.view(np.uint8).data for array in self._arrays]
@@ -140,7 +140,7 @@ class ArrayMemory:
             self._starts.append(self._starts[-1] + array.size)
         self._combine = combine
         self.divisor = divisor
-        self.adds_floats = adds and self.dtype.char in "fd"
+        self.numbers = numbers
 
     def payload(self, lo: int, hi: int) -> memoryview:
         """See `Memory.payload`."""
@@ -153,9 +153,9 @@ class ArrayMemory:
     def fold(self, lo: int, hi: int, room: memoryview) -> Fold | None:
         """See `Memory.fold`."""
         size_bytes = (hi - lo) * self.element_bytes
-        if not self.adds_floats or size_bytes < WORTH_FOLDING_BYTES:
+        if not self.numbers or size_bytes < WORTH_FOLDING_BYTES:
             return None
-        return Fold(self.payload(lo, hi), room, self.element_bytes)
+        return Fold(self.payload(lo, hi), room, self.numbers)
 
     def combine(self, lo: int, hi: int, received: Payload, *, received_left: bool) -> None:
         """See `Memory.combine`."""

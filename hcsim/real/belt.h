@@ -18,7 +18,7 @@ typedef struct {
     Py_buffer comes; /* the header under which it comes; empty: nothing comes, and what we have goes */
     Py_buffer goes;  /* the header under which it goes on; empty: it stays here */
     Py_buffer ours;  /* our place for the payload */
-    size_t element;  /* 1: it is what has come; otherwise what has come is added to it, as floats of that size */
+    const Numbers *as; /* what has come is added to it as such; or it is what has come */
     double divisor;  /* what the sums are divided by */
     int stays;       /* the outcome is needed here, even if it goes on; so it is where it is divided */
 } Leg;
@@ -89,10 +89,10 @@ static int has_come(Rings *from, const Leg *leg, const char *begun, size_t known
     return from->over ? OTHERS : WAITS;
 }
 
-/* Whether an element would lie both at the end of a lap and at its beginning. */
-static int is_torn(size_t lap, size_t at, size_t bytes, size_t element)
+/* Whether a number would lie both at the end of a lap and at its beginning. */
+static int is_torn(size_t lap, size_t at, size_t bytes, const Numbers *as)
 {
-    return lap - at < bytes && (lap - at) % element;
+    return lap - at < bytes && (lap - at) % as->size;
 }
 
 /* From one ring (or NULL) to the other (or NULL), and to our place or from there. */
@@ -100,15 +100,15 @@ static void move_on(char *on, const char *from, char *ours, size_t bytes, const 
 {
     if (!from) {
         copy(on, ours, bytes, 0);
-    } else if (leg->element == 1) {
+    } else if (!leg->as->add) {
         if (on) copy(on, from, bytes, 0);
         if (leg->stays) copy(ours, from, bytes, far);
     } else if (leg->stays) {
-        add(ours, from, bytes, leg->element);
-        if (leg->divisor != 1.0) divide(ours, bytes, leg->element, leg->divisor);
+        leg->as->add(ours, from, bytes);
+        if (leg->divisor != 1.0) leg->as->divide(ours, bytes, leg->divisor);
         if (on) copy(on, ours, bytes, 0);
     } else {
-        add_on(on, ours, from, bytes, leg->element);
+        leg->as->add_on(on, ours, from, bytes);
     }
 }
 
@@ -139,7 +139,7 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
         read = atomic_load_explicit(&in->read, memory_order_relaxed) + (size_t)leg->comes.len - known;
         if (!(in_lap = lap_of(in))) return OTHERS;
         from_at = place(in, read, in_lap);
-        if (is_torn(in_lap, from_at, bytes, leg->element)) return STUCK;
+        if (is_torn(in_lap, from_at, bytes, leg->as)) return STUCK;
     }
     if (leg->goes.len) {
         going = to->memory->data[to->out];
@@ -153,7 +153,7 @@ static int run_leg(Rings *from, Rings *to, const Leg *leg, const char *begun, si
         lay(going, out_lap, place(out, written, out_lap), leg->goes.buf, head_out);
         written += head_out;
         at = place(out, written, out_lap);
-        if (is_torn(out_lap, at, bytes, leg->element)) return STUCK;
+        if (is_torn(out_lap, at, bytes, leg->as)) return STUCK;
     }
     for (size_t done = 0, step; done < bytes; done += step) {
         step = least(bytes - done, BLOCK);

@@ -8,13 +8,13 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
-#include "moves.h"
+#include "sums.h"
 
 #define PIECE_BYTES ((size_t)128 * 1024)
 
 /* Take what is there, at most `most` bytes of it. A piece that has not come whole waits at the room's start. Returns how
    much has come now; sets `error`, to 0 where nothing is wrong, and to -1 where nothing will come any more. */
-static size_t receive(int fd, char *room, char *into, size_t total, size_t element_bytes, size_t before, size_t most,
+static size_t receive(int fd, char *room, char *into, size_t total, const Numbers *as, size_t before, size_t most,
                       int *error)
 {
     size_t have = before;
@@ -31,7 +31,7 @@ static size_t receive(int fd, char *room, char *into, size_t total, size_t eleme
         have += (size_t)count;
         if (have % PIECE_BYTES == 0 || have == total) {
             size_t start = (have - 1) / PIECE_BYTES * PIECE_BYTES;
-            add(into + start, room, have - start, element_bytes);
+            as->add(into + start, room, have - start);
         }
     }
     return have - before;
@@ -40,18 +40,18 @@ static size_t receive(int fd, char *room, char *into, size_t total, size_t eleme
 static PyObject *receive_sum(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int fd, error;
-    Py_ssize_t element_bytes, before, most;
+    const char *code;
+    Py_ssize_t before, most;
     Py_buffer room, into;
     size_t came = 0;
-    if (!PyArg_ParseTuple(args, "iw*w*nnn", &fd, &room, &into, &element_bytes, &before, &most)) return NULL;
+    if (!PyArg_ParseTuple(args, "iw*w*snn", &fd, &room, &into, &code, &before, &most)) return NULL;
+    const Numbers *as = numbers_of(code);
     size_t piece = into.len < (Py_ssize_t)PIECE_BYTES ? (size_t)into.len : PIECE_BYTES;
-    int fit = (element_bytes == sizeof(float) || element_bytes == sizeof(double)) && into.len % element_bytes == 0 &&
-              (size_t)room.len >= piece && 0 <= before && before < into.len &&
-              0 < most;
+    int fit = as && as->add && into.len % (Py_ssize_t)as->size == 0 && (size_t)room.len >= piece && 0 <= before &&
+              before < into.len && 0 < most;
     if (fit) {
         Py_BEGIN_ALLOW_THREADS
-        came = receive(fd, room.buf, into.buf, (size_t)into.len, (size_t)element_bytes, (size_t)before, (size_t)most,
-                       &error);
+        came = receive(fd, room.buf, into.buf, (size_t)into.len, as, (size_t)before, (size_t)most, &error);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&room);

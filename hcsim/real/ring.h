@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#include "moves.h"
+#include "sums.h"
 
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0 /* Python ignores the signal */
@@ -141,29 +141,29 @@ static Py_ssize_t put_or_sleep(Rings *self, const Py_buffer *parts, int count, i
 
 /* -- reading */
 
-/* Take `bytes`, all within the ring: as they are where `element` is 1, else added as floats of that size. */
-static void take(const char *data, size_t lap, size_t at, char *into, size_t bytes, size_t element, int far)
+/* Take `bytes`, all within the ring: added as such numbers, or as they are. */
+static void take(const char *data, size_t lap, size_t at, char *into, size_t bytes, const Numbers *as, int far)
 {
-    size_t whole = least(bytes, (lap - at) / element * element);
-    char torn[sizeof(double)];
-    if (element == 1) {
+    size_t whole = least(bytes, (lap - at) / as->size * as->size);
+    char torn[LARGEST];
+    if (!as->add) {
         copy(into, data + at, whole, far);
         copy(into + whole, data, bytes - whole, far);
         return;
     }
-    add(into, data + at, whole, element);
+    as->add(into, data + at, whole);
     if (whole == bytes) return;
-    size_t before_end = lap - at - whole; /* an element may lie at the end and at the beginning */
+    size_t before_end = lap - at - whole; /* a number may lie at the end and at the beginning */
     if (before_end) {
         memcpy(torn, data + at + whole, before_end);
-        memcpy(torn + before_end, data, element - before_end);
-        add(into + whole, torn, element, element);
-        whole += element;
+        memcpy(torn + before_end, data, as->size - before_end);
+        as->add(into + whole, torn, as->size);
+        whole += as->size;
     }
-    add(into + whole, data + (before_end ? element - before_end : 0), bytes - whole, element);
+    as->add(into + whole, data + (before_end ? as->size - before_end : 0), bytes - whole);
 }
 
-static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int far)
+static Py_ssize_t get(Rings *self, char *into, size_t bytes, const Numbers *as, int far)
 {
     Counters *ring = &self->memory->counters[!self->out];
     const char *data = self->memory->data[!self->out];
@@ -171,10 +171,10 @@ static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int
     uint64_t written = atomic_load(&ring->written);
     size_t lap = lap_of(ring);
     if (written - read > lap) return BROKEN;
-    size_t moved = 0, there = least((size_t)(written - read), bytes) / element * element;
+    size_t moved = 0, there = least((size_t)(written - read), bytes) / as->size * as->size;
     while (moved < there) {
         size_t step = least(there - moved, BLOCK);
-        take(data, lap, place(ring, read, lap), into + moved, step, element, far);
+        take(data, lap, place(ring, read, lap), into + moved, step, as, far);
         moved += step;
         read += step;
         atomic_store(&ring->read, read);
@@ -184,14 +184,14 @@ static Py_ssize_t get(Rings *self, char *into, size_t bytes, size_t element, int
 }
 
 /* Until all that is wanted has come, or nothing is there, of which the writer will tell. */
-static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, size_t element, int *sleeps)
+static Py_ssize_t get_or_sleep(Rings *self, char *into, size_t bytes, const Numbers *as, int *sleeps)
 {
     if (!self->memory) return CLOSED;
     _Atomic uint64_t *awaited = &self->memory->counters[!self->out].awaited;
     size_t got = 0;
     *sleeps = 0;
     while (got < bytes) {
-        Py_ssize_t moved = get(self, into + got, bytes - got, element, bytes >= MUCH);
+        Py_ssize_t moved = get(self, into + got, bytes - got, as, bytes >= MUCH);
         if (moved == BROKEN) return BROKEN;
         if (!moved && *sleeps) return got ? (Py_ssize_t)got : WOULD_BLOCK;
         got += (size_t)moved;

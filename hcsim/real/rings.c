@@ -152,7 +152,7 @@ static PyObject *rings_read(PyObject *object, PyObject *given)
     Py_ssize_t moved;
     if (PyObject_GetBuffer(given, &into, PyBUF_WRITABLE) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    moved = get_or_sleep(self, into.buf, least((size_t)into.len, AT_ONCE), 1, &self->reader_sleeps);
+    moved = get_or_sleep(self, into.buf, least((size_t)into.len, AT_ONCE), AS_THEY_ARE, &self->reader_sleeps);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&into);
     return result(moved == WOULD_BLOCK && self->over ? 0 : moved);
@@ -162,14 +162,16 @@ static PyObject *rings_add(PyObject *object, PyObject *args)
 {
     Rings *self = (Rings *)object;
     Py_buffer into;
-    Py_ssize_t element, have, most, moved = 0;
-    if (!PyArg_ParseTuple(args, "w*nnn", &into, &element, &have, &most)) return NULL;
-    int fit = (element == sizeof(float) || element == sizeof(double)) && into.len % element == 0 && 0 <= have &&
-              have < into.len && have % element == 0;
+    const char *code;
+    Py_ssize_t have, most, moved = 0;
+    if (!PyArg_ParseTuple(args, "w*snn", &into, &code, &have, &most)) return NULL;
+    const Numbers *as = numbers_of(code);
+    Py_ssize_t size = as && as->add ? (Py_ssize_t)as->size : 0;
+    int fit = size && into.len % size == 0 && 0 <= have && have < into.len && have % size == 0;
     if (fit) {
-        size_t wanted = least((size_t)(into.len - have), (size_t)(most < element ? element : most / element * element));
+        size_t wanted = least((size_t)(into.len - have), (size_t)(most < size ? size : most / size * size));
         Py_BEGIN_ALLOW_THREADS
-        moved = get_or_sleep(self, (char *)into.buf + have, wanted, (size_t)element, &self->reader_sleeps);
+        moved = get_or_sleep(self, (char *)into.buf + have, wanted, as, &self->reader_sleeps);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&into);
@@ -259,19 +261,18 @@ static void belt_dealloc(PyObject *object)
 static int parse(PyObject *given, Leg *leg)
 {
     PyObject *ours;
-    Py_ssize_t element;
+    const char *code;
     int divisor;
     if (!PyTuple_Check(given)) {
         PyErr_SetString(PyExc_TypeError, "a leg is a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(given, "y*y*Onpi", &leg->comes, &leg->goes, &ours, &element, &leg->stays, &divisor)) return -1;
-    leg->element = (size_t)element;
+    if (!PyArg_ParseTuple(given, "y*y*Ospi", &leg->comes, &leg->goes, &ours, &code, &leg->stays, &divisor)) return -1;
+    const Numbers *as = leg->as = numbers_of(code);
     leg->divisor = divisor;
     leg->stays = leg->stays || !leg->goes.len || divisor != 1;
     if (PyObject_GetBuffer(ours, &leg->ours, leg->comes.len ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
-        if ((element == 1 || element == sizeof(float) || element == sizeof(double)) && leg->ours.len % element == 0 &&
-            divisor && (divisor == 1 || element != 1) &&
+        if (as && leg->ours.len % (Py_ssize_t)as->size == 0 && divisor && (divisor == 1 || as->divide) &&
             (leg->comes.len || leg->goes.len) && leg->comes.len <= MAX_HEAD && leg->goes.len <= MAX_HEAD)
             return 0;
         PyErr_SetString(PyExc_ValueError, "the sizes do not fit each other");

@@ -65,7 +65,7 @@ class SharedStream:
 
     def add(self, fold: Fold, have: int, most: int) -> int:
         """See `Stream.add`."""
-        return self._rings.add(fold.into, fold.element_bytes, have, most)
+        return self._rings.add(fold.into, fold.numbers, have, most)
 
     def hides_bytes(self) -> bool:
         """The bell is rung only for who sleeps."""

@@ -99,7 +99,7 @@ class TcpStream(_SocketStream):
 
     def add(self, fold: Fold, have: int, most: int) -> int:
         """See `Stream.add`."""
-        return receive_sum(self._sock.fileno(), fold.room, fold.into, fold.element_bytes, have, most)
+        return receive_sum(self._sock.fileno(), fold.room, fold.into, fold.numbers, have, most)
 
     def hides_bytes(self) -> bool:
         """So are these."""

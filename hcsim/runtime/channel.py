@@ -43,18 +43,18 @@ Payload: TypeAlias = memoryview | Phantom
 
 
 class Fold:
-    """A place for floats that are to be added to what lies there.
+    """A place for numbers that are to be added to what lies there.
 
     A channel may add them as they come, while they are in the processor's cache: the payload that it returns is
     then `into`. One that cannot receives into `room`, of the same size, and returns that; the adding is left to do.
-    `element_bytes` is 4 or 8."""
+    What they are `numbers` says: a character of `struct`, or E for bfloat16; integers wrap, and have no sign."""
 
-    __slots__ = ("element_bytes", "into", "room")
+    __slots__ = ("into", "numbers", "room")
 
-    def __init__(self, into: memoryview, room: memoryview, element_bytes: int) -> None:
+    def __init__(self, into: memoryview, room: memoryview, numbers: str) -> None:
         self.into = into
         self.room = room
-        self.element_bytes = element_bytes
+        self.numbers = numbers
 
 
 class Leg(NamedTuple):
@@ -65,8 +65,8 @@ class Leg(NamedTuple):
     goes: Header | None
     into: memoryview
     """Our place for the payload."""
-    element_bytes: int
-    """4 or 8: what comes is added to what lies there, as floats of that size. 1: it takes its place."""
+    numbers: str
+    """What comes is added to what lies there, as in a `Fold`. Empty: it takes its place."""
     stays: bool
     """Whether the outcome is needed here even if it goes on."""
     divisor: int = 1

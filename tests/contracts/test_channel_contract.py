@@ -203,7 +203,7 @@ def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, fl
 
         sending = left.spawn(send_all(), name="sender")
         into, room = ours.view(np.uint8).data, memoryview(bytearray(ours.nbytes))
-        fold = Fold(into, room, ours.itemsize)
+        fold = Fold(into, room, ours.dtype.char)
         for values in sent:
             before = ours.copy()
             _, payload = await server.recv(lambda _: fold)
@@ -255,7 +255,7 @@ class Middle:
                 header, payload = await self.landed.get()
                 assert header == leg.comes
                 came = np.frombuffer(payload, np.float32)
-                mine[:] = mine + came if leg.element_bytes == 4 else came
+                mine[:] = mine + came if leg.numbers else came
             if leg.goes is not None:
                 await self.onward.send(leg.goes, leg.into)
             self.begun.set()
@@ -279,7 +279,7 @@ def legs_of(arrays, adds, stays):
             Header(size_bytes, step=number) if number else None,
             Header(size_bytes, step=100 + number) if number < last else None,
             array.view(np.uint8).data,
-            4 if adds and number else 1,
+            "f" if adds and number else "",
             stays or not number,
         )
         for number, array in enumerate(arrays)

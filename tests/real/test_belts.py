@@ -70,7 +70,7 @@ def header(step: int, *, sender: int = 0, operation: int = 1) -> Header:
 def legs_of(*places: np.ndarray) -> list[Leg]:
     """Each is added to and goes on."""
     return [
-        Leg(header(step), header(step + 1, sender=1), place.view(np.uint8).data, 4, stays=False)
+        Leg(header(step), header(step + 1, sender=1), place.view(np.uint8).data, "f", stays=False)
         for step, place in enumerate(places)
     ]
 

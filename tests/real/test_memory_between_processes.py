@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hcsim.collectives.arithmetic import BFLOAT16
 from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real import doors, shared
 from hcsim.real.conveyor import How
@@ -452,20 +453,23 @@ def test_bytes_come_out_as_they_went_in(moves: list[tuple[bool, int]], seed: int
                 flowing = flowing[count:]
 
 
+SUMS = {"e": np.dtype(np.float16), "E": BFLOAT16, "f": np.dtype(np.float32), "d": np.dtype(np.float64)}
+SUMS |= {code: np.dtype(code) for code in "BHIQ"}
+"""By what a channel adds them as."""
+
+
 @settings(max_examples=200)
 @given(
-    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from(sorted(SUMS)),
     st.integers(CAPACITY - 250, CAPACITY - 1),
     st.lists(st.integers(1, 240), min_size=1, max_size=8),
     st.integers(1, 200),
 )
-def test_floats_are_added_wherever_the_ring_ends(
-    dtype: type[np.float32], before: int, cuts: list[int], most: int
-) -> None:
+def test_numbers_are_added_wherever_the_ring_ends(numbers: str, before: int, cuts: list[int], most: int) -> None:
     """They begin at any byte, come in pieces of any size, and lie across the end of the memory."""
-    sent = np.arange(1, 31, dtype=dtype)
+    sent = np.arange(1, 31).astype(SUMS[numbers])
     raw = sent.tobytes()
-    sum_now = np.full(30, 0.5, dtype)
+    sum_now = np.full(30, 5, sent.dtype)
     with two_ends() as (writer, reader, _, _):
         assert writer.write([bytes(before)]) == before
         assert reader.read(memoryview(bytearray(before - 1))) == before - 1
@@ -474,15 +478,15 @@ def test_floats_are_added_wherever_the_ring_ends(
         have = 0
         for cut in [*cuts[1:], len(raw)]:
             while have < start and (
-                count := reader.add(sum_now.view(np.uint8).data, sent.itemsize, have, most)
+                count := reader.add(sum_now.view(np.uint8).data, numbers, have, most)
             ):  # a number that has come in part stays where it is
                 have += count
             assert have == start // sent.itemsize * sent.itemsize
             if start < len(raw):
                 start += writer.write([raw[start : start + cut]])
         while have < len(raw):
-            have += reader.add(sum_now.view(np.uint8).data, sent.itemsize, have, most)
-        np.testing.assert_array_equal(sum_now, sent + dtype(0.5))
+            have += reader.add(sum_now.view(np.uint8).data, numbers, have, most)
+        np.testing.assert_array_equal(sum_now, sent + sent.dtype.type(5))
 
 
 HEAD = bytes(range(56))
@@ -503,7 +507,7 @@ def put_at(at: int, writer: rings.Rings, reader: rings.Rings, data: bytes) -> No
 
 @settings(max_examples=150)
 @given(
-    st.sampled_from([(1, np.uint8), (4, np.float32), (8, np.float64)]),
+    st.sampled_from(["", *SUMS]),
     st.integers(2, 40_000),
     st.sampled_from(_ENDS),
     st.sampled_from(_ENDS),
@@ -512,10 +516,10 @@ def put_at(at: int, writer: rings.Rings, reader: rings.Rings, data: bytes) -> No
     st.sampled_from([1, 2, 7, 512]),
 )
 def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
-    kind: tuple[int, type[np.float64]], count: int, in_at: int, out_at: int, stays: bool, known: int, divisor: int
+    numbers: str, count: int, in_at: int, out_at: int, stays: bool, known: int, divisor: int
 ) -> None:
-    element_bytes, dtype = kind
-    divisor = 1 if element_bytes == 1 else divisor
+    dtype = SUMS.get(numbers, np.dtype(np.uint8))
+    divisor = 1 if numbers in ("", *"BHIQ") else divisor
     sent = (np.arange(count) % 100).astype(dtype)
     ours = np.full(count, 3, dtype)
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
@@ -523,14 +527,15 @@ def test_what_is_passed_on_lies_in_the_next_ring_wherever_both_end(
         begun = memoryview(bytearray(known))
         assert not known or reader.read(begun) == known  # some of the header may have been read
         put_at(out_at, to, last, b"before!!")
-        belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, element_bytes, stays, divisor)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours.view(np.uint8).data, numbers, stays, divisor)])
         assert belt.run(bytes(begun)) == How.COMPLETE
         assert belt.done == 1
         assert belt.took
         assert last.read(memoryview(bytearray(8))) == 8
         into = memoryview(bytearray(len(NEXT) + sent.nbytes))
         assert last.read(into) == len(into)
-        passed = sent if element_bytes == 1 else (sent + dtype(3)) / dtype(divisor)
+        three = dtype.type(3)
+        passed = sent if not numbers else sent + three if divisor == 1 else (sent + three) / dtype.type(divisor)
         assert into[: len(NEXT)] == NEXT
         assert into[len(NEXT) :] == passed.tobytes()
         np.testing.assert_array_equal(ours, passed if stays or divisor != 1 else np.full(count, 3, dtype))
@@ -543,9 +548,9 @@ def test_a_belt_sends_what_we_have_passes_on_what_comes_and_keeps_what_comes_las
     first, second, third = (np.full(1000, value, np.float32) for value in (1, 2, 3))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
         legs = [
-            (NONE, b"1" * 56, first.view(np.uint8).data, 1, False, 1),
-            (b"2" * 56, b"3" * 56, second.view(np.uint8).data, 4, False, 1),
-            (b"4" * 56, NONE, third.view(np.uint8).data, 4, False, 1),
+            (NONE, b"1" * 56, first.view(np.uint8).data, "", False, 1),
+            (b"2" * 56, b"3" * 56, second.view(np.uint8).data, "f", False, 1),
+            (b"4" * 56, NONE, third.view(np.uint8).data, "f", False, 1),
         ]
         belt = reader.belt(to, legs)
         assert belt.run(NONE) == How.WAITS
@@ -574,7 +579,7 @@ def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None
     ours = memoryview(bytearray(100_000))
     other = HEAD[:40] + b"!" + HEAD[41:]
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False, 1)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, "", False, 1)])
         assert belt.run(NONE) == How.WAITS
         writer.write([other[:39]])
         assert not has_rung(readers_bell)
@@ -597,7 +602,7 @@ def test_a_frame_of_others_is_left_where_it_is_even_if_it_begins_alike() -> None
 def test_what_has_not_come_whole_waits_and_who_writes_it_rings_once_it_has() -> None:
     ours = memoryview(bytearray(100_000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, False, 1)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, "", False, 1)])
         writer.write([HEAD, bytes(99_999)])
         assert belt.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
@@ -623,7 +628,7 @@ def test_a_frame_that_a_full_ring_cut_off_comes_whole() -> None:
     before, payload = CAPACITY - rings.MOST_BYTES, bytes(range(256)) * (rings.MOST_BYTES // 256)
     ours = memoryview(bytearray(len(payload)))
     with two_ends() as (writer, reader, writers_bell, _), two_ends() as (to, last, _, _):
-        belt = reader.belt(to, [(HEAD, NEXT, ours, 1, True, 1)])
+        belt = reader.belt(to, [(HEAD, NEXT, ours, "", True, 1)])
         frame = HEAD + payload
         written = writer.write([bytes(before), frame]) - before
         assert written < len(frame)
@@ -644,16 +649,16 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
         writer.write([frame])
 
-        def refused(place: memoryview = ours, element_bytes: int = 1) -> bool:
-            return reader.belt(to, [(HEAD, NEXT, place, element_bytes, True, 1)]).run(NONE) == How.STUCK
+        def refused(place: memoryview = ours, numbers: str = "") -> bool:
+            return reader.belt(to, [(HEAD, NEXT, place, numbers, True, 1)]).run(NONE) == How.STUCK
 
         to.write([bytes(CAPACITY - 8001)])  # no room for the header
         assert refused()
         last.read(memoryview(bytearray(CAPACITY - 8002)))
-        assert refused(element_bytes=8)  # a number would lie across the ring's end
+        assert refused(numbers="d")  # a number would lie across the ring's end
         assert refused(memoryview(bytearray(rings.MOST_BYTES + 1)))  # and is not waited for
         reader.rung(True)
-        longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), 1, True, 1)])
+        longer = reader.belt(to, [(HEAD, NEXT, memoryview(bytearray(8001)), "", True, 1)])
         assert longer.run(NONE) == How.OTHERS  # nobody will write the rest: who reads it will say so
         to.rung(True)
         assert refused()  # nobody reads it
@@ -662,17 +667,17 @@ def test_what_cannot_be_passed_on_is_left_to_be_read() -> None:
         into = memoryview(bytearray(len(frame)))
         assert reader.read(into) == len(frame)
         assert into == frame
-        for place, element_bytes in ((ours[:7], 4), (ours, 2)):
+        for place, numbers in ((ours[:7], "f"), (ours[:7], "e"), (ours, "x"), (ours, "ff")):
             with pytest.raises(ValueError, match="fit"):
-                reader.belt(to, [(HEAD, NEXT, place, element_bytes, True, 1)])
-        for element_bytes, divisor in ((4, 0), (1, 2)):
+                reader.belt(to, [(HEAD, NEXT, place, numbers, True, 1)])
+        for numbers, divisor in (("f", 0), ("", 2), ("Q", 2)):
             with pytest.raises(ValueError, match="fit"):
-                reader.belt(to, [(HEAD, NEXT, ours, element_bytes, True, divisor)])
+                reader.belt(to, [(HEAD, NEXT, ours, numbers, True, divisor)])
         for comes, goes in ((NONE, NONE), (bytes(257), HEAD), (HEAD, bytes(257))):
             with pytest.raises(ValueError, match="fit"):
-                reader.belt(to, [(comes, goes, ours, 1, True, 1)])
-        assert reader.belt(to, [(NONE, NEXT, b"read-only", 1, True, 1)])  # it only goes
-        for legs in ([(HEAD, NEXT, b"read-only", 1, True, 1)], [None], None):
+                reader.belt(to, [(comes, goes, ours, "", True, 1)])
+        assert reader.belt(to, [(NONE, NEXT, b"read-only", "", True, 1)])  # it only goes
+        for legs in ([(HEAD, NEXT, b"read-only", "", True, 1)], [None], None):
             with pytest.raises((TypeError, BufferError)):
                 reader.belt(to, legs)
         with pytest.raises(TypeError):
@@ -683,7 +688,7 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
     """Though nobody has rung: who wrote it has not looked yet whether anybody sleeps, and will find nothing to read."""
     ours = memoryview(bytearray(1000))
     with two_ends() as (writer, reader, _, readers_bell), two_ends() as (to, _, _, _):
-        belt = reader.belt(to, [(HEAD, NONE, ours, 1, True, 1)])
+        belt = reader.belt(to, [(HEAD, NONE, ours, "", True, 1)])
         assert belt.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
         writer.write([HEAD, bytes(1000)])
@@ -697,8 +702,8 @@ def test_who_has_taken_what_it_slept_for_is_awake() -> None:
 def test_who_waits_for_a_belt_does_not_sleep_when_another_belt_has_got_stuck() -> None:
     """Whoever wrote has not looked yet whether anybody sleeps, and finds that all of a frame is awaited, not a byte."""
     with memory_of_two_ends() as (seen, writer, reader):
-        waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), 1, True, 1)])
-        stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), 1, True, 1)])
+        waiting = reader.belt(reader, [(HEAD, NONE, memoryview(bytearray(1000)), "", True, 1)])
+        stuck = reader.belt(reader, [(NEXT, NONE, memoryview(bytearray(600 * 1024)), "", True, 1)])
         assert waiting.run(NONE) == How.WAITS
         assert reader.let_reader_sleep()
         writer.write([NEXT, bytes(1000)])
@@ -711,7 +716,7 @@ def test_a_belt_lets_others_have_their_turn_and_lets_go_of_what_it_held() -> Non
     places = [bytearray(2**19) for _ in range(10)]
     with two_ends() as (writer, reader, _, _), two_ends() as (to, last, _, _):
         belt = reader.belt(
-            to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, 1, True, 1) for n, place in enumerate(places)]
+            to, [(*((HEAD, NONE), (NONE, NEXT))[n > 7], place, "", True, 1) for n, place in enumerate(places)]
         )
         assert writer.write([b"".join(HEAD + bytes([number]) * 2**19 for number in range(8))]) == 8 * (56 + 2**19)
         assert belt.run(NONE) == How.TURN_OVER
@@ -756,7 +761,7 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_so_does_what_is_sent
         places = [bytes([number]) * 2**17 for number in range(60)]
         frame = memoryview(bytearray(56 + 2**17))
         for number, place in enumerate(places):
-            assert writer.belt(writer, [(NONE, HEAD, place, 1, True, 1)]).run(NONE) == How.COMPLETE
+            assert writer.belt(writer, [(NONE, HEAD, place, "", True, 1)]).run(NONE) == How.COMPLETE
             if number:
                 assert reader.read(frame) == len(frame)
                 assert frame[56:] == places[number - 1]
@@ -773,7 +778,7 @@ def test_a_belt_of_short_frames_uses_little_of_the_ring_and_so_does_what_is_sent
 def test_a_lap_that_cannot_be_breaks_the_stream_and_nothing_else(lap: int) -> None:
     with memory_of_two_ends() as (seen, writer, reader):
         place = memoryview(bytearray(1000))
-        belt = reader.belt(reader, [(HEAD, NONE, place, 1, True, 1)])
+        belt = reader.belt(reader, [(HEAD, NONE, place, "", True, 1)])
         writer.write([HEAD, bytes(1000)])
         struct.pack_into("@Q", seen, _LAP_AT, lap)
         assert belt.run(NONE) == How.OTHERS
@@ -791,19 +796,30 @@ def test_what_was_written_can_be_read_after_the_end_and_nothing_can_be_written()
         assert reader.read(into) == 4
         assert reader.read(into) == 0
         with pytest.raises(EOFError):
-            reader.add(into[:8], 8, 0, 8)
+            reader.add(into[:8], "d", 0, 8)
         with pytest.raises(BrokenPipeError):
             reader.write([b"to nobody"])
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "element_bytes", "have"), [(8, 2, 0), (7, 4, 0), (8, 4, 8), (8, 4, -4), (8, 4, 2), (8, 8, 4)]
+    ("size_bytes", "numbers", "have"),
+    [
+        (8, "", 0),
+        (8, "x", 0),
+        (8, "ff", 0),
+        (7, "e", 0),
+        (7, "f", 0),
+        (8, "f", 8),
+        (8, "f", -4),
+        (8, "f", 2),
+        (8, "E", 1),
+    ],
 )
-def test_sizes_that_do_not_fit_each_other_are_refused(size_bytes: int, element_bytes: int, have: int) -> None:
+def test_sizes_that_do_not_fit_each_other_are_refused(size_bytes: int, numbers: str, have: int) -> None:
     with two_ends() as (writer, reader, _, _):
         writer.write([bytes(64)])
         with pytest.raises(ValueError, match="fit"):
-            reader.add(memoryview(bytearray(size_bytes)), element_bytes, have, 64)
+            reader.add(memoryview(bytearray(size_bytes)), numbers, have, 64)
 
 
 def test_the_memory_is_let_go_with_the_channels() -> None:
@@ -846,7 +862,7 @@ def test_a_sum_that_is_cut_ends_for_who_adds_it_up_after_the_end() -> None:
                     await asyncio.sleep(0)
             into = memoryview(bytearray(2 * CAPACITY))
             with pytest.raises(ChannelBroken, match="in the middle of a frame"):
-                await theirs.recv(lambda _: Fold(into, into, 4))
+                await theirs.recv(lambda _: Fold(into, into, "f"))
 
     run(body())
 
@@ -922,7 +938,7 @@ def test_a_caller_that_is_killed_before_it_was_let_in_is_noticed_though_its_chil
             caller.communicate(b"")
 
 
-@pytest.mark.parametrize("use", [lambda r, b: r.read(b), lambda r, b: r.write([b]), lambda r, b: r.add(b, 8, 0, 8)])
+@pytest.mark.parametrize("use", [lambda r, b: r.read(b), lambda r, b: r.write([b]), lambda r, b: r.add(b, "d", 0, 8)])
 def test_rings_that_were_let_go_are_not_touched_any_more(use: Callable[[rings.Rings, memoryview], int]) -> None:
     with two_ends() as (ours, _, _, _):
         for _ in range(2):

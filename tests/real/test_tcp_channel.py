@@ -121,7 +121,7 @@ def test_frames_are_found_however_the_stream_is_chopped(sizes: list[int], chunk_
 
 
 def folding(values: npt.NDArray[np.float32]) -> Fold:
-    return Fold(values.view(np.uint8).data, memoryview(bytearray(values.nbytes)), values.itemsize)
+    return Fold(values.view(np.uint8).data, memoryview(bytearray(values.nbytes)), values.dtype.char)
 
 
 @settings(max_examples=40)

@@ -1,6 +1,7 @@
 """All-reduce within one machine: hcsim beside gloo, MLX's ring and Open MPI over TCP, in one run.
 
     python -m experiments.allreduce --ranks 2,4 --sizes 64KB,16MB --json allreduce.json
+    python -m experiments.allreduce --dtype bfloat16
 
 Times of one machine mean something only beside each other, and machines are noisy. So the ranks
 of every library are started once and kept, asleep, and each cell (ranks × size) is measured in
@@ -27,7 +28,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,13 +38,14 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from experiments import asked
-from experiments.peers.peer import Peer
+from experiments.peers.peer import EXACT, Peer
 from experiments.peers.rank import Turn
 from experiments.peers.roster import PEERS, UNASKED
 from experiments.peers.team import Team, TeamFailed, running
 from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.arithmetic import dtype_named
 
-Row = dict[str, int | float | None]
+Row = dict[str, Any]
 
 TURN_S = 0.4
 """How long a turn should last; a large tensor's one iteration may take longer."""
@@ -70,11 +72,12 @@ class Measured(msgspec.Struct):
 class Study:
     """One run: its teams, its progress, and what went wrong on the way."""
 
-    def __init__(self, peers: list[Peer], rounds: int, algorithm: str, progress: Progress) -> None:
+    def __init__(self, peers: list[Peer], rounds: int, algorithm: str, dtype: str, progress: Progress) -> None:
         self.failures: list[str] = []
         self._peers = peers
         self._rounds = rounds
         self._algorithm = algorithm
+        self._dtype = dtype
         self._progress = progress
         self._task = TaskID(0)
 
@@ -86,14 +89,15 @@ class Study:
             with ExitStack() as stack:
                 teams = self._start(stack, ranks)
                 for size_bytes in sizes:
-                    yield row(ranks, size_bytes, self._measure_cell(teams, ranks, size_bytes))
+                    measured = self._measure_cell(teams, ranks, size_bytes)
+                    yield row(ranks, size_bytes, measured) | {"dtype": self._dtype}
 
     def _start(self, stack: ExitStack, ranks: int) -> list[Team]:
         teams = []
         for peer in self._peers:
             self._progress.update(self._task, description=f"{ranks} ranks: starting {peer.name}")
             try:
-                teams.append(stack.enter_context(running(peer, ranks, self._algorithm)))
+                teams.append(stack.enter_context(running(peer, ranks, self._algorithm, self._dtype)))
             except TeamFailed as failure:
                 self.failures.append(f"{peer.name} on {ranks} ranks: {failure}")
         return teams
@@ -111,7 +115,7 @@ class Study:
                 )
                 try:
                     if number == 0:
-                        turns[name] = _first_turn(team, size_bytes // FLOAT_BYTES)
+                        turns[name] = _first_turn(team, size_bytes // dtype_named(self._dtype).itemsize)
                     else:
                         _take_turn(team, turns[name], measured[name])
                 except TeamFailed as failure:
@@ -176,7 +180,7 @@ def time_table(rows: list[Row]) -> Table:
         for name in others
         if us in names
     }
-    result = _table("all-reduce of float32 within one machine, ms", [*names, *ratios])
+    result = _table(f"all-reduce of {rows[0]['dtype']} within one machine, ms", [*names, *ratios])
     for cell in rows:
         times = [_number(cell[f"{name}_s"], 1e-3) for name in names]
         result.add_row(*_place(cell), *times, *(_number(cell[field]) for field in ratios.values()))
@@ -258,6 +262,13 @@ def parse_algorithm(text: str) -> str:
     return text
 
 
+def parse_dtype(text: str) -> str:
+    """A kind of floats that all, or nearly all, can add."""
+    if text not in EXACT:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(EXACT)}", param_hint="--dtype")
+    return text
+
+
 def main(
     ranks: Annotated[str, typer.Option(help="Numbers of processes.")] = "2,4,8",
     sizes: Annotated[
@@ -268,14 +279,15 @@ def main(
     ] = ",".join(UNASKED),
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Rounds in which every peer takes a turn.")] = 5,
     algorithm: Annotated[str, typer.Option(help="hcsim's algorithm.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"What is added: {', '.join(EXACT)}.")] = "float32",
     json_file: Annotated[str | None, typer.Option("--json", help="Write one row per cell to this file.")] = None,
 ) -> None:
     """All-reduce within one machine: hcsim beside gloo, MLX and Open MPI over TCP, interleaved in one run."""
     rank_counts, size_list, chosen = parse_ranks(ranks), parse_sizes(sizes), parse_peers(peers)
-    hcsim_algorithm = parse_algorithm(algorithm)
+    hcsim_algorithm, kind = parse_algorithm(algorithm), parse_dtype(dtype)
     asked.check_json(json_file)
     notes = Console(stderr=True)
-    reasons = {peer.name: peer.missing() for peer in chosen}
+    reasons = {peer.name: peer.missing() if kind in peer.dtypes else f"it adds no {kind}" for peer in chosen}
     for name, reason in reasons.items():
         if reason:
             notes.print(f"{name} is left out: {reason}")
@@ -285,7 +297,7 @@ def main(
     rows: list[Row] = []
     try:
         with Progress(console=notes, transient=True) as progress:
-            study = Study(present, repeat, hcsim_algorithm, progress)
+            study = Study(present, repeat, hcsim_algorithm, kind, progress)
             for cell in study.measure(rank_counts, size_list):
                 rows.append(cell)
                 asked.write_json(json_file, rows)

@@ -87,4 +87,4 @@ async def _join(job: Job, rank: int) -> AsyncIterator[Rank]:
         yield _BareRank(library, previous.fileno(), following.fileno(), rank, job.ranks)
 
 
-BARE = Peer("bare", _missing, _join)
+BARE = Peer("bare", _missing, _join, ("float32",))

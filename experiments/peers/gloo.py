@@ -10,7 +10,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from experiments.peers.peer import Floats, Job, Peer, Rank
 
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 
 class _GlooRank:
     _tensor: torch.Tensor
+    _dtype: np.dtype[Any]
 
     def load(self, values: Floats) -> None:
         import torch
 
-        self._tensor = torch.from_numpy(values)
+        self._dtype = values.dtype  # numpy's bfloat16 means nothing to torch; its bytes do
+        self._tensor = torch.from_numpy(values.view(np.uint8)).view(getattr(torch, values.dtype.name))
 
     async def all_reduce(self) -> None:
         import torch.distributed
@@ -37,7 +41,9 @@ class _GlooRank:
         torch.distributed.barrier()
 
     def read(self) -> Floats:
-        values: Floats = self._tensor.numpy()
+        import torch
+
+        values: Floats = self._tensor.view(torch.uint8).numpy().view(self._dtype)
         return values
 
 

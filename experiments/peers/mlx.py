@@ -17,6 +17,7 @@ from experiments.peers.peer import Floats, Job, Peer, Rank
 
 class _MlxRank:
     _array: Any
+    _dtype: np.dtype[Any]
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -24,6 +25,7 @@ class _MlxRank:
     def load(self, values: Floats) -> None:
         import mlx.core as mx
 
+        self._dtype = values.dtype
         self._array = None
         mx.clear_cache()
         self._array = mx.array(values)
@@ -42,7 +44,9 @@ class _MlxRank:
         mx.eval(mx.distributed.all_sum(mx.zeros(1), group=self._group))
 
     def read(self) -> Floats:
-        return np.array(self._array, copy=False)
+        import mlx.core as mx
+
+        return np.array(self._array.view(mx.uint8), copy=False).view(self._dtype)
 
 
 def _missing() -> str | None:

@@ -76,4 +76,4 @@ async def _join(_job: Job, _rank: int) -> AsyncIterator[Rank]:
     yield _MpiRank(MPI.COMM_WORLD, MPI.IN_PLACE)
 
 
-OPEN_MPI = Peer("mpi", _missing, _join, _launch)
+OPEN_MPI = Peer("mpi", _missing, _join, ("float32",), _launch)

@@ -10,7 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating]
+"""Of any of these kinds; bfloat16 comes from ml_dtypes."""
+EXACT = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+"""The kinds, with the number up to which all whole ones are exact."""
 Command = list[str]
 
 
@@ -24,6 +27,8 @@ class Job(msgspec.Struct, frozen=True):
     """A folder of this team alone, for files by which its ranks find each other."""
     algorithm: str
     """hcsim's; the others choose for themselves."""
+    dtype: str
+    """What is added."""
 
     @property
     def ranks(self) -> int:
@@ -61,5 +66,7 @@ class Peer(msgspec.Struct, frozen=True):
     """Why it cannot be measured here, or None when it can."""
     join: Callable[[Job, int], AbstractAsyncContextManager[Rank]]
     """Inside a rank's process: connect it to the others; leave them at the end."""
+    dtypes: tuple[str, ...] = tuple(EXACT)
+    """What it can add."""
     launch: Callable[[list[Command]], list[Command]] = one_process_each
     """The command lines to start, from those of the ranks: the same, or one launcher for all."""

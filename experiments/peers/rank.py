@@ -21,11 +21,12 @@ import numpy as np
 
 from experiments.peers.crew import CONTROL
 from experiments.peers.memory import peak_bytes, reset_peak
-from experiments.peers.peer import Floats, Job, Rank
+from experiments.peers.peer import EXACT, Floats, Job, Rank
 from experiments.peers.roster import PEERS
+from hcsim.collectives.arithmetic import dtype_named
 
-_PERIOD = np.arange(251 * 1024, dtype=np.float32) % 251
-"""One MiB of small whole numbers: sums over many ranks stay exact in float32."""
+_PRIME, _PERIODS = 251, 1024
+"""A saw-tooth of small whole numbers, a megabyte of it."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -54,6 +55,7 @@ async def main(job: Job, rank: int) -> None:
         control.connect(str(Path(job.folder, CONTROL)))
         async with PEERS[job.peer].join(job, rank) as member:
             message: Ready | Report = Ready()
+            teeth = Teeth(job.dtype, job.ranks)
             while True:
                 lines.write(msgspec.json.encode(message) + b"\n")
                 lines.flush()
@@ -61,16 +63,16 @@ async def main(job: Job, rank: int) -> None:
                 line = await asyncio.to_thread(lines.readline)
                 if not line:
                     return
-                message = await take(msgspec.json.decode(line, type=Turn), member, rank, job.ranks)
+                message = await take(msgspec.json.decode(line, type=Turn), member, rank, teeth)
 
 
-async def take(turn: Turn, member: Rank, rank: int, ranks: int) -> Report:
-    member.load(pattern(turn.elements, 1, rank) if turn.verify else pattern(turn.elements, 0, 0))
+async def take(turn: Turn, member: Rank, rank: int, teeth: Teeth) -> Report:
+    member.load(teeth.values(turn.elements, 1, rank % 2) if turn.verify else teeth.values(turn.elements, 0, 0))
     has_peak = reset_peak()
     await member.all_reduce()
     wrong_elements = 0
     if turn.verify:
-        wrong_elements = count_wrong(member.read(), ranks, ranks * (ranks - 1) // 2)
+        wrong_elements = teeth.count_wrong(member.read(), teeth.ranks, teeth.ranks // 2)
     durations_s = []
     for _ in range(turn.iterations):
         await member.barrier()
@@ -80,25 +82,33 @@ async def take(turn: Turn, member: Rank, rank: int, ranks: int) -> Report:
     peak = peak_bytes() if has_peak else None
     # Nobody goes to sleep while another may still need him to move bytes.
     await member.barrier()
-    member.load(np.zeros(1, np.float32))
+    member.load(teeth.values(1, 0, 0))
     return Report(durations_s, peak, wrong_elements)
 
 
-def pattern(elements: int, scale: int, offset: int) -> Floats:
-    """`scale` × a saw-tooth + `offset`, with every page touched."""
-    values = np.empty(elements, np.float32)
-    for start in range(0, elements, _PERIOD.size):
-        part = values[start : start + _PERIOD.size]
-        np.multiply(_PERIOD[: part.size], np.float32(scale), out=part)
-        part += np.float32(offset)
-    return values
+class Teeth:
+    """Saw-teeth, whose sums over all ranks are exact in floats of some kind."""
 
+    def __init__(self, dtype: str, ranks: int) -> None:
+        self.ranks = ranks
+        self._dtype = dtype_named(dtype)
+        highest = min(_PRIME, (EXACT[dtype] - ranks) // ranks)
+        self._period = (np.arange(_PRIME * _PERIODS) % highest).astype(self._dtype)
 
-def count_wrong(values: Floats, scale: int, offset: int) -> int:
-    """How many elements differ from `pattern(values.size, scale, offset)`; no large temporary."""
-    expected = pattern(min(values.size, _PERIOD.size), scale, offset)
-    parts = (values[start : start + expected.size] for start in range(0, values.size, expected.size))
-    return sum(int(np.count_nonzero(part != expected[: part.size])) for part in parts)
+    def values(self, elements: int, scale: int, offset: int) -> Floats:
+        """`scale` × a saw-tooth + `offset`, with every page touched."""
+        values = np.empty(elements, self._dtype)
+        for start in range(0, elements, self._period.size):
+            part = values[start : start + self._period.size]
+            np.multiply(self._period[: part.size], self._dtype.type(scale), out=part)
+            part += self._dtype.type(offset)
+        return values
+
+    def count_wrong(self, values: Floats, scale: int, offset: int) -> int:
+        """How many elements differ from those that `values` makes; no large temporary."""
+        expected = self.values(min(values.size, self._period.size), scale, offset)
+        parts = (values[start : start + expected.size] for start in range(0, values.size, expected.size))
+        return sum(int(np.count_nonzero(part != expected[: part.size])) for part in parts)
 
 
 if __name__ == "__main__":

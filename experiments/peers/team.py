@@ -29,11 +29,12 @@ class Team:
 
 
 @contextmanager
-def running(peer: Peer, ranks: int, algorithm: str) -> Iterator[Team]:
+def running(peer: Peer, ranks: int, algorithm: str, dtype: str) -> Iterator[Team]:
     """Start one process per rank, connected to each other; end them all on leaving."""
 
     def commands(folder: Path) -> list[Command]:
-        job = Job(peer.name, tuple(f"127.0.0.1:{port}" for port in free_ports(ranks)), str(folder), algorithm)
+        addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(ranks))
+        job = Job(peer.name, addresses, str(folder), algorithm, dtype)
         described = msgspec.json.encode(job).decode()
         return peer.launch([module("experiments.peers.rank", described, str(rank)) for rank in range(ranks)])
 

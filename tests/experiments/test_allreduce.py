@@ -6,20 +6,24 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
 from experiments import allreduce
-from experiments.peers.rank import Turn, count_wrong, pattern
+from experiments.peers.peer import EXACT
+from experiments.peers.rank import Teeth, Turn
 from experiments.peers.roster import PEERS
 from experiments.peers.team import TeamFailed, running
+from hcsim.collectives.arithmetic import dtype_named
 
 NAMES = ("hcsim", "hcsim_tcp", "hcsim_tls", "hcsim_tls_tcp", "gloo", "mlx", "mpi", "bare")
 COLUMNS = {
     "ranks",
     "size_bytes",
+    "dtype",
     *(f"ratio_{name}" for name in NAMES if name != "hcsim"),
     *(f"tcp_ratio_{name}" for name in NAMES if name not in ("hcsim", "hcsim_tcp")),
     *(f"{name}_{what}" for name in NAMES for what in ("s", "peak_bytes", "idle_bytes", "iterations")),
@@ -65,6 +69,7 @@ def test_a_size_reads_as_it_is_printed(size_bytes: int) -> None:
         ("--peers", "nccl"),
         ("--algorithm", "fastest"),
         ("--algorithm", "hierarchical"),
+        ("--dtype", "int32"),
         ("--repeat", "0"),
         ("--json", "/nowhere/to/be/found.json"),
         ("--json", "."),
@@ -101,6 +106,22 @@ def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path
     assert json.loads(output.read_text())[0][f"{name}_s"] > 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_measured_with_whoever_adds_them(tmp_path: Path, dtype: str) -> None:
+    output = tmp_path / "rows.json"
+    peers = "hcsim,hcsim_tcp,gloo,mlx,mpi,bare"
+    arguments = ("--ranks", "2", "--sizes", "600004", "--repeat", "1", "--json", str(output))
+    result = run("--peers", peers, "--dtype", dtype, *arguments)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(output.read_text())
+    assert row["dtype"] == dtype
+    assert all(row[f"{name}_s"] > 0 for name in ("hcsim", "hcsim_tcp", "gloo"))
+    assert (row["mlx_s"] is None) == bool(PEERS["mlx"].missing())
+    assert row["mpi_s"] is row["bare_s"] is None
+    assert f"bare is left out: it adds no {dtype}" in result.output
+    assert f"all-reduce of {dtype}" in result.output
+
+
 def test_the_ratio_is_ours_over_theirs() -> None:
     measured = {
         "hcsim": allreduce.Measured(durations_s=[1.0, 2.0, 9.0]),
@@ -112,12 +133,18 @@ def test_the_ratio_is_ours_over_theirs() -> None:
     assert (row["tcp_ratio_mpi"], row["ratio_hcsim_tcp"]) == (1.5, 2.0 / 6.0)
 
 
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("elements", [1, 1000, 251 * 1024 + 3])
-def test_every_wrong_element_is_counted(elements: int) -> None:
-    total = sum((pattern(elements, 1, rank) for rank in range(8)), np.zeros(elements, np.float32))
-    assert count_wrong(total, 8, 28) == 0
-    total[elements // 2] += 1
-    assert count_wrong(total, 8, 28) == 1
+def test_every_wrong_element_is_counted(dtype: str, ranks: int, elements: int) -> None:
+    teeth = Teeth(dtype, ranks)
+    total = np.zeros(elements, dtype_named(dtype))
+    for rank in range(ranks):
+        total += teeth.values(elements, 1, rank % 2)
+    assert teeth.count_wrong(total, ranks, ranks // 2) == 0
+    assert elements == 1 or total.max() > ranks
+    total[elements // 2] += total.dtype.type(1)
+    assert teeth.count_wrong(total, ranks, ranks // 2) == 1
 
 
 def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
@@ -125,11 +152,11 @@ def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
         return [[sys.executable, "-c", "raise SystemExit('no such library')"] for _ in rank_commands]
 
     gloo = PEERS["gloo"]
-    peer = type(gloo)(gloo.name, gloo.missing, gloo.join, broken)
-    with pytest.raises(TeamFailed, match="no such library"), running(peer, 2, "auto"):
+    peer = msgspec.structs.replace(gloo, launch=broken)
+    with pytest.raises(TeamFailed, match="no such library"), running(peer, 2, "auto", "float32"):
         pass
 
 
 def test_ranks_that_end_early_are_reported() -> None:
-    with running(PEERS["gloo"], 2, "auto") as team, pytest.raises(TeamFailed, match="a rank ended"):
+    with running(PEERS["gloo"], 2, "auto", "float32") as team, pytest.raises(TeamFailed, match="a rank ended"):
         team.take(Turn(elements=-1, iterations=1))

@@ -70,7 +70,9 @@ def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:
         if not getattr(shape, field):
             raise UsageError(f"{operation} needs {field}, one size per rank, in its shape")
     made = PLANNERS[operation][algorithm](rank, shape)
-    return Plan(_without_empty(made.rounds), made.peers) if _has_empty_parts(operation, shape) else made
+    if not _has_empty_parts(operation, shape):
+        return made
+    return Plan(_without_empty(made.rounds), made.peers, in_step=made.in_step)
 
 
 def plans(operation: str, algorithm: str, shape: Shape) -> list[Rounds]:

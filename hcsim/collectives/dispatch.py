@@ -176,4 +176,4 @@ def _numbered(number: int, tag: int) -> tuple[int, int]:
 def _unfinished(made: Plan) -> Plan:
     """Without `Finish`, which is the last action of its round."""
     rounds = [actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in made.rounds]
-    return Plan(tuple(rounds), made.peers, made.survey)
+    return Plan(tuple(rounds), made.peers, made.survey, made.in_step)

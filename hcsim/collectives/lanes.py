@@ -36,6 +36,9 @@ class Lanes:
         self._before_turn: dict[tuple[int, int], int] = {}
         """Elements of what was given a room before its turn, by lane and number."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self._sent = 0
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Of segments that are ready to leave."""
 
     def run(self, lane: Lane, state: Progress) -> Coroutine[Any, Any, None]:
         """Run one lane to its end."""
@@ -52,9 +55,17 @@ class Lanes:
             if not self._is_ready(segment, sends=False):
                 state.doing = ""
                 await self._ready(segment, sends=False)
+            if self._sent < segment.turn:
+                state.doing = ""
+                self._turns[segment.turn] = turn = asyncio.get_running_loop().create_future()
+                await turn
             _enter(state, "sending to", lane, number)
             await self._wiring.send(link, segment, segment.step, segment.offset, segment.total)
             self._count(self._sends, segment)
+            self._sent += 1
+            following = self._turns.pop(self._sent, None)
+            if following is not None and not following.done():
+                following.set_result(None)
 
     async def _receive(self, state: Progress, lane: Lane) -> None:
         wiring, segments, reduces = self._wiring, lane.segments, lane.reduces

@@ -100,6 +100,9 @@ class Plan(msgspec.Struct, frozen=True):
     """Which rank is meant by each number; None where the numbers are ranks."""
     survey: Survey | None = None
     """Where the planner knows it; else whoever executes the plan goes through all of it once to find out."""
+    in_step: bool = False
+    """Each round is an exchange with another peer that fills our line both ways: what a later one sends early only
+    slows down what the partner waits for."""
 
     def rank(self, number: int) -> int:
         """Who is meant by a number."""
@@ -108,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True):
     def among(self, members: Sequence[int]) -> Plan:
         """The same for some members of a larger group, of whom number i has played rank i so far."""
         peers = members if self.peers is None else [members[peer] for peer in self.peers]
-        return Plan(self.rounds, tuple(peers), self.survey)
+        return Plan(self.rounds, tuple(peers), self.survey, self.in_step)
 
     def by_rank(self) -> Rounds:
         """The rounds with every peer named by its rank."""

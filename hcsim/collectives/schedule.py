@@ -11,7 +11,8 @@ says how many writes and sends of each of its cells must have happened before it
     a write    needs those, and the sends that stand before it
 
 Counting per cell is enough, because both happen in plan order. So a segment is passed on as soon
-as it has been received and combined, while the next one is still under way.
+as it has been received and combined, while the next one is still under way. In a plan whose rounds go in step, what
+is sent keeps plan order across lanes too.
 
 Both ends cut a message alike: at multiples of the segment size, counted from its start.
 """
@@ -41,6 +42,8 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     """Elements of the whole message."""
     needs: tuple[tuple[int, int, int], ...]
     """Its cells, each with the number of writes and of sends that come before this."""
+    turn: int = 0
+    """How many are sent before this to whomever, where the plan's rounds go in step."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -100,6 +103,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     lanes: dict[tuple[str, int], tuple[list[Segment], list[bool]]] = {}
     kinds: dict[tuple[str, int], type[Send] | type[Recv] | type[Finish]] = {}
     reduced = [False] * len(cuts)
+    turn = 0
     for step, actions in enumerate(plan.rounds):
         for action in actions:
             combines = type(action) is Reduce
@@ -112,7 +116,8 @@ def schedule(plan: Plan, segment: int) -> Schedule:
             for lo, hi in pieces(action.lo, action.hi, segment):
                 cells = range(bisect_left(cuts, lo), bisect_left(cuts, hi))
                 needs = tuple([(cell, writes[cell], sends[cell]) for cell in cells])
-                segments.append(Segment(lo, hi, step, lo - action.lo, action.hi - action.lo, needs))
+                segments.append(Segment(lo, hi, step, lo - action.lo, action.hi - action.lo, needs, turn))
+                turn += plan.in_step and kind is Send
                 reduces.append(combines)
                 for cell in cells:
                     counts[cell] += 1

@@ -281,7 +281,7 @@ def test_what_is_executed_names_the_ranks_that_were_proved(operation: str, algor
     segment = data.draw(st.sampled_from([1, 3, 1000]))
     for rank, shape in enumerate(shapes):
         made = plan(operation, algorithm, rank, shape)
-        named = Plan(made.among(members).by_rank())
+        named = Plan(made.among(members).by_rank(), in_step=made.in_step)
         ours, plain = schedule(made.among(members), segment), schedule(named, segment)
         assert (ours.peers, ours.lanes) == (plain.peers, plain.lanes)
         assert [stage and stage[2:] for stage in ours.stages] == [stage and stage[2:] for stage in plain.stages]

@@ -22,7 +22,7 @@ START_S = 10.0
 RATES_BPS = {"1 Gb/s": 1e9, "10 Gb/s": 1e10, "100 Mb/s": 1e8}
 
 
-def simulated_s(algorithm: str, world: int, link: tuple[str, str, int], arity: int = 2) -> float:
+def simulated_s(algorithm: str, world: int, link: tuple[str, str, int], arity: int = 2, wire: Wire = UNCUT) -> float:
     rate, latency, size_bytes = link
     scenario = parse_scenario(
         f"""
@@ -43,7 +43,7 @@ def simulated_s(algorithm: str, world: int, link: tuple[str, str, int], arity: i
         await asyncio.sleep(START_S)  # to say goodbye takes a moment of the ports, which others still need
         return took_s
 
-    return max(simulate(scenario, program, wire=UNCUT, options=Options(arity=arity)).values())
+    return max(simulate(scenario, program, wire=wire, options=Options(arity=arity)).values())
 
 
 def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: int = 2) -> float:
@@ -67,6 +67,15 @@ def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: in
 def test_an_all_reduce_takes_the_time_of_its_formula(algorithm, world, link):
     wanted_s = textbook_s(algorithm, world, link)
     assert simulated_s(algorithm, world, link) == pytest.approx(wanted_s, abs=10 * NS)  # its clock has whole ones
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "recursive_doubling", "halving_doubling"])
+def test_a_message_that_is_cut_takes_no_longer(algorithm, world):
+    """Where every line is full all the time, there is nothing to gain by beginning a round early, and much to lose."""
+    link = ("1 Gb/s", "0.1 ms", 840_000_000)
+    found_s = simulated_s(algorithm, world, link, wire=Wire(segment_bytes=8 << 20))
+    assert found_s == pytest.approx(textbook_s(algorithm, world, link), rel=0.01)
 
 
 @pytest.mark.parametrize("link", [*LINKS, *TINY])

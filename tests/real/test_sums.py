@@ -106,6 +106,19 @@ def test_every_half_is_added_as_torch_adds_it(dtype: np.dtype[Any], added: Added
 
 
 @pytest.mark.parametrize("dtype", HALF_WIDTH, ids=str)
+@pytest.mark.parametrize("added", [by_socket, by_ring, by_belt])
+@pytest.mark.parametrize("at_once", [WHOLE, REST])
+def test_what_is_no_number_is_the_same_whoever_adds_to_it(dtype: np.dtype[Any], added: Added, at_once: int) -> None:
+    """To the bit, where only one of the two is none."""
+    ours, theirs = everything(dtype, 6), np.ones(WHOLE, dtype)
+    expected = ours.copy()
+    by_us(expected, theirs)
+    for lo in range(0, WHOLE, at_once):
+        added(ours[lo : lo + at_once], theirs[lo : lo + at_once])
+    np.testing.assert_array_equal(ours.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", HALF_WIDTH, ids=str)
 @pytest.mark.parametrize("divisor", [2, 3, 7, 300])
 @pytest.mark.parametrize("at_once", [WHOLE, REST])
 def test_every_half_is_divided_as_torch_divides_floats(dtype: np.dtype[Any], divisor: int, at_once: int) -> None:

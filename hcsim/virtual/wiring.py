@@ -52,8 +52,8 @@ class Wiring:
         back = self.topology.route(callee.name, caller.name, (there.arrives_by, there.medium) if interface else None)
         if back is None:
             return None
-        pair = frozenset((caller.name, callee.name))
-        number = self._connections[pair] = self._connections.get(pair, 0) + 1
+        two = frozenset((caller.name, callee.name))
+        number = self._connections[two] = self._connections.get(two, 0) + 1
         ends = f"{caller.name}%{back.interface}", f"{callee.name}%{there.interface}"
         outgoing = self._stream(f"{caller.name}→{callee.name}#{number}", there, back)
         incoming = self._stream(f"{callee.name}→{caller.name}#{number}", back, there)

@@ -347,6 +347,48 @@ def test_two_nodes_are_joined_by_one_cable_of_a_medium(again: str) -> None:
     parse(changed("[[node]]", f'[[medium]]\nkind = "thunderbolt"\nname = "tb-2"\n{cable}[[node]]', ring))
 
 
+HOMES = "name = 'homes'\n" + "".join(
+    f"[[medium]]\nkind = 'ethernet'\nname = '{home}-switch'\nhome = '{home}'\nrate = '1 Gb/s'\n"
+    f"[[wan]]\nhome = '{home}'\nup = '20 Mb/s'\ndown = '100 Mb/s'\nlatency = '10 ms'\n"
+    f"[[node]]\nname = '{home}'\nmachine = 'M1'\nlinks = ['{home}-switch']\n"
+    for home in ("anna", "ben")
+)
+"""Two, and their lines."""
+
+
+def of_line(line: str, figures: str, kind: str = "link_change") -> str:
+    return f"{HOMES}[[fault]]\nat = '1 s'\nkind = '{kind}'\nmedium = '{line}'\n{figures}"
+
+
+@pytest.mark.parametrize("way", ["anna.wan", "anna.wan.up", "ben.wan.down"])
+def test_a_fault_can_change_a_line(way: str) -> None:
+    assert parse(of_line(way, "rate = '1 Mb/s'")).faults == (LinkChange(1.0, way, rate_bps=1e6),)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (of_line("wan", "rate = '1 Mb/s'"), 'fault[0].medium = "wan": there is no such medium or line'),
+        (
+            of_line("carl.wan", "loss = 0.1"),
+            "known: anna-switch, ben-switch, anna.wan, anna.wan.up, anna.wan.down, ben",
+        ),
+        (of_line("anna.wan", "node = 'anna'\nloss = 0.1"), "no such link of anna; known: anna-switch"),
+        (of_line("anna.wan", ""), "at least one of rate, latency and loss"),
+        (of_line("anna.wan", "loss = 2"), "fault[0].loss = 2"),
+        (of_line("anna.wan.up", "rate = '1 Mb/s'\nloss = 0.1"), 'latency and loss are those of "anna.wan"'),
+        (of_line("anna.wan.down", "latency = '1 s'"), 'latency and loss are those of "anna.wan"'),
+        (
+            of_line("anna.wan", "loss = 0.1\nduration = '1 s'", "datagrams"),
+            "no such medium; known: anna-switch, ben-sw",
+        ),
+        (of_line("anna.wan", "loss = 0.1").replace("ben-switch", "anna.wan"), "a medium and a line are called so"),
+    ],
+)
+def test_what_a_line_cannot_have_is_refused(text: str, wanted: str) -> None:
+    assert wanted in complaint(text)
+
+
 def test_what_a_thunderbolt_cable_cannot_have_is_refused() -> None:
     change = '[[fault]]\nat = "1 s"\nkind = "link_change"\nmedium = "tb"\n'
     assert 'fault[0].loss: "tb" is Thunderbolt, whose cables lose nothing' in complaint(DESK + change + "loss = 0.1")

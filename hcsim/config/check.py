@@ -41,7 +41,7 @@ def complete(scenario: Scenario) -> Scenario:
     _check_headers(scenario)
     nodes = {node.name: node for _, node in plugged}
     for i, fault in enumerate(scenario.faults):
-        check_fault(f"fault[{i}]", fault, nodes, media)
+        check_fault(f"fault[{i}]", fault, nodes, media, scenario.wan)
     _check_routes(plugged, scenario)
     return replace(scenario, nodes=tuple(node for _, node in plugged))
 

@@ -1,8 +1,8 @@
-"""Checks that faults speak of nodes, media and homes that are there, and that such a thing can happen to them."""
+"""Checks that faults speak of what is there (nodes, media, lines, homes), and that such a thing can happen to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hcsim.config.faults import (
     AnyFault,
@@ -15,12 +15,14 @@ from hcsim.config.faults import (
     WifiGate,
 )
 from hcsim.config.known import check_known, check_pair
-from hcsim.config.media import AnyMedium, Thunderbolt, Wifi
+from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
 from hcsim.config.scenario import Node
 from hcsim.errors import ConfigError
 
 
-def check_fault(path: str, fault: AnyFault, nodes: Mapping[str, Node], media: Mapping[str, AnyMedium]) -> None:
+def check_fault(
+    path: str, fault: AnyFault, nodes: Mapping[str, Node], media: Mapping[str, AnyMedium], wan: Sequence[Wan] = ()
+) -> None:
     """Refuse what does not fit; `path` is the fault's place in the file."""
     if isinstance(fault, Partition):
         for i, side in enumerate(fault.sides):
@@ -36,13 +38,17 @@ def check_fault(path: str, fault: AnyFault, nodes: Mapping[str, Node], media: Ma
     if node is not None:
         check_known(f"{path}.node", node, nodes, "node")
     medium: str | None = getattr(fault, "medium", None)
+    ways = {name: rates for line in wan for name, rates in line.ways.items()} if isinstance(fault, LinkChange) else {}
     if medium is not None:
-        check_known(f"{path}.medium", medium, media, "medium")
+        check_known(f"{path}.medium", medium, [*media, *ways], "medium or line" if ways else "medium")
     if isinstance(fault, CopiedIdentity):
         check_known(f"{path}.of", fault.of, nodes, "node")
         if fault.of == fault.node:
             raise ConfigError(f'{path}.of = "{fault.of}": a node cannot be a copy of itself')
-    _check_interfaces(path, fault, nodes, media)
+    if isinstance(fault, LinkChange) and fault.medium in ways:
+        _check_line(path, fault, nodes, media, one_way=len(ways[fault.medium]) == 1)
+    else:
+        _check_interfaces(path, fault, nodes, media)
 
 
 def _check_interfaces(path: str, fault: AnyFault, nodes: Mapping[str, Node], media: Mapping[str, AnyMedium]) -> None:
@@ -68,6 +74,23 @@ def _check_interfaces(path: str, fault: AnyFault, nodes: Mapping[str, Node], med
                 f'{path}.loss: "{fault.medium}" is Thunderbolt, whose cables lose nothing; '
                 "it can have another rate or latency, and Ethernet and Wi-Fi a loss"
             )
+
+
+def _check_line(
+    path: str, fault: LinkChange, nodes: Mapping[str, Node], media: Mapping[str, AnyMedium], *, one_way: bool
+) -> None:
+    if fault.medium in media:
+        raise ConfigError(
+            f'{path}.medium = "{fault.medium}": a medium and a line are called so; name the medium otherwise'
+        )
+    if fault.node is not None:
+        check_known(f"{path}.medium", fault.medium, _links(nodes[fault.node]), f"link of {fault.node}")
+    if one_way and (fault.latency_s is not None or fault.loss is not None):
+        line = fault.medium.rpartition(".")[0]
+        raise ConfigError(
+            f'{path}: "{fault.medium}" is one direction of a line, and only its rate is its own; '
+            f'latency and loss are those of "{line}"'
+        )
 
 
 def _links(node: Node) -> list[str]:

@@ -118,5 +118,11 @@ class Wan(Table, frozen=True):
     tunnel: Tunnel | None = None
     mtu: Mtu = 1500
 
+    @property
+    def ways(self) -> dict[str, tuple[str, ...]]:
+        """What a fault calls the line, and its directions, with the rates of each."""
+        name = f"{self.home}.wan"
+        return {name: ("up_bps", "down_bps"), f"{name}.up": ("up_bps",), f"{name}.down": ("down_bps",)}
+
 
 AnyMedium: TypeAlias = Ethernet | Wifi | Thunderbolt

@@ -17,6 +17,7 @@ from hcsim.config import (
     RouterReboot,
     Scenario,
     Thunderbolt,
+    Wan,
     Wifi,
 )
 
@@ -57,7 +58,10 @@ def _moved(node: Node, change: InterfaceChange) -> Node:
 
 
 def _with_other_figures(scenario: Scenario, change: LinkChange) -> Scenario:
-    """Of one host's link, or of a medium: then all links to it have them, also those that had figures of their own."""
+    """Of a home's line, of one host's link, or of a medium: then all links to it have them, also those that had figures
+    of their own."""
+    if any(change.medium in line.ways for line in scenario.wan):
+        return replace(scenario, wan=tuple(_other_line(line, change) for line in scenario.wan))
     medium = next(medium for medium in scenario.media if medium.name == change.medium)
     if isinstance(medium, Thunderbolt):
         return _with_medium(scenario, medium, _other_cables(medium, change))
@@ -82,6 +86,13 @@ def _other_cables(medium: Thunderbolt, change: LinkChange) -> Thunderbolt:
         replace(cable, **figures) if change.node in (None, *cable.between) else cable for cable in medium.cables
     )
     return replace(medium, cables=cables)
+
+
+def _other_line(line: Wan, change: LinkChange) -> Wan:
+    if change.medium not in line.ways:
+        return line
+    rates = dict.fromkeys(line.ways[change.medium], change.rate_bps)
+    return replace(line, **_given(**rates, latency_s=change.latency_s, loss=change.loss))
 
 
 def _other_link(node: Node, medium: str, figures: Mapping[str, float | None]) -> Node:

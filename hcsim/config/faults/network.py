@@ -20,10 +20,11 @@ class Partition(Fault, frozen=True, tag="partition"):
 
 
 class LinkChange(Fault, frozen=True, tag="link_change"):
-    """A medium, or one node's attachment to it, gets other properties.
+    """A medium, one node's attachment to it, or a home's line to the internet gets other properties.
 
     Those of a medium hold for every node on it. A node's attachment to Thunderbolt are its cables, both ways; they
-    lose nothing."""
+    lose nothing. The line of a home is its `Wan.ways`: a rate is that of both directions, or of the one that is named;
+    latency and loss belong to both. A tunnel keeps its own figures."""
 
     medium: str
     node: str | None = None

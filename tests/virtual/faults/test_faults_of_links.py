@@ -337,6 +337,61 @@ def test_a_change_of_a_hosts_thunderbolt_is_one_of_its_cables():
     world.run(main())
 
 
+LINE_MB_PS, LINE_LATENCY_S = 12.5, 21e-3
+"""From home to ben's: 100 Mb/s, and 0.5, 10, 10 and 0.5 ms."""
+
+
+def line_transfer_s(*changes: LinkChange) -> float:
+    """How long two seconds' worth takes from studio to ben, sent at 1 s."""
+    world = home_with(*changes)
+
+    async def main() -> float:
+        near, far = await connected(world, "studio", "ben")
+        await until(1.0)
+        size = round(2e6 * LINE_MB_PS) - HEADER_BYTES
+        await near.send(Header(size), Phantom(size))
+        await far.recv(lambda _: None)
+        return world.loop.time() - 1.0
+
+    return world.run(main())
+
+
+@pytest.mark.parametrize("line", ["home.wan", "ben.wan", "home.wan.up", "ben.wan.down"])
+def test_a_line_that_gets_slower_slows_what_is_under_way(line: str):
+    # In the first second 12.5 MB have gone. The other 12.5 MB go at 6.25 MB/s: all of them, or for a second.
+    change = LinkChange(at_s=2.0, medium=line, rate_bps=50e6)
+    assert line_transfer_s(change) == pytest.approx(1.0 + 12.5 / 6.25 + LINE_LATENCY_S)
+    briefly = replace(change, duration_s=1.0)
+    assert line_transfer_s(briefly) == pytest.approx(1.0 + 1.0 + (12.5 - 6.25) / LINE_MB_PS + LINE_LATENCY_S)
+
+
+@pytest.mark.parametrize("line", ["home.wan.down", "ben.wan.up"])
+def test_the_other_direction_of_a_line_has_a_rate_of_its_own(line: str):
+    assert line_transfer_s(LinkChange(at_s=2.0, medium=line, rate_bps=1e6)) == pytest.approx(2.0 + LINE_LATENCY_S)
+
+
+def test_two_lines_that_get_faster_carry_more():
+    faster = [LinkChange(at_s=2.0, medium=line, rate_bps=200e6) for line in ("home.wan.up", "ben.wan.down")]
+    assert line_transfer_s(faster[0]) == pytest.approx(2.0 + LINE_LATENCY_S)  # the other one is as slow as ever
+    assert line_transfer_s(*faster) == pytest.approx(1.0 + 12.5 / 25 + LINE_LATENCY_S)
+
+
+def test_a_line_can_get_longer_and_lose_packets_for_a_while():
+    longer = LinkChange(at_s=2.0, medium="ben.wan", latency_s=0.1)
+    assert line_transfer_s(longer) == pytest.approx(2.0 + LINE_LATENCY_S + 0.09)
+    world = home_with(LinkChange(at_s=1.0, medium="ben.wan", latency_s=0.1, loss=0.25, duration_s=2.0))
+
+    async def main() -> None:
+        for at_s, changed in ((0.5, False), (1.5, True), (3.5, False)):
+            await until(at_s)
+            for ends in (("studio", "ben"), ("ben", "studio")):
+                path = world.topology.path(*ends)
+                assert (path.loss, path.latency_s) == pytest.approx((0.25, 0.111) if changed else (0.0, 0.021))
+            assert world.topology.path("studio", "pro").loss == 0.0
+
+    world.run(main())
+
+
 # Interfaces.
 
 

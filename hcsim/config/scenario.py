@@ -34,6 +34,9 @@ class Node(Table, frozen=True):
     """Where it stands; left out, it is the home of its media."""
     links: tuple[Attachment, ...] = ()
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
+    cap_bps: BitRate | None = None
+    """What one connection carries each way at most, from and to this machine, where a processor core is slower than
+    the network; several together may carry more. None: as much as there is."""
 
 
 class Tcp(Table, frozen=True):

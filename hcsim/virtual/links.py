@@ -19,7 +19,7 @@ a Mac with its service order, the first of the sender's links that leads there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
@@ -62,6 +62,8 @@ class Path:
     """What it comes to the receiver by."""
     interface: str = ""
     """The receiver's, that it comes to."""
+    cap_bytes_ps: float = inf
+    """What its two hosts can do for one stream, however fast the hops are."""
 
     @property
     def latency_s(self) -> float:
@@ -144,6 +146,7 @@ class Topology:
         self.capacities: dict[str, float] = {}
         self._ports: dict[str, list[_Port]] = {node.name: [] for node in self.scenario.nodes}
         self._service_order = {node.name: [link.medium for link in node.links] for node in self.scenario.nodes}
+        self._caps = {node.name: node.cap_bps / 8 for node in self.scenario.nodes if node.cap_bps is not None}
         self._cables: dict[str, nx.Graph] = {}
         """Of each Thunderbolt medium, the cables that its bridge uses. A host does not forward from one to another."""
         self._routes: dict[tuple[str, str, tuple[str, str] | None], Path | None] = {}
@@ -257,7 +260,9 @@ class Topology:
             order = self._service_order[source]
             first = min((path.medium for path in candidates), key=order.index)
             candidates = [path for path in candidates if path.medium == first]
-        return max(candidates, key=lambda path: (path.rate_bytes_ps, -path.latency_s))
+        best = max(candidates, key=lambda path: (path.rate_bytes_ps, -path.latency_s))
+        cap = min(self._caps.get(source, inf), self._caps.get(target, inf))
+        return best if cap == inf else replace(best, cap_bytes_ps=cap)
 
     def _bridged(self, source: str, target: str) -> list[Path]:
         paths = []

@@ -52,7 +52,8 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_congestion", "_delays", "_due", "_held", "_idle_since_ns",
+        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_congestion", "_delays", "_due", "_held", "_host_cap",
+        "_idle_since_ns",
         "_latency_ns", "_loop", "_loss_bound", "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s",
         "_unacknowledged", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
         "number", "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
@@ -95,6 +96,7 @@ class Stream:
         )
         self._delays = Delays(net, name, there, self._mss) if Delays.on(there) else None
         self._loss_bound = loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there)
+        self._host_cap = there.cap_bytes_ps
         self._rate = 0.0
         self._remaining = 0.0
         self._changed_ns = 0
@@ -354,11 +356,11 @@ class Stream:
 
     def _bound(self) -> float:
         if self._rtt_s <= 0.0:
-            return self._loss_bound
+            return min(self._loss_bound, self._host_cap)
         window = float(self._window_bytes)
         if self._congestion is not None:
             window = min(window, self._congestion.size_bytes)
-        return min(window / self._rtt_s, self._loss_bound)
+        return min(window / self._rtt_s, self._loss_bound, self._host_cap)
 
     def _tick(self, congestion: CongestionWindow) -> None:
         """A round trip has passed."""

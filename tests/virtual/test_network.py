@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from math import sqrt
 
+import msgspec
 import pytest
 
 from hcsim.config import Scenario, parse_scenario
@@ -261,6 +262,36 @@ def test_a_window_bounds_the_rate_by_the_round_trip():
     assert bound_s == pytest.approx(10 / 1.25 + 0.05)  # 125 kB per 100 ms
     (free_s,) = arrivals_s(long_line(BARE), [("a", "b", size)])
     assert free_s == pytest.approx(10 / 12.5 + 0.05)
+
+
+@pytest.mark.parametrize("latency", ["0 ms", "0.1 ms"])
+@pytest.mark.parametrize("ends", ["ab", "ba"])
+def test_a_host_bounds_each_of_its_streams_and_no_other(ends, latency):
+    """One has 200 Mb/s of the line's 1 Gb/s, two have twice that, and somebody else's has the rest."""
+    latency_s = float(latency.removesuffix(" ms")) / 1e3
+    slow = node("b", "switch").replace(" }", ", cap = '200 Mb/s' }")
+    scenario = home(ethernet("1 Gb/s", latency), f"{node('a', 'switch')}, {slow}, {node('c', 'switch')}")
+    ours = (*ends, SIZE)
+    assert arrivals_s(scenario, [ours]) == pytest.approx([100 / 25 + latency_s])
+    assert arrivals_s(scenario, [ours, ours]) == pytest.approx([100 / 25 + latency_s] * 2)
+    others = ("a", "c", SIZE) if ends == "ab" else ("c", "a", SIZE)
+    shared = arrivals_s(scenario, [ours, ours, others])
+    assert shared == pytest.approx([100 / 25 + latency_s] * 2 + [100 / 75 + latency_s])
+    six = arrivals_s(scenario, [ours] * 6)  # 1.2 Gb/s is more than the line has
+    assert six == pytest.approx([6 * 100 / 125 + latency_s] * 6)
+
+
+def test_the_lowest_of_a_streams_bounds_holds():
+    size = 10 * MB - HEADER_BYTES
+    for window, cap, wanted_mb_ps in (
+        ("125 kB", "8 Mb/s", 1.0),
+        ("125 kB", "80 Mb/s", 1.25),
+        ("1 TB", "80 Mb/s", 10.0),
+    ):
+        line = long_line(f"{without('window')}, window = '{window}'")
+        capped = msgspec.structs.replace(line.nodes[0], cap_bps=float(cap.removesuffix(" Mb/s")) * 1e6)
+        scenario = msgspec.structs.replace(line, nodes=(capped, *line.nodes[1:]))
+        assert arrivals_s(scenario, [("a", "b", size)]) == pytest.approx([10 / wanted_mb_ps + 0.05])
 
 
 def test_slow_start_doubles_the_window_every_round_trip():

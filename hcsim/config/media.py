@@ -43,7 +43,8 @@ class Wifi(Table, frozen=True, tag_field="kind", tag="wifi"):
     efficiency: PositiveShare = PositiveShare(0.65)
     """TCP throughput over PHY rate."""
     fairness: Literal["throughput", "airtime"] = "throughput"
-    """What the stations get equal parts of; with "throughput" a slow one slows all."""
+    """What the stations get equal parts of; with "throughput" a slow one slows all. Air time is a station's when it
+    sends and when it is sent to. A part is each connection's, so that a station with two of them has two."""
     gate: bool = True
     """Now and then the medium closes (scans, power save, roaming), then flushes."""
     gate_every_s: PositiveSeconds = PositiveSeconds(33)

@@ -106,7 +106,8 @@ class Path:
 
     @property
     def weight(self) -> float:
-        """Its share where it competes."""
+        """Its share where it competes. Between two stations it is the slower one's: that one has as much air time as
+        any other station, and the faster one what it needs to keep up."""
         return min((hop.weight for hop in self.hops if hop.weight is not None), default=1.0)
 
     @property

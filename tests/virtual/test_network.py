@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import sqrt
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from hcsim.config import Scenario, parse_scenario
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.telemetry.trace import Event
 from hcsim.virtual.world import World
 
 MB = 1_000_000
@@ -34,9 +36,11 @@ def ethernet(rate: str, latency: str = "0.1 ms", extra: str = "") -> str:
     return f"{{ kind = 'ethernet', name = 'switch', rate = '{rate}', latency = '{latency}' {extra} }}"
 
 
-def arrivals_s(scenario: Scenario, flows: Sequence[tuple[str, str, int]]) -> list[float]:
+def arrivals_s(
+    scenario: Scenario, flows: Sequence[tuple[str, str, int]], sink: Callable[[Sequence[Event]], None] | None = None
+) -> list[float]:
     """When each transfer (from, to, payload bytes) has arrived; all start at zero, on connections of their own."""
-    world = World(scenario)
+    world = World(scenario, sink=sink)
 
     async def connected(number: int, source: str, target: str):
         listener = await world.host(target).listen(f"{target}:{1000 + number}")
@@ -57,7 +61,9 @@ def arrivals_s(scenario: Scenario, flows: Sequence[tuple[str, str, int]]) -> lis
         moves = [transfer(flow, *pair) for flow, pair in zip(flows, ends, strict=True)]
         return await asyncio.gather(*moves)
 
-    return world.run(main())
+    arrived_s = world.run(main())
+    world.trace.digest()  # and the sink has all events
+    return arrived_s
 
 
 TWO = f"{node('a', 'switch')}, {node('b', 'switch')}"
@@ -138,6 +144,28 @@ def test_airtime_fairness_holds_for_a_station_that_is_faster_than_the_nominal_ra
     assert slow_s == pytest.approx(100 / 97.5 + 50 / 97.5 + 0.0005)
 
 
+@pytest.mark.parametrize(
+    ("partner", "part"),
+    [
+        ("other", 1 / 3),  # three stations with equal rates have a third of the air each
+        ("far", 10 / 21),  # near and far have as much as each other, and near-2 the tenth of it that it needs for far
+    ],
+)
+def test_with_airtime_fairness_two_stations_that_talk_have_a_part_each(partner, part):
+    """Near sends to the wire, near-2 to its partner; each byte of those is one of both stations' air time.
+
+    Per second of the air near has `part`, and the slower of the two as well; so near moves part × 97.5 MB,
+    and the two part × the partner's rate."""
+    stations = f"{STATIONS}, {node('near-2', 'air')}, {node('other', 'air')}"
+    slower = 9.75 if partner == "far" else 97.5
+    theirs = round(100 * MB * slower / 97.5) - HEADER_BYTES  # both end at once
+    flows = [("near", "wired", SIZE), ("near-2", partner, theirs)]
+    near_s, two_s = arrivals_s(home(wifi("airtime"), stations), flows)
+    assert part * (1 + 1 + slower / 97.5) == pytest.approx(1.0)  # all of the air
+    assert near_s == pytest.approx(100 / (part * 97.5) + 0.0005, rel=1e-6)
+    assert two_s == pytest.approx(100 / (part * 97.5) + 0.001, rel=1e-6)
+
+
 def test_from_station_to_station_every_byte_crosses_the_air_twice():
     (between_s,) = arrivals_s(home(wifi(), STATIONS), [("near", "far", SIZE)])
     assert between_s == pytest.approx(100 * (1 / 97.5 + 1 / 9.75) + 0.001)
@@ -171,6 +199,26 @@ def test_the_gate_only_delays():
     gated_s = arrivals_s(home(wifi(extra=extra), STATIONS), flows)
     added_s = [gated - free for gated, free in zip(gated_s, open_s, strict=True)]
     assert all(0.1 <= added <= 0.25 * 20 for added in added_s)
+
+
+def test_the_air_closes_for_100_to_250_ms_about_every_33_s_and_nothing_else_takes_time():
+    """A gigabyte at 0.1 MB/s keeps it busy for 10,000 s."""
+    air = wifi(extra="efficiency = 0.8").replace("1.2 Gb/s", "1 Mb/s")
+    scenario = home(air, f"{node('a', 'air')}, {node('b', 'switch')}")
+    gates: list[tuple[float, float]] = []
+
+    def watch(events: Sequence[Event]) -> None:
+        gates.extend((event[0] / 1e9, event[3] / 1e9) for event in events if event[1] == "gate")
+
+    (took_s,) = arrivals_s(scenario, [("a", "b", 1000 * MB - HEADER_BYTES)], watch)
+    lengths_s = [until_s - from_s for from_s, until_s in gates]
+    open_s = [later - until_s for (_, until_s), (later, _) in pairwise(gates)]
+    assert took_s == pytest.approx(10_000 + sum(lengths_s) + 0.0005, abs=1e-6)
+    assert 250 < len(gates) < 360  # 303, standard deviation 17
+    assert sum(open_s) / len(open_s) == pytest.approx(33, abs=3 * 33 / sqrt(len(open_s)))
+    assert 0.1 <= min(lengths_s) < 0.105
+    assert 0.245 < max(lengths_s) <= 0.25
+    assert sum(lengths_s) / len(lengths_s) == pytest.approx(0.175, abs=3 * 0.15 / sqrt(12 * len(lengths_s)))
 
 
 def test_names_with_dots_do_not_make_two_cards_one():

@@ -42,6 +42,7 @@ from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.hello import Membership
+from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.standstill import Standstill
@@ -328,12 +329,13 @@ async def real_group(
     shared_memory: bool = True,
     device: str = "cpu",
     metrics_at: str | None = None,
+    on_refused: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[Group]:
     """Join a real group: `peers` are all ranks' addresses in order, ours included; the port may be left out.
 
     Ranks of one machine that are named by its loopback reach each other through shared memory, unless they want TCP
     there too. `device` is what a training run computes with, as torch calls it. At `metrics_at` (host:port) Prometheus
-    finds our figures meanwhile.
+    finds our figures meanwhile. `on_refused` hears, once for each reason, of callers that were not let in.
     """
     addresses = tuple(with_port(peer, DEFAULT_PORT) for peer in peers)
     twice = next((address for address in addresses if addresses.count(address) > 1), None)
@@ -342,7 +344,8 @@ async def real_group(
     for address in addresses:
         if parse(address).port == 0 and len(addresses) > 1:  # one that nobody can ever call from is not waited for
             raise ConfigError(f"{address}: the others cannot know which port that is: give each rank one of its own")
-    us = Membership(rank, addresses, wire=wire or Wire())
+    refusals = Refusals(Once(on_refused))
+    us = Membership(rank, addresses, wire=wire or Wire(), refusals=refusals)
     async with AsyncExitStack() as stack:
         named = RealOptions(
             name=f"rank {rank}",
@@ -352,7 +355,7 @@ async def real_group(
             shared_memory=shared_memory,
             device=device,
         )
-        host = await stack.enter_async_context(RealHost(named))
+        host = await stack.enter_async_context(RealHost(named, on_refused=lambda error: refusals(str(error))))
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))
 

@@ -59,6 +59,7 @@ async def joined(
         insecure=place.insecure,
         device=device,
         metrics_at=place.metrics_at,
+        on_refused=progress.news,
     ) as group:
         try:
             await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)

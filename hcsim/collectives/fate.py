@@ -151,7 +151,8 @@ class Fate:
             raise reason from error.__cause__
         except TimeoutError:
             peer, phase = work.blame()
-            late = CollectiveTimeout(f"{ticket} took longer than {timeout_s:g} s: {phase}", peer=peer, phase=phase)
+            text = f"{ticket} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
+            late = CollectiveTimeout(text, peer=peer, phase=phase)
             await self._broken(late)
             raise late from None
         except asyncio.CancelledError:

@@ -9,6 +9,7 @@ import msgspec
 from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 
 HELLO_LIMIT_BYTES = 4096
@@ -18,7 +19,7 @@ MOST_EPOCHS = 1 << 32
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Which group this is, and who we are in it. All members must agree on all but `rank`."""
+    """Which group this is, and who we are in it. All members must agree on all but `rank` and `refusals`."""
 
     rank: int
     addresses: tuple[str, ...]
@@ -28,6 +29,8 @@ class Membership(msgspec.Struct, frozen=True):
     wire: Wire = Wire()
     identities: tuple[str, ...] = ()
     """Which node each rank is; a rank then has to be that node. Empty: a rank is whoever says so."""
+    refusals: Refusals | None = None
+    """Hears who was not let in, from us and from our host, where that is to be told."""
 
     @property
     def world(self) -> int:

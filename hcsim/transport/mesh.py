@@ -18,6 +18,7 @@ import msgspec
 from hcsim.errors import (
     ChannelBroken,
     ChannelError,
+    DeadlineExceeded,
     HcsimError,
     PeerRefused,
     RemoteProtocolError,
@@ -41,6 +42,7 @@ from hcsim.transport.hello import (
     say_hello,
 )
 from hcsim.transport.link import Link
+from hcsim.transport.refusals import Refusals
 from hcsim.transport.traffic import Traffic
 from hcsim.transport.wire import MAX_FRAME_BYTES
 
@@ -84,6 +86,8 @@ class Mesh:
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
         self._strangers = Callers()
+        self._refusals = us.refusals or Refusals()
+        self._refusals.forget()
         self._closed = ""
         """Why, once it is."""
         self._untold: dict[int, asyncio.Future[None]] = {}
@@ -206,8 +210,15 @@ class Mesh:
             return self.links[rank]
         called: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._complete[rank] = called
-        async with within(self.host.clock, limit_s, f"rank {rank} did not call within {limit_s:g} s"):
-            return await called
+        try:
+            async with within(self.host.clock, limit_s, f"rank {rank} did not call within {limit_s:g} s"):
+                return await called
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}{self.doubts(rank)}") from None
+
+    def doubts(self, rank: int | None) -> str:
+        """About a rank that we wait for in vain: whom we turned away, where it should have called us."""
+        return self._refusals.hint if rank is not None and rank > self.us.rank and rank not in self.links else ""
 
     def _join(self, rank: int, channels: Sequence[Channel]) -> Link:
         """Make channels a link, which from now on hears what the peer says."""
@@ -262,11 +273,12 @@ class Mesh:
             if theirs.rank != rank:
                 raise PeerRefused(f"{us.addresses[rank]} should be rank {rank}, but says it is rank {theirs.rank}")
             channel.limit(MAX_FRAME_BYTES)
-        except ChannelBroken:
+        except ChannelBroken as error:
             await channel.close()
             if self.patient:
                 return False
-            raise
+            doubt = "does it run another version of hcsim? It says whom it refuses"
+            raise ChannelBroken(f"rank {rank} hung up on our hello: {error} ({doubt})", error.peer) from error
         except BaseException:
             await channel.close()
             raise
@@ -294,11 +306,15 @@ class Mesh:
                     taken_in = True
                     await say_hello(channel, self.us)
                 else:
+                    if answer is Kind.ABORT and not self._closed:
+                        self._refusals(f"{channel.peer}, as rank {theirs.rank}, was told: {reason}")
                     await say(channel, answer, self.us, reason.encode())
                     await channel.close()
                     if answer is Kind.ABORT and theirs.name == self.us.name:
                         self._told(theirs.rank)
         except BaseException as error:
+            if isinstance(error, RemoteProtocolError):
+                self._refusals(str(error))
             # One that has hung up meanwhile may have said why: that is for its link to read.
             if not (taken_in and isinstance(error, ChannelError)):
                 await channel.close()

@@ -79,6 +79,21 @@ def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
     assert "Traceback" not in errors
 
 
+def test_who_waits_says_at_once_and_in_the_end_whom_it_has_turned_away() -> None:
+    peers = free_peers(2)
+    host, port = peers.split(",")[0].split(":")
+    with rank(0, peers, "--wait", "3 s") as zero:
+        assert zero.stderr is not None
+        assert zero.stderr.readline().startswith("waiting for rank 1")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(100))
+            said = zero.stderr.readline()
+        _, errors = zero.communicate(timeout=LIMIT_S)
+    assert re.fullmatch(r"a caller was refused: 127\.0\.0\.1:\d+ does not speak hcsim: .*\n", said)
+    assert zero.returncode == 1
+    assert f"rank 1 did not call within 3 s; {said}" in errors
+
+
 def test_everybody_knows_for_whom_all_wait() -> None:
     peers = free_peers(3)
     names = peers.split(",")

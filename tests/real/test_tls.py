@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import socket
 import ssl
@@ -15,10 +16,12 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from hcsim import Wire, real_group
 from hcsim.errors import (
     AdmissionRefused,
     ChannelBroken,
     ChannelError,
+    CollectiveError,
     DeadlineExceeded,
     PeerRefused,
     RemoteProtocolError,
@@ -457,3 +460,20 @@ def test_only_distrust_ends_the_attempts_to_connect(reason: str, is_final: bool)
     error = ssl.SSLError(ssl.SSL_ERROR_SSL, reason)
     error.reason = reason
     assert is_distrust(error) is is_final
+
+
+def test_who_waits_for_a_rank_of_another_authority_is_told_of_it(addresses: Callable[[int], list[str]]) -> None:
+    peers, wire = addresses(2), Wire(connect_timeout_s=2.0)
+
+    async def rank(number: int, key: NodeKey, secret: ClusterSecret) -> str:
+        async with real_group(number, peers, wire=wire, tls=ClusterTls(key, secret), shared_memory=False) as group:
+            with pytest.raises(CollectiveError) as failed:
+                await group.barrier()
+        return str(failed.value)
+
+    async def main() -> list[str]:
+        return await asyncio.gather(rank(0, LEFT, OURS), rank(1, RIGHT, THEIRS))
+
+    waiting, calling = asyncio.run(main())
+    assert re.search("rank 1 did not call within 2 s; a caller was refused: .*authority did not sign", waiting)
+    assert "authority did not sign" in calling

@@ -25,6 +25,7 @@ from hcsim.transport.callers import MAX_STRANGERS
 from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
+from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -134,6 +135,52 @@ def test_a_caller_that_does_not_belong_here_is_told_why_and_let_go(what):
         await mesh.close(*GOODBYE)
 
     run(body)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_who_waits_for_a_rank_in_vain_says_whom_it_turned_away(what):
+    hello, reason = REFUSED[what]
+    told: list[str] = []
+
+    async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
+        mesh = await opened(ours, 0, refusals=Refusals(told.append))
+        await (await call(caller, hello))[0].close()
+        assert len(told) == 1
+        with pytest.raises(DeadlineExceeded) as late:
+            await mesh.link(1)
+        assert str(late.value) == f"rank 1 did not call within 20 s; {told[0]}"
+        await mesh.close(*GOODBYE)
+
+    run(body)
+    assert re.fullmatch(f"a caller was refused: mac-2.*, as rank {hello.rank}, was told: .*{reason}.*", told[0])
+
+
+def test_a_stranger_cannot_fill_our_error_or_command_our_terminal():
+    told: list[str] = []
+
+    async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
+        mesh = await opened(ours, 0, refusals=Refusals(told.append))
+        name = "\x1b]0;mine\x07" + "x" * 3000
+        await (await call(caller, msgspec.structs.replace(HELLO, name=name)))[0].close()
+        await mesh.close(*GOODBYE)
+
+    run(body)
+    assert told[0].isprintable()
+    assert len(told[0]) < 400
+
+
+def test_an_operation_that_ends_before_the_wait_for_its_links_says_it_too():
+    async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> str:
+        async with await Group.open(ours, membership(0), Options(timeout_s=5.0)) as group:
+            operation = group.barrier()
+            await (await call(caller, msgspec.structs.replace(HELLO, world=4)))[0].close()
+            with pytest.raises(CollectiveError) as late:
+                await operation
+        return str(late.value)
+
+    assert re.search(
+        "opening a link to rank 1 in round 0; a caller was refused: .*your world is 4, ours is 3", run(body)
+    )
 
 
 @pytest.mark.parametrize(
@@ -669,3 +716,48 @@ def test_who_hangs_up_before_it_has_our_answer_is_still_heard_out():
             await mesh.close(*GOODBYE)
 
     asyncio.run(body())
+
+
+_OTHER_VERSION = bytearray(encode_header(Header(0, Kind.HELLO)))
+_OTHER_VERSION[2] += 1
+
+
+def test_a_caller_of_another_version_is_named_to_who_waits_for_it(addresses):
+    async def main() -> tuple[list[str], str]:
+        told: list[str] = []
+        peers = addresses(2)
+        wire = Wire(connect_timeout_s=1.0)
+        async with real_group(0, peers, wire=wire, shared_memory=False, on_refused=told.append) as group:
+            operation = group.barrier()
+            for _ in range(2):  # it calls again and again, and is told of once
+                reader, writer = await asyncio.open_connection(*peers[0].rsplit(":", 1))
+                writer.write(_OTHER_VERSION)
+                assert await reader.read() == b""
+                writer.close()
+            with pytest.raises(CollectiveError) as late:
+                await operation
+        return told, str(late.value)
+
+    told, error = asyncio.run(main())
+    assert len(told) == 1
+    words = r"a caller was refused: 127\.0\.0\.1:\d+ speaks version 2 of the protocol, we speak 1"
+    assert re.fullmatch(words, told[0])
+    assert re.search(f"rank 1 did not call within 1 s; {words}", error)
+
+
+def test_who_is_hung_up_on_is_told_what_that_may_mean(addresses):
+    async def main() -> None:
+        peers = addresses(2)
+
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(HEADER_BYTES)
+            writer.close()
+
+        async with (
+            await asyncio.start_server(hang_up, *peers[0].rsplit(":", 1)),
+            real_group(1, peers, wire=Wire(connect_timeout_s=10.0), shared_memory=False) as group,
+        ):
+            with pytest.raises(CollectiveError, match=r"rank 0 hung up on our hello: .*another version of hcsim\?"):
+                await group.barrier()
+
+    asyncio.run(main())

@@ -23,6 +23,7 @@ from hcsim.collectives.watch import watch
 from hcsim.collectives.wiring import Ticket
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.hello import culprit_in
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
 
@@ -225,7 +226,7 @@ class Fate:
         self._ending = self.mesh.host.spawn(self.mesh.close(parting, error, late), name="end the group")
 
     def _adopt(self, link: Link) -> None:
-        link.on_abort = lambda _, text: self._aborted(link, text)
+        link.on_abort = lambda header, text: self._aborted(link, header, text)
         link.on_failure = self._link_failed
         link.on_stray = self._look_at
         if self.error is not None:
@@ -233,9 +234,12 @@ class Fate:
         for follower in self.followers:
             follower.joined(link)
 
-    def _aborted(self, link: Link, text: str) -> None:
-        reason = text.removeprefix(_GAVE_UP.format(link.peer_rank))
-        self.fail(CollectiveError(_GAVE_UP.format(link.peer_rank) + reason, peer=link.peer_rank, phase=_TOLD))
+    def _aborted(self, link: Link, header: Header, text: str) -> None:
+        messenger = link.peer_rank
+        reason = text.removeprefix(_GAVE_UP.format(messenger))
+        culprit = culprit_in(header, self.mesh.us.world)
+        peer = messenger if culprit is None else culprit
+        self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=_TOLD))
 
     def _look_at(self, link: Link, header: Header) -> None:
         trouble = self.agreement.objection(link.peer_rank, header)

@@ -85,9 +85,15 @@ async def say_hello(channel: Channel, us: Membership, stripe: int = 0) -> None:
     await say(channel, Kind.HELLO, us, msgspec.msgpack.encode(hello_of(us, us.rank, stripe)))
 
 
-async def say(channel: Channel, kind: Kind, us: Membership, data: bytes) -> None:
-    """Send a frame that belongs to no operation."""
-    await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch), memoryview(data))
+async def say(channel: Channel, kind: Kind, us: Membership, data: bytes, culprit: int | None = None) -> None:
+    """Send a frame that belongs to no operation; an ABORT may name the rank that is the reason."""
+    step = culprit + 1 if culprit is not None and 0 <= culprit < us.world else 0
+    await channel.send(Header(len(data), kind, sender=us.rank, epoch=us.epoch, step=step), memoryview(data))
+
+
+def culprit_in(header: Header, world: int) -> int | None:
+    """The rank that an ABORT names, if there is such a rank."""
+    return header.step - 1 if 0 < header.step <= world else None
 
 
 async def hear(channel: Channel) -> tuple[Kind, bytes]:

@@ -18,6 +18,7 @@ import msgspec
 from hcsim.errors import (
     ChannelBroken,
     ChannelError,
+    CollectiveError,
     DeadlineExceeded,
     HcsimError,
     PeerRefused,
@@ -183,10 +184,11 @@ class Mesh:
 
     async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
         kind, text = parting
+        culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
         try:
             async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
                 for channel in link.channels:
-                    await say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES])
+                    await say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES], culprit)
         except (ChannelError, TimeoutError):
             pass  # it will notice by itself that we are gone
         finally:

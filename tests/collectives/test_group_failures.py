@@ -213,6 +213,47 @@ def test_a_fault_in_the_middle_ends_the_operation_on_all_survivors(virtual, faul
         assert any(isinstance(error, CollectiveTimeout) and error.peer == 1 for error, _ in errors)
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized", "halving_doubling", "direct"])
+@pytest.mark.parametrize("members", [range(4), (3, 1, 2)])
+def test_every_survivor_names_the_rank_that_died_whoever_told_it(virtual, members, algorithm):
+    async def program(group: Group) -> CollectiveError:
+        if group.rank in (0, 2):
+            await group.subgroup([0, 2]).barrier()  # so that rank 0 hears of it in the smaller group's case, too
+        part = group.subgroup(members) if group.rank in members else group
+        operation = part.all_reduce(LARGE, algorithm=algorithm) if part is not group else group.recv(np.ones(3), 2)
+        return (await failure(followed_by_a_barrier(group, operation)))[0]
+
+    results = virtual.outcome(4, program, options=TIMEOUT, faults=[FAULTS["clean crash"]]).results
+    assert isinstance(results.pop(1), HostCrashed)
+    assert [error.peer for error in results] == [1, 1, 1], results
+
+
+def test_a_real_rank_that_is_told_names_the_one_that_died(real):
+    async def program(group: Group) -> CollectiveError | None:
+        await group.all_reduce(np.ones(10), algorithm="ring")  # rank 3 has no link to rank 1
+        if group.rank == 1:
+            for link in group._fate.mesh.links.values():
+                for channel in link.channels:
+                    await channel.close()
+            return None
+        return (await failure(group.all_reduce(np.ones(10), algorithm="ring")))[0]
+
+    errors = [error for error in real.run(4, program, options=TIMEOUT) if error is not None]
+    assert [error.peer for error in errors] == [1, 1, 1], errors
+    assert errors[2].phase == "told by a peer"
+
+
+@pytest.mark.parametrize("peer", [None, -1, 7, 1 << 40])
+def test_where_no_rank_is_to_blame_who_gave_up_is_named(cluster, peer):
+    async def program(group: Group) -> int | None:
+        await group.barrier()
+        if group.rank == 2:
+            group.fail("enough", peer)
+        return (await failure(group.barrier()))[0].peer
+
+    assert cluster.run(3, program, options=TIMEOUT)[:2] == [2, 2]
+
+
 @pytest.mark.parametrize(
     "fault",
     [

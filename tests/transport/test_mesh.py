@@ -183,6 +183,21 @@ def test_an_operation_that_ends_before_the_wait_for_its_links_says_it_too():
     )
 
 
+@pytest.mark.parametrize(("step", "named"), [(0, 1), (1, 0), (3, 2), (4, 1), (2**32 - 1, 1)])
+def test_who_gives_up_may_name_a_rank_of_the_group_and_no_other(step, named):
+    async def body(ours: VirtualHost, caller: VirtualHost, _: VirtualHost) -> int | None:
+        async with await Group.open(ours, membership(0), Options(timeout_s=5.0)) as group:
+            operation = group.recv(np.ones(1), 1)
+            channel, _, _ = await call(caller, HELLO)
+            await channel.send(Header(3, Kind.ABORT, sender=1, step=step), memoryview(b"why"))
+            with pytest.raises(CollectiveError, match="rank 1 gave up: why") as told:
+                await operation
+            await channel.close()
+        return told.value.peer
+
+    assert run(body) == named
+
+
 @pytest.mark.parametrize(
     ("changes", "understood"),
     [

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 
 # The tests start hundreds of processes, and each would compile hcsim anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +25,9 @@ check: $(READY)  ## lint, types, architecture
 
 # compat: a plain path entry, so that a folder called hcsim beside somebody's script does not stand before the package.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.[ch])
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python $(NEW_ENOUGH) || $(PYTHON) $(NEW_ENOUGH) || \
+		{ echo "hcsim needs Python >= 3.11, and $(PYTHON) is none: say which is, as in: make PYTHON=python3.12 test" >&2; exit 1; }
+	$(BIN)/python $(NEW_ENOUGH) || { rm -rf .venv && $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[dev]'
 	touch $@

@@ -30,6 +30,8 @@ Tag: TypeAlias = tuple[int, int, int, int, int]
 
 EARLY_MOST_BYTES = 4 * 2**30
 """How much may come before somebody asks for it; a peer that sends more is wrong."""
+EARLY_FRAME_BYTES = 512
+"""What keeping a frame takes besides its payload: one that has none fills memory, too."""
 
 SPARE = 1
 """Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
@@ -137,7 +139,7 @@ class Link:
             receipt = Receipt(arrived, into, None, signature, total)
         if self._early and tag in self._early:
             header, payload = self._early.pop(tag)
-            self._early_bytes -= header.length
+            self._early_bytes -= header.length + EARLY_FRAME_BYTES
             self._settle(header, payload, receipt)
         elif self._error is not None:
             disappoint(arrived, self._error)
@@ -301,11 +303,10 @@ class Link:
             if tag in self._early:
                 raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
             self._early[tag] = (header, payload)
-            self._early_bytes += header.length
+            self._early_bytes += header.length + EARLY_FRAME_BYTES
             if self._early_bytes > EARLY_MOST_BYTES and not isinstance(payload, Phantom):
-                raise RemoteProtocolError(
-                    f"rank {self.peer_rank} sent {self._early_bytes} bytes that nobody asked for", str(self.peer_rank)
-                )
+                what = f"{len(self._early)} frames that nobody asked for, which take {self._early_bytes} bytes"
+                raise RemoteProtocolError(f"rank {self.peer_rank} sent {what}", str(self.peer_rank))
             for over, operation in self._belts.items():
                 if tag[:3] == operation and not over.done():  # it was on its way in before its belt
                     over.set_result(None)

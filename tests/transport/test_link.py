@@ -203,6 +203,27 @@ def test_a_frame_that_no_correct_peer_sends_ends_the_link(what):
     with_link(body)
 
 
+@pytest.mark.parametrize("length", [0, 1000])
+def test_a_peer_cannot_fill_our_memory_with_frames_that_nobody_asked_for(monkeypatch, length):
+    monkeypatch.setattr("hcsim.transport.link.EARLY_MOST_BYTES", 150 * (length + 512))
+
+    async def body(link: Link, theirs: list[Channel]) -> None:
+        waiting = post(link, room(3), step=500)
+        for turn in range(2):  # what is asked for after all makes room again
+            steps = range(turn * 100, (turn + 1) * 100)
+            for step in steps:
+                await theirs[0].send(header(length, step), memoryview(bytes(length)))
+            await asyncio.sleep(1.0)
+            for step in steps:
+                await post(link, room(length), step)
+        for step in range(200, 400):
+            await theirs[0].send(header(length, step), memoryview(bytes(length)))
+        with pytest.raises(RemoteProtocolError, match=r"rank 1 sent \d+ frames that nobody asked for"):
+            await waiting
+
+    with_link(body)
+
+
 def test_a_broken_channel_reaches_all_who_wait_and_all_who_ask_later():
     async def body(link: Link, theirs: list[Channel]) -> None:
         waiting = [post(link, room(3), step) for step in range(3)]

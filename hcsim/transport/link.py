@@ -36,6 +36,8 @@ EARLY_FRAME_BYTES = 512
 SPARE = 1
 """Buffers of early segments, of all links together, that are kept: fresh memory costs more than the copy."""
 WORTH_KEEPING_BYTES = 64 * 1024
+_OF_OTHER_TIMES = (Kind.HELLO, Kind.LATER, Kind.CONTROL)
+"""What is said before there is a link, or where there is none."""
 _DATA = Kind.DATA  # an enum's member takes long to look up, and every frame asks
 
 
@@ -250,13 +252,14 @@ class Link:
                 self.fail(_left(self.peer_rank))
 
     def _place(self, header: Header) -> memoryview | Fold | asyncio.Future[None] | None:
+        if header.sender != self.peer_rank:
+            raise self._wrong(f"a frame as rank {header.sender}")
         if header.kind is not _DATA:
+            if header.kind in _OF_OTHER_TIMES:
+                raise self._wrong(f"a {header.kind.name} where there is a link already")
             return None
         if header.epoch != self._our_epoch:
-            raise RemoteProtocolError(
-                f"rank {self.peer_rank} sent a frame of epoch {header.epoch} in epoch {self._our_epoch}",
-                str(self.peer_rank),
-            )
+            raise self._wrong(f"a frame of epoch {header.epoch} in epoch {self._our_epoch}")
         receipt = self._posted.get((header.group, header.operation, header.bucket, header.step, header.offset))
         if receipt is not None:
             if receipt.fold is not None and receipt.fits(header):
@@ -301,12 +304,12 @@ class Link:
         receipt = self._posted.pop(tag, None)
         if receipt is None:
             if tag in self._early:
-                raise RemoteProtocolError(f"rank {self.peer_rank} sent segment {tag} twice", str(self.peer_rank))
+                raise self._wrong(f"segment {tag} twice")
             self._early[tag] = (header, payload)
             self._early_bytes += header.length + EARLY_FRAME_BYTES
             if self._early_bytes > EARLY_MOST_BYTES and not isinstance(payload, Phantom):
-                what = f"{len(self._early)} frames that nobody asked for, which take {self._early_bytes} bytes"
-                raise RemoteProtocolError(f"rank {self.peer_rank} sent {what}", str(self.peer_rank))
+                count = len(self._early)
+                raise self._wrong(f"{count} frames that nobody asked for, which take {self._early_bytes} bytes")
             for over, operation in self._belts.items():
                 if tag[:3] == operation and not over.done():  # it was on its way in before its belt
                     over.set_result(None)
@@ -331,6 +334,9 @@ class Link:
                 self._spare.append(payload)
             payload = into
         receipt.arrived.set_result(payload)
+
+    def _wrong(self, what: str) -> RemoteProtocolError:
+        return RemoteProtocolError(f"rank {self.peer_rank} sent {what}", str(self.peer_rank))
 
     def _disagreement(self, header: Header, total: int) -> HcsimError:
         detail = f"it sent a message of {header.total} bytes, we expect {total}" if header.total != total else ""

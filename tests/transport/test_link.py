@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from hcsim.config import parse_scenario
@@ -185,6 +186,11 @@ def test_a_message_that_is_not_what_we_expect_is_refused_and_not_written(sent, s
 BAD_FRAMES = {
     "another epoch": [header(3, epoch=OUR_EPOCH - 1)],
     "the same twice": [header(3), header(3)],
+    "another rank's": [msgspec.structs.replace(header(3), sender=2)],
+    "another rank's abort": [Header(3, Kind.ABORT, sender=2)],
+    "a second hello": [Header(3, Kind.HELLO, sender=1)],
+    "a later": [Header(3, Kind.LATER, sender=1)],
+    "a message of another component": [Header(3, Kind.CONTROL, sender=1)],
 }
 
 
@@ -248,7 +254,7 @@ def test_who_said_goodbye_has_left_after_all_it_sent_has_come(stripes):
         waiting, never = post(link, None, 0, total=size), post(link, room(3), 1)
         await theirs[-1].send(header(size), Phantom(size))
         for channel in theirs:
-            await channel.send(Header(0, Kind.BYE))
+            await channel.send(Header(0, Kind.BYE, sender=1))
             await channel.close()
         assert (await waiting).nbytes == size
         with pytest.raises(ChannelBroken, match="rank 1 has left the group"):
@@ -263,7 +269,7 @@ def test_an_abort_is_handed_on_with_its_reason():
         heard = asyncio.get_running_loop().create_future()
         link.on_abort = lambda header, text: heard.set_result((header.operation, text))
         text = b"no time"
-        await theirs[0].send(Header(len(text), Kind.ABORT, operation=4), memoryview(text))
+        await theirs[0].send(Header(len(text), Kind.ABORT, sender=1, operation=4), memoryview(text))
         assert await heard == (4, "no time")
 
     with_link(body)

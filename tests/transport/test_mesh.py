@@ -724,7 +724,7 @@ def test_who_hangs_up_before_it_has_our_answer_is_still_heard_out():
             channel = await caller.connect(listener.address)
             data, why = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, world=2)), b"my dog ate it"
             await channel.send(Header(len(data), Kind.HELLO), memoryview(data))
-            await channel.send(Header(len(why), Kind.ABORT), memoryview(why))
+            await channel.send(Header(len(why), Kind.ABORT, sender=1), memoryview(why))
             await channel.close()
             await failed
             assert heard == [why.decode()]

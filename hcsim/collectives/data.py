@@ -16,11 +16,21 @@ from hcsim.runtime.channel import Phantom
 
 Data: TypeAlias = Array | Phantom
 DataT = TypeVar("DataT", bound=Data)
+_ARRAYS = (np.ndarray, np.generic)  # made once: every operation asks
 
 
 def length_of(data: Data) -> int:
     """How many elements there are."""
-    return data.nbytes // data.itemsize if isinstance(data, Phantom) else int(data.size)
+    if isinstance(data, _ARRAYS):
+        return int(data.size)
+    if isinstance(data, Phantom):
+        return data.nbytes // data.itemsize
+    raise _unusable(data)
+
+
+def _unusable(data: object) -> UsageError:
+    kind = type(data).__name__
+    return UsageError(f"an operation takes a contiguous numpy array or a Phantom, and this is of type {kind}")
 
 
 def element_bytes_of(data: Data) -> int:
@@ -55,7 +65,11 @@ def whole_number(what: str, number: SupportsIndex) -> int:
 
 def writable(data: DataT) -> DataT:
     """The data, if it can be received into."""
-    if not isinstance(data, Phantom) and not data.flags.writeable:
+    try:
+        is_writable = isinstance(data, Phantom) or data.flags.writeable
+    except AttributeError:
+        raise _unusable(data) from None
+    if not is_writable:
         raise UsageError("the array is read-only, and the result goes into it: pass a copy")
     return data
 
@@ -96,7 +110,7 @@ def room_for(length: int, like: Data, into: Data | None) -> Data:
         if length_of(into) != length or type(into) is not type(like):
             raise UsageError(f"the result has {length} elements, phantoms as the input is: {into!r} is no place for it")
         return into
-    if into.dtype != like.dtype or into.size != length:
+    if length_of(into) != length or into.dtype != like.dtype:
         raise UsageError(f"the result is {length} of {like.dtype}, and goes into {into.size} of {into.dtype}")
     return flat(writable(into))
 

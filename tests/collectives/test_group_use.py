@@ -241,6 +241,53 @@ def test_what_has_no_meaning_is_refused_at_once_and_does_no_harm(virtual, what):
     assert virtual.run(2, program, options=Options(timeout_s=1.0)) == [2.0, 2.0]
 
 
+NO_DATA = {"a list": [1, 2], "nothing": None, "bytes": b"ab", "a number": 3.0, "a view": memoryview(b"ab")}
+GIVEN = {
+    "all_reduce": lambda g, data: g.all_reduce(data),
+    "reduce": lambda g, data: g.reduce(data),
+    "broadcast": lambda g, data: g.broadcast(data),
+    "all_gather": lambda g, data: g.all_gather(data),
+    "gather": lambda g, data: g.gather(data),
+    "scatter into": lambda g, data: g.scatter([np.ones(2)] * 2, data, g.rank),
+    "scatter of": lambda g, data: g.scatter([data, data], np.ones(2), g.rank),
+    "reduce_scatter": lambda g, data: g.reduce_scatter(data),
+    "all_to_all": lambda g, data: g.all_to_all([data, data]),
+    "send": lambda g, data: g.send(data, 1 - g.rank),
+    "recv": lambda g, data: g.recv(data, 1 - g.rank),
+    "recv_any": lambda g, data: g.recv_any(data),
+    "sendrecv": lambda g, data: g.sendrecv(np.ones(2), 1 - g.rank, data, 1 - g.rank),
+}
+ROOM = {
+    "all_gather": lambda g, room: g.all_gather(np.ones(1), into=room),
+    "gather": lambda g, room: g.gather(np.ones(1), g.rank, into=room),
+    "reduce_scatter": lambda g, room: g.reduce_scatter(np.ones(4), into=room),
+    "all_to_all": lambda g, room: g.all_to_all([np.ones(1)] * 2, into=room),
+}
+
+
+@pytest.mark.parametrize("data", NO_DATA)
+def test_what_is_no_array_is_refused_with_what_is_accepted(virtual, data):
+    given = NO_DATA[data]
+
+    async def program(group: Group) -> float:
+        calls = [*GIVEN.values(), *(ROOM.values() if given is not None else ())]
+        for call in calls:
+            with pytest.raises(
+                UsageError, match=f"numpy array or a Phantom, and this is of type {type(given).__name__}"
+            ):
+                call(group, given)
+        return float((await group.all_reduce(np.ones(1)))[0])
+
+    assert virtual.run(2, program, options=Options(timeout_s=1.0)) == [2.0, 2.0]
+
+
+def test_a_number_of_numpys_can_be_sent_like_an_array(virtual):
+    async def program(group: Group) -> list[float]:
+        return [float(part) for part in await group.all_gather(np.float32(group.rank + 0.5))]
+
+    assert virtual.run(2, program) == [[0.5, 1.5]] * 2
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("length", [100, 100_000])
 def test_an_array_is_let_go_when_its_operation_is_over(cluster, algorithm, length):

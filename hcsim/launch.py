@@ -7,9 +7,10 @@ same in both.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -344,6 +345,8 @@ async def real_group(
     for address in addresses:
         if parse(address).port == 0 and len(addresses) > 1:  # one that nobody can ever call from is not waited for
             raise ConfigError(f"{address}: the others cannot know which port that is: give each rank one of its own")
+    if len(addresses) > 1 and not insecure:
+        _refuse_plaintext(addresses, has_tls=tls is not None)
     refusals = Refusals(Once(on_refused))
     us = Membership(rank, addresses, wire=wire or Wire(), refusals=refusals)
     async with AsyncExitStack() as stack:
@@ -358,6 +361,21 @@ async def real_group(
         host = await stack.enter_async_context(RealHost(named, on_refused=lambda error: refusals(str(error))))
         await stack.enter_async_context(_serving(metrics_at, host))
         yield await stack.enter_async_context(await Group.open(host, us, options))
+
+
+def _refuse_plaintext(addresses: Sequence[str], *, has_tls: bool) -> None:
+    """What the host refuses where it listens and dials, for all ranks at once: some of them only call us.
+
+    What a name stands for the host finds out when it calls it."""
+    for target in map(parse, addresses):
+        for host in target.hosts if not target.encrypted(has_tls=has_tls) else ():
+            with suppress(ValueError):
+                if not ipaddress.ip_address(host).is_loopback:
+                    raise ConfigError(
+                        f"{host} is not the loopback, and plaintext is only allowed there: "
+                        "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
+                        "or allow plaintext explicitly (insecure)"
+                    )
 
 
 def _serving(address: str | None, host: RealHost) -> AbstractAsyncContextManager[object]:

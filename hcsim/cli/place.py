@@ -64,6 +64,8 @@ async def joined(
         try:
             await assemble(group, wire.connect_timeout_s + _GRACE_S, missing)
         except CollectiveError as error:
+            if isinstance(error.__cause__, ConfigError):  # waiting longer would not have helped
+                raise error.__cause__ from None
             raise HcsimError(f"gave up waiting for {', '.join(absent)}: {error}") from None
         yield group
 

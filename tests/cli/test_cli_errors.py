@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,9 @@ REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
             ["--save, --trace", "its own"],
         ),
         (("run", "--real", "--peers", "192.0.2.1,192.0.2.2", "--rank", "0"), ["192.0.2.1", "plaintext"]),
+        (("run", "--real", "--peers", "localhost,192.0.2.2", "--rank", "0"), ["192.0.2.2", "plaintext", "insecure"]),
+        (("run", "--real", "--peers", "192.0.2.1,localhost", "--rank", "1"), ["192.0.2.1", "plaintext", "insecure"]),
+        (("run", "--real", "--peers", "ws://[2001:db8::1],localhost", "--rank", "1"), ["2001:db8::1", "plaintext"]),
         (("run", "eight-macs-2.5gbe", *REAL[1:], "--rank", "0"), ["phantom"]),
     ],
 )
@@ -72,6 +76,18 @@ def test_it_is_told_plainly(arguments: tuple[str, ...], told: list[str]) -> None
     assert "rror:" in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
+
+
+def test_a_name_beyond_this_machine_is_refused_like_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return known("192.0.2.1" if host == "mini.invalid" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    result = CliRunner().invoke(app, ["run", "--real", "--peers", "mini.invalid,localhost", "--rank", "1"])
+    assert result.exit_code == 2, result.output
+    assert "error: 192.0.2.1 is not the loopback" in result.stderr
 
 
 def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:

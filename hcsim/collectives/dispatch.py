@@ -18,7 +18,7 @@ from hcsim.collectives.agreement import signature_of
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.data import kind_of
 from hcsim.collectives.execute import Execution
-from hcsim.collectives.fate import Fate
+from hcsim.collectives.fate import Fate, Turn
 from hcsim.collectives.inbox import Waiting
 from hcsim.collectives.mail import Mail, Receipt
 from hcsim.collectives.memory import Memory
@@ -32,6 +32,8 @@ from hcsim.transport.link import Tag
 T = TypeVar("T")
 Pending: TypeAlias = asyncio.Task[T]
 """An operation on its way."""
+
+_InLine: TypeAlias = tuple[Pending[Any], Execution]
 
 PLANS_KEPT = 64
 IN_FLIGHT = 8
@@ -72,7 +74,7 @@ class Dispatch:
         fate.agreement.lowest[number] = min(members)
         self._counts: dict[tuple[str, int, int], int] = {}
         self._plans: dict[object, tuple[Schedule, int]] = {}
-        self._lines: dict[int, list[Pending[Any]]] = {}
+        self._lines: dict[int, list[_InLine]] = {}
         self._mail = Mail(fate, members, self._next_tag, lambda tag, source: self._count("recv", source, tag))
 
     def collective(self, request: Request, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
@@ -82,14 +84,16 @@ class Dispatch:
         ticket = self._ticket(request.operation, bucket, self._count("", 0, bucket), signature)
         self._fate.begin(ticket)
         line = self._lines.setdefault(bucket, [])
-        before = line[-IN_FLIGHT] if len(line) >= IN_FLIGHT else None
+        before = _turn_in(line) if len(line) >= IN_FLIGHT else None
 
         def over(task: Pending[T]) -> None:
-            line.remove(task)  # not only when the next one comes: it holds what the caller may want to free
+            line.remove(place)  # not only when the next one comes: it holds what the caller may want to free
             self._fate.agreement.end(ticket)
 
-        task = self._fate.see_through(self._execution(steps, ticket, memory), result, timeout_s, before, over)
-        line.append(task)
+        execution = self._execution(steps, ticket, memory)
+        task = self._fate.see_through(execution, result, timeout_s, before, over)
+        place = (task, execution)
+        line.append(place)
         return task
 
     def message(self, message: Message, memory: Memory, result: Callable[[], T], timeout_s: float) -> Pending[T]:
@@ -166,6 +170,20 @@ class Dispatch:
         number = self._counts.get((kind, peer, bucket), 0)
         self._counts[kind, peer, bucket] = number + 1
         return number
+
+
+def _turn_in(line: list[_InLine]) -> Turn:
+    """What the next of a line waits for."""
+    task, execution = line[-IN_FLIGHT]
+
+    def blame() -> tuple[int | None, str]:
+        for ahead in (execution, *(execution for _, execution in line)):  # it may wait for its own turn
+            peer, phase = ahead.blame()
+            if peer is not None:
+                return peer, f"waiting for {ahead.ticket}, which is {phase}"
+        return None, f"waiting for {execution.ticket}"
+
+    return Turn(task, blame)
 
 
 def _numbered(number: int, tag: int) -> tuple[int, int]:

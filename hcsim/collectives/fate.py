@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hcsim.collectives.agreement import Agreement
 from hcsim.collectives.memory import ScratchPool
@@ -46,6 +46,14 @@ class Work(Protocol):
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, if it is one, and what for."""
+
+
+class Turn(NamedTuple):
+    """What has to be over before an operation begins."""
+
+    task: asyncio.Task[Any]
+    blame: Callable[[], tuple[int | None, str]]
+    """As a `Work`'s: whom it waits for."""
 
 
 class Follower(Protocol):
@@ -110,7 +118,7 @@ class Fate:
         work: Work,
         result: Callable[[], T],
         timeout_s: float,
-        before: asyncio.Task[Any] | None = None,
+        before: Turn | None = None,
         over: Callable[[asyncio.Task[T]], None] | None = None,
     ) -> asyncio.Task[T]:
         """Run an operation to its end, once `before` is over; if it fails, so does the group. `over` hears of its end,
@@ -133,14 +141,16 @@ class Fate:
         work: Work,
         result: Callable[[], T],
         timeout_s: float,
-        before: asyncio.Task[Any] | None,
+        before: Turn | None,
     ) -> T:
-        ticket = work.ticket
+        ticket, blame = work.ticket, work.blame
         began_s, sent_bytes = self._meter.begin(), None
         try:
             async with self.mesh.host.clock.timeout(timeout_s):
                 if before is not None:
-                    await asyncio.gather(asyncio.shield(before), return_exceptions=True)
+                    blame = before.blame
+                    await asyncio.gather(asyncio.shield(before.task), return_exceptions=True)
+                    blame = work.blame
                 if self.error is not None:
                     peer = self.error.peer if isinstance(self.error, CollectiveError) else None
                     raise CollectiveError(f"{ticket} was not started: {self.error}", peer=peer) from self.error
@@ -151,7 +161,7 @@ class Fate:
             await self._broken(reason)
             raise reason from error.__cause__
         except TimeoutError:
-            peer, phase = work.blame()
+            peer, phase = blame()
             text = f"{ticket} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
             late = CollectiveTimeout(text, peer=peer, phase=phase)
             await self._broken(late)

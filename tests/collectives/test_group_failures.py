@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import Awaitable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Phantom, Wire, real_group
+from hcsim.collectives.dispatch import IN_FLIGHT
 from hcsim.config import Crash, Partition, Pause, Reset
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.virtual.world import HostCrashed
@@ -48,6 +50,27 @@ def test_who_cancels_an_operation_before_it_has_begun_tells_the_others(cluster):
 
     texts = cluster.run(3, program, options=Options(timeout_s=60.0))
     assert all("all_reduce #1 was cancelled on rank 0" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("queued", [IN_FLIGHT, 70])
+def test_a_timeout_before_ones_turn_names_whom_those_before_wait_for(virtual, queued, connected):
+    async def program(group: Group) -> CollectiveError | None:
+        if connected:
+            await group.barrier()
+        if group.rank == 1:
+            await asyncio.sleep(60)
+            return None
+        for _ in range(queued):
+            group.all_reduce(np.ones(4))
+        return (await failure(group.within(0.5).all_reduce(np.ones(4))))[0]
+
+    error = virtual.run(2, program, options=TIMEOUT)[0]
+    doing = "receiving from" if connected else "opening a link to"
+    assert isinstance(error, CollectiveTimeout)
+    assert error.peer == 1
+    assert re.fullmatch(rf"waiting for all_reduce #\d+, which is {doing} rank 1 in round 0.*", error.phase)
+    assert error.phase in str(error)
 
 
 @pytest.mark.parametrize("connected", [False, True])

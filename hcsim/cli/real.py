@@ -18,13 +18,10 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
     check_job(job)
     if job.algorithm == "hierarchical":
         raise ConfigError("hierarchical needs to know who is close to whom: use the library, with Options(groups=…)")
-    rank, ranks = place.rank, len(place.peers)
+    ranks = len(place.peers)
     with screen.Progress("repeat", job.repeat) as progress:
         laps, where = asyncio.run(_run(job, place, wire, progress))
-    if rank == 0:
-        screen.report(screen.title(job, ranks, where), job, ranks, laps)
-    else:
-        screen.say(f"rank {rank}: done, {screen.counted(len(laps), 'repeat')}")
+    screen.report(screen.title(job, ranks, where), job, ranks, laps)  # all ranks have told each other how it went
     return not any(lap.wrong for lap in laps)
 
 

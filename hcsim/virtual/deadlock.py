@@ -25,7 +25,8 @@ def describe(tasks: Mapping[asyncio.Task[Any], object], is_frozen: Callable[[obj
     """One line for each task, in the order given; `tasks` says whose each one is."""
     if not tasks:
         return "nothing is left to do, no task waits, and what was to be completed never was"
-    lines = [f"nothing is left to do, and {len(tasks)} task{'s' * (len(tasks) > 1)} still wait:"]
+    waiting = "1 task still waits" if len(tasks) == 1 else f"{len(tasks)} tasks still wait"
+    lines = [f"nothing is left to do, and {waiting}:"]
     for task, owner in tasks.items():
         whose = "" if owner is None else f" of {_plain(getattr(owner, 'name', owner))}"
         frozen = ", frozen" if is_frozen(owner) else ""

@@ -401,6 +401,14 @@ def test_a_deadlock_names_every_waiting_task_and_what_it_waits_for() -> None:
     assert paused.startswith("  paused of air, frozen: Pipe.recv")
 
 
+def test_a_deadlock_of_one_is_told_of_one() -> None:
+    async def main() -> None:
+        await the_loop().create_future()
+
+    with pytest.raises(Deadlock, match="nothing is left to do, and 1 task still waits:"):
+        run(main())
+
+
 def test_a_deadlock_is_described_with_the_same_words_every_time() -> None:
     text = _deadlock_text()
     assert "0x" not in text

@@ -2,7 +2,7 @@
 
 While it has something to send it is one flow; its rate is its share of the network, bounded by
 
-    rate ≤ min(window, congestion window)/RTT, and ≤ the loss model's cap
+    rate ≤ min(window, congestion window)/RTT, and ≤ what the loss model and the two hosts allow
 
 A message arrives one latency (plus jitter, plus what a loss or a full queue costs; see `tcp.py`)
 after its last byte left, never before the one ahead of it. A stream stops between two messages while
@@ -52,9 +52,8 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_burst", "_changed_ns", "_congestion", "_delays", "_due", "_held", "_host_cap",
-        "_idle_since_ns",
-        "_latency_ns", "_loop", "_loss_bound", "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s",
+        "_arrival_ns", "_at_half", "_burst", "_cap", "_changed_ns", "_congestion", "_delays", "_due", "_held",
+        "_idle_since_ns", "_latency_ns", "_loop", "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s",
         "_unacknowledged", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
         "number", "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
@@ -95,8 +94,7 @@ class Stream:
             CongestionWindow(tcp.initial_window_segments * self._mss, tcp.window_bytes) if tcp.slow_start else None
         )
         self._delays = Delays(net, name, there, self._mss) if Delays.on(there) else None
-        self._loss_bound = loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there)
-        self._host_cap = there.cap_bytes_ps
+        self._cap = min(loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
         self._rate = 0.0
         self._remaining = 0.0
         self._changed_ns = 0
@@ -189,7 +187,7 @@ class Stream:
             self._delays.follow(there)
         elif Delays.on(there):
             self._delays = Delays(self._net, self.name, there, self._mss)
-        self._loss_bound = loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there)
+        self._cap = min(loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
         uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
         if self.flow is None:
             if uses:
@@ -356,11 +354,11 @@ class Stream:
 
     def _bound(self) -> float:
         if self._rtt_s <= 0.0:
-            return min(self._loss_bound, self._host_cap)
+            return self._cap
         window = float(self._window_bytes)
         if self._congestion is not None:
             window = min(window, self._congestion.size_bytes)
-        return min(window / self._rtt_s, self._loss_bound, self._host_cap)
+        return min(window / self._rtt_s, self._cap)
 
     def _tick(self, congestion: CongestionWindow) -> None:
         """A round trip has passed."""

@@ -154,6 +154,8 @@ class Stream:
             act()
         else:
             self._at_half = act
+            if self._rate > 0.0:  # the one at the head begins in this very instant
+                self._set_half_time(self._loop.now_ns)
 
     @property
     def burst_bytes(self) -> float:
@@ -215,7 +217,10 @@ class Stream:
             return
         if self.flow is None:
             while self.queue and not self.blocked and not self.dead and self._has_room():
-                self._left(self.queue[0])
+                if self._at_half is not None and self.queue[0].size_bytes > self._mss:
+                    self._half_sent(self._due)
+                else:
+                    self._left(self.queue[0])
             return
         if self.blocked or not self._has_room():
             return
@@ -263,18 +268,26 @@ class Stream:
         self._rate = rate
         self._due += 1
         if rate > 0.0:
-            loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None:
                 self._set_half_time(now_ns)
+            loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             congestion = self._congestion
             if congestion is not None and congestion.is_opening and not congestion.ticking:
                 congestion.ticking = True
                 loop.call_at_ns(now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _set_half_time(self, now_ns: int) -> None:
-        if self._at_half is not None and self.queue[0].size_bytes > self._mss:
-            self._loop.call_at_ns(now_ns + ceil(self._remaining / self._rate * NS / 2), self._at_half)
+        """Work out when half of the message has left, at this rate: anew whenever the rate changes."""
+        size_bytes = self.queue[0].size_bytes
+        if size_bytes > self._mss:
+            to_go = max(self._remaining - size_bytes / 2, 0.0)
+            self._loop.call_at_ns(now_ns + ceil(to_go / self._rate * NS), self._half_sent, self._due)
+
+    def _half_sent(self, due: int) -> None:
+        act = self._at_half
+        if due == self._due and act is not None:
             self._at_half = None
+            act()
 
     def _advance(self, now_ns: int) -> None:
         if self._rate > 0.0:
@@ -313,9 +326,9 @@ class Stream:
         if self.queue and not self.blocked and self._has_room():
             self._next(now)
             self._due += 1
-            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
             if self._at_half is not None:
                 self._set_half_time(now)
+            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
         else:
             self._rate = 0.0
             self._idle_since_ns = now

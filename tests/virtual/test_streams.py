@@ -252,6 +252,45 @@ def test_a_reset_strikes_half_way_through_a_frame_also_where_one_follows_the_oth
     assert world.run(main())[0][1] == pytest.approx(1.5, abs=1e-3)
 
 
+def broken_s(scenario: Scenario, size: int) -> float:
+    """When the first frame breaks, which is sent at 1 s and never comes whole."""
+    world = World(scenario)
+
+    async def main() -> float:
+        near, far = await connected(world)
+        receiving = asyncio.create_task(received(far, 1))
+        await until(1.0)
+        await near.send(Header(size - HEADER_BYTES), Phantom(size - HEADER_BYTES))
+        with pytest.raises(ChannelBroken, match="reset"):
+            await receiving
+        return world.loop.time()
+
+    return world.run(main())
+
+
+@pytest.mark.parametrize(
+    ("others", "strikes_s"),
+    [
+        ((), 1.5),
+        ((LinkChange(at_s=1.1, medium="switch", rate_bps=80e6),), 1.14),
+        ((LinkChange(at_s=1.1, medium="switch", rate_bps=4e6),), 1.9),
+        ((Partition(at_s=1.1, sides=SIDES, duration_s=2.0),), 3.5 + RTO_S),
+        ((LinkChange(at_s=0.9, medium="switch", rate_bps=inf),), 1.0),
+    ],
+    ids=["as it was", "ten times the rate", "half the rate", "partition", "infinite rate"],
+)
+def test_a_reset_strikes_half_way_through_a_frame_whatever_becomes_of_its_rate(others, strikes_s):
+    fault = Reset(at_s=0.5, between=("a", "b"), mid_frame=True)
+    assert broken_s(pair(fault, *others, rate_bps=8e6), MB) == pytest.approx(strikes_s, abs=1e-3)
+
+
+def test_a_reset_strikes_half_way_through_a_frame_in_slow_start():
+    fault = Reset(at_s=0.5, between=("a", "b"), mid_frame=True)
+    scenario = pair(fault, rate_bps=1e12, latency="100 ms", effects="all", tcp="ack_share = 0")
+    # Ten segments of 1448 bytes, then twice as many in each round trip: in the sixth half of 63 such windows has left.
+    assert broken_s(scenario, 63 * 14_480) == pytest.approx(1.0 + 0.2 * (5 + 0.5 / 32), rel=1e-3)
+
+
 @pytest.mark.parametrize("frame_bytes", [1000, 10_000, 10 * MB])
 def test_slow_start_does_not_ask_how_the_bytes_are_framed(frame_bytes):
     world = World(pair(rate_bps=1e12, latency="100 ms", effects="all", tcp="ack_share = 0"))

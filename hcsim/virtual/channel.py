@@ -241,6 +241,10 @@ class VirtualChannel:
             self._pump = pump
             try:
                 failure = await self._reader
+            except asyncio.CancelledError:
+                if self._end is None and not self._inbox and self._in.is_in_message:
+                    self._finish(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+                raise
             finally:
                 self._reader = self._pump = None
             if failure is not None:
@@ -310,7 +314,7 @@ class VirtualChannel:
         where[:] = payload
         return where
 
-    def _finish(self, error: ChannelClosed | RemoteProtocolError) -> None:
+    def _finish(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         """Close our end; the peer reads what was sent before, then the end of the stream."""
         for header, _ in self._inbox:
             self._in.consumed(HEADER_BYTES + header.length)

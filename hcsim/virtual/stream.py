@@ -52,10 +52,11 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_burst", "_cap", "_changed_ns", "_congestion", "_delays", "_due", "_held",
-        "_idle_since_ns", "_latency_ns", "_loop", "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s",
-        "_unacknowledged", "_window_bytes", "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name",
-        "number", "on_pushed_dead", "on_room", "outstanding", "queue", "queued_bytes",
+        "_arrival_ns", "_at_half", "_began_ns", "_burst", "_cap", "_changed_ns", "_comes_from_ns", "_comes_until_ns",
+        "_congestion", "_delays", "_due", "_held", "_idle_since_ns", "_latency_ns", "_loop", "_mss", "_net",
+        "_not_before_ns", "_rate", "_remaining", "_rtt_s", "_unacknowledged", "_window_bytes", "acks_blocked",
+        "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead", "on_room", "outstanding",
+        "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
@@ -99,6 +100,10 @@ class Stream:
         self._remaining = 0.0
         self._changed_ns = 0
         self._arrival_ns = 0
+        self._began_ns = 0
+        """When the head's first byte left."""
+        self._comes_from_ns = self._comes_until_ns = 0
+        """When the messages of several packets come in that have left, one right behind the other."""
         self._idle_since_ns = 0
         self._burst = 0
         """Bytes of the messages that left since the stream was last idle."""
@@ -170,6 +175,20 @@ class Stream:
         """Whether something waits to leave, or is under way."""
         return bool(self.queue) or self._arrival_ns > self._loop.now_ns or self._held is not None
 
+    @property
+    def is_in_message(self) -> bool:
+        """Whether part of a message has come and the rest has not. What fits a packet comes whole."""
+        now_ns = self._loop.now_ns
+        if self.dead or self._held is not None or now_ns < self._not_before_ns:
+            return False
+        if self._comes_from_ns <= now_ns < self._comes_until_ns:
+            return True
+        if self._remaining <= 0.0 or now_ns < self._began_ns + self._latency_ns:
+            return False
+        size_bytes = self.queue[0].size_bytes
+        has_begun = self._remaining < size_bytes or (self._rate > 0.0 and now_ns > self._changed_ns)
+        return has_begun and size_bytes > self._mss
+
     def kill(self) -> None:
         """Nothing more leaves and nothing more arrives."""
         self.dead = True
@@ -234,7 +253,7 @@ class Stream:
     def _next(self, now_ns: int) -> None:
         """The message at the head begins to leave."""
         self._remaining = float(self.queue[0].size_bytes)
-        self._changed_ns = now_ns
+        self._changed_ns = self._began_ns = now_ns
         if self._congestion is not None and self._congestion.is_opening:
             self._congestion.next(self._remaining)
 
@@ -323,6 +342,11 @@ class Stream:
             self.on_room()
         if self.flow is None:
             return
+        if message.size_bytes > self._mss:
+            first_ns = self._began_ns + self._latency_ns
+            if first_ns > self._comes_until_ns:
+                self._comes_from_ns = first_ns
+            self._comes_until_ns = arrival
         if self.queue and not self.blocked and self._has_room():
             self._next(now)
             self._due += 1

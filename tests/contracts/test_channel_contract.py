@@ -569,6 +569,33 @@ def test_a_cancelled_receiver_leaves_later_frames_to_the_next(arena):
     arena.run(body)
 
 
+@pytest.mark.parametrize("pumps", [False, True])
+def test_who_is_cancelled_in_the_middle_of_a_frame_breaks_the_channel_for_both(arena, pumps):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await server.send(Header(3, step=5), pattern(3))
+        asked = asyncio.Event()
+        taking = server.pump(lambda _: asked.set(), lambda *_: None) if pumps else server.recv(lambda _: asked.set())
+        receiving = right.spawn(taking, name="receive")
+        sending = left.spawn(send_numbered(client, 100, 33 * MIB), name="sender")
+        if arena.carrier == "the simulated network":  # which asks when all of it has come, after 28 ms
+            await right.clock.sleep(0.01)
+        else:
+            await asked.wait()
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        assert receiving.cancelled()
+        for _ in range(2):
+            with pytest.raises(ChannelBroken, match="half-way"):
+                await server.recv(allocate)
+        with pytest.raises(ChannelBroken):
+            await server.send(Header(0))
+        with pytest.raises(ChannelBroken):
+            await sending
+
+    arena.run(body)
+
+
 @pytest.mark.parametrize("turns", range(8))
 def test_a_receiver_that_is_cancelled_while_a_frame_comes_has_it_or_leaves_it_to_the_next(arena, turns):
     async def body(left, right):

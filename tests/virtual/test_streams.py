@@ -309,6 +309,41 @@ def test_slow_start_does_not_ask_how_the_bytes_are_framed(frame_bytes):
     assert world.run(main()) == pytest.approx(0.2 * (9 + left) + 0.1, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("size", "cancelled_s", "breaks"),
+    [
+        (1000, 1.1005, False),  # one packet
+        (MB, 1.0999, False),  # its first byte comes at 1.1 s
+        (MB, 1.1001, True),
+        (MB, 2.0999, True),  # its last one leaves at 2 s
+        (MB // 20, 1.1001, True),  # it has left before its first byte comes, and so has the next
+        (MB // 20, 1.1499, True),
+        (MB // 20, 1.2001, False),
+    ],
+)
+def test_a_receive_is_cancelled_half_way_when_part_of_its_frame_has_come(size, cancelled_s, breaks):
+    world = World(pair(rate_bps=8e6, latency="100 ms"))
+
+    async def main() -> bool:
+        near, far = await connected(world)
+        await until(1.0)
+        await sent(near, 2 if size < MB else 1, size - HEADER_BYTES)
+        try:
+            while True:
+                async with asyncio.timeout_at(cancelled_s):
+                    await far.recv(lambda _: None)
+        except TimeoutError:
+            await near.send(Header(0, operation=99))
+        try:
+            while (await far.recv(lambda _: None))[0].operation != 99:
+                pass
+        except ChannelBroken as error:
+            return "half-way" in str(error)
+        return False
+
+    assert world.run(main()) is breaks
+
+
 # Wi-Fi.
 
 

@@ -135,14 +135,15 @@ class VirtualChannel:
         if not inbox:
             await self._until_arrived()
         header, payload = inbox[0]  # where it stays until it has a place
-        if header.length > self._max_frame_bytes:
-            raise self._too_long(header)
+        if (length := header.length) > self._max_frame_bytes or header.offset + length > header.total > 0:
+            raise self._refused(header)
         while isinstance(where := place(header), asyncio.Future):
             await asyncio.shield(where)
             if self._end is not None and not inbox:
                 raise self._again(self._end)
+        taken = self._taken(header, payload, where)
         inbox.popleft()
-        return header, self._taken(header, payload, where)
+        return header, taken
 
     async def pump(self, place: Place, landed: Landed) -> None:
         """See `runtime.channel.Channel.pump`."""
@@ -271,8 +272,8 @@ class VirtualChannel:
 
     def _hand_over(self, pump: _Pump, header: Header, payload: Payload) -> None:
         """Give a frame to whoever pumps; it is kept while it has no place."""
-        if header.length > self._max_frame_bytes:
-            raise self._too_long(header)
+        if (length := header.length) > self._max_frame_bytes or header.offset + length > header.total > 0:
+            raise self._refused(header)
         end = self._end
         try:
             where = pump.place(header)
@@ -285,34 +286,42 @@ class VirtualChannel:
         if isinstance(where, asyncio.Future):
             pump.wanted = where
             self._inbox.appendleft((header, payload))
-        else:
-            pump.landed(header, self._taken(header, payload, where))
+            return
+        try:
+            taken = self._taken(header, payload, where)
+        except UsageError:
+            self._inbox.appendleft((header, payload))
+            raise
+        pump.landed(header, taken)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _too_long(self, header: Header) -> RemoteProtocolError:
-        limit = self._max_frame_bytes
-        text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
+    def _refused(self, header: Header) -> RemoteProtocolError:
+        limit, end = self._max_frame_bytes, header.offset + header.length
+        if header.length > limit:
+            text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
+        else:
+            text = f"{self._peer} sent a segment that ends at byte {end} of a message of {header.total}"
         error = RemoteProtocolError(text, self._peer)
         self._finish(error)
         return error
 
     def _taken(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> Payload:
-        """The payload in its place."""
+        """The payload in its place. A place that does not do leaves it unread."""
+        if not isinstance(payload, Phantom):
+            if isinstance(where, Fold):
+                where = where.room
+            if where is None:
+                where = memoryview(bytearray(header.length))
+            elif where.nbytes != header.length or where.readonly:
+                kind = "that is read-only " if where.readonly else ""
+                raise UsageError(f"a place of {where.nbytes} bytes {kind}was given for a payload of {header.length}")
+            where[:] = payload
+            payload = where
         self._in.consumed(HEADER_BYTES + header.length)
-        if isinstance(payload, Phantom):
-            return payload
-        if isinstance(where, Fold):
-            where = where.room
-        if where is None:
-            where = memoryview(bytearray(header.length))
-        elif where.nbytes != header.length:
-            self._finish(ChannelClosed(f"{self!r} was closed: a frame had no place to go", self._peer))
-            raise UsageError(f"a place of {where.nbytes} bytes was given for a payload of {header.length}")
-        where[:] = payload
-        return where
+        return payload
 
     def _finish(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         """Close our end; the peer reads what was sent before, then the end of the stream."""

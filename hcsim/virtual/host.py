@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hcsim.errors import ChannelClosed, DeadlineExceeded, PeerRefused, UsageError
+from hcsim.errors import ChannelClosed, ConfigError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
@@ -101,7 +101,7 @@ class VirtualHost:
         if port == 0:
             port = next(free for free in range(FIRST_FREE_PORT, 65536) if free not in self._listeners)
         if port in self._listeners:
-            raise UsageError(f"{self._name} listens at port {port} already")
+            raise ConfigError(f"{self._name} cannot listen: it does so at port {port} already")
         listener = self._listeners[port] = VirtualListener(self, port)
         return listener
 

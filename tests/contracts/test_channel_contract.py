@@ -380,6 +380,40 @@ def test_a_place_of_the_wrong_size_is_the_callers_mistake(arena, size_bytes):
         await client.send(Header(4), memoryview(b"data"))
         with pytest.raises(UsageError, match="4"):
             await server.recv(lambda _: memoryview(bytearray(size_bytes)))
+        assert (await server.recv(allocate))[1] == b"data"  # which stayed where it was
+        await server.send(Header(2), memoryview(b"on"))
+        assert (await client.recv(allocate))[1] == b"on"
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("pumps", [False, True])
+def test_a_read_only_place_is_the_callers_mistake(arena, pumps):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(4), memoryview(b"data"))
+        room = memoryview(bytes(4))
+        with pytest.raises(UsageError, match="read-only"):
+            await (server.pump(lambda _: room, lambda *_: None) if pumps else server.recv(lambda _: room))
+        assert (await server.recv(allocate))[1] == b"data"
+        assert bytes(room) == bytes(4)
+
+    arena.run(body)
+
+
+@pytest.mark.parametrize("pumps", [False, True])
+def test_a_segment_beyond_its_message_is_the_peers_fault_and_ends_the_channel(arena, pumps):
+    async def body(left, right):
+        client, server = await arena.channels(left, right)
+        await client.send(Header(4, offset=8, total=12), memoryview(b"last"))
+        await client.send(Header(4, offset=10, total=12), memoryview(b"more"))
+        assert (await server.recv(allocate))[1] == b"last"
+        with pytest.raises(RemoteProtocolError, match="ends at byte 14 of a message of 12"):
+            await (server.pump(allocate, lambda *_: None) if pumps else server.recv(allocate))
+        with pytest.raises(RemoteProtocolError):
+            await server.recv(allocate)
+        with pytest.raises(ChannelBroken):
+            await client.recv(allocate)
 
     arena.run(body)
 
@@ -759,6 +793,7 @@ def test_a_pump_whose_place_has_the_wrong_size_is_told_so(arena):
         await client.send(Header(4), memoryview(b"data"))
         with pytest.raises(UsageError, match=r"a place of 3|a writable buffer of 3"):
             await pumping
+        assert (await server.recv(allocate))[1] == b"data"
 
     arena.run(body)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hcsim.errors import ChannelBroken, ChannelClosed, PeerRefused
+from hcsim.errors import ChannelBroken, ChannelClosed, ConfigError, PeerRefused
 from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
@@ -50,6 +50,18 @@ def test_a_listener_names_the_port_it_took(arena):
         ports = [int(listener.address.rpartition(":")[2]) for listener in (one, other)]
         assert 0 not in ports
         assert ports[0] != ports[1]
+
+    arena.run(body)
+
+
+def test_a_port_is_listened_at_once_and_may_be_again_when_that_is_over(arena):
+    async def body(left, right):
+        listener = await right.listen(arena.address(right))
+        address = listener.address
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await right.listen(address)
+        await listener.close()
+        await (await right.listen(address)).close()
 
     arena.run(body)
 

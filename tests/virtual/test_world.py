@@ -150,7 +150,7 @@ def test_a_host_listens_under_its_own_name_and_once_per_port(world):
     async def main() -> None:
         mini = world.host("mini")
         await mini.listen("mini:1000")
-        with pytest.raises(UsageError, match="port 1000 already"):
+        with pytest.raises(ConfigError, match="port 1000 already"):
             await mini.listen("mini:1000")
         with pytest.raises(UsageError, match="not its name"):
             await mini.listen("studio:1001")

@@ -13,7 +13,8 @@ All numbers are big-endian. (epoch, group, operation, bucket, step, sender) say 
 frame belongs to, so two operations in flight can never take each other's bytes. A tag has 32 bits:
 the lower half stands in the bucket's place, the upper half in the upper 16 bits of `operation`. Large
 messages travel as several frames with rising `offset`. `signature` is a digest of the
-operation, its dtype, length and algorithm: ranks that disagree find out at the first frame.
+operation, its dtype, length and algorithm: ranks that disagree find out at the first frame. An ABORT's
+`step` is the rank that is the reason, plus one.
 """
 
 from __future__ import annotations

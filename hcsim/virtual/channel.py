@@ -116,7 +116,10 @@ class VirtualChannel:
         return self._out, self._in
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
-        """See `runtime.channel.Channel.send`."""
+        """See `runtime.channel.Channel.send`.
+
+        A frame is taken whole while less than the send buffer is queued: that two ends wait for each other, who both
+        send more than buffers hold before either receives, is not seen here."""
         if payload.nbytes != header.length:
             raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
         out = self._out

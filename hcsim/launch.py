@@ -7,7 +7,6 @@ same in both.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -31,7 +30,7 @@ from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.node import Plan, train_as_member
 from hcsim.real.certificates import ClusterTls
-from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
 from hcsim.real.tls import TlsFiles
@@ -369,13 +368,8 @@ def _refuse_plaintext(addresses: Sequence[str], *, has_tls: bool) -> None:
     What a name stands for the host finds out when it calls it."""
     for target in map(parse, addresses):
         for host in target.hosts if not target.encrypted(has_tls=has_tls) else ():
-            with suppress(ValueError):
-                if not ipaddress.ip_address(host).is_loopback:
-                    raise ConfigError(
-                        f"{host} is not the loopback, and plaintext is only allowed there: "
-                        "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
-                        "or allow plaintext explicitly (insecure)"
-                    )
+            with suppress(ValueError):  # a name
+                check_loopback(host)
 
 
 def _serving(address: str | None, host: RealHost) -> AbstractAsyncContextManager[object]:

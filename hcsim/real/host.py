@@ -294,15 +294,20 @@ class RealHost:
             except UnicodeError:
                 raise ConfigError(f"{host!r} cannot be the name of a host") from None
         allowed = self._options.insecure or target.encrypted(has_tls=self._tls is not None)
-        for *_, sockaddr in found:
-            ip = ipaddress.ip_address(sockaddr[0])
-            if not allowed and not ip.is_loopback:
-                raise ConfigError(
-                    f"{sockaddr[0]} is not the loopback, and plaintext is only allowed there: "
-                    "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
-                    "or allow plaintext explicitly (insecure)"
-                )
+        if not allowed:
+            for *_, sockaddr in found:
+                check_loopback(sockaddr[0])
         return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def check_loopback(ip: str) -> None:
+    """Refuse any other address, for plaintext."""
+    if not ipaddress.ip_address(ip).is_loopback:
+        raise ConfigError(
+            f"{ip} is not the loopback, and plaintext is only allowed there: "
+            "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
+            "or allow plaintext explicitly (insecure)"
+        )
 
 
 async def _connected_socket(family: int, sockaddr: Any) -> socket.socket:

@@ -230,7 +230,7 @@ def parse_sizes(text: str) -> list[int]:
         size_bytes = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
         if not 1 <= size_bytes <= MAX_BYTES or size_bytes % FLOAT_BYTES:
             raise typer.BadParameter(
-                f"{part!r} is not a size of whole float32s up to 4GB, such as 4096, 64KB or 16MB", param_hint="--sizes"
+                f"{part!r} is not a multiple of 4 bytes up to 4GB, such as 4096, 64KB or 16MB", param_hint="--sizes"
             )
         sizes.append(size_bytes)
     return sorted(set(sizes))

@@ -21,6 +21,8 @@ from hcsim.collectives.wiring import Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.transport.mesh import Mesh
 
+_OPENING = "opening a link to"
+
 
 class Execution:
     """One operation on its way."""
@@ -65,7 +67,7 @@ class Execution:
 
     async def _open_links(self, state: Progress) -> None:
         mesh, peers = self._mesh, self._schedule.peers
-        state.doing, state.peer = "opening a link to", mesh.unreached(peers)
+        state.doing, state.peer = _OPENING, mesh.unreached(peers)
         try:
             await mesh.reach(peers)
         finally:
@@ -90,9 +92,11 @@ class Execution:
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, and what for: a receiver knows better than a sender who is late."""
-        for doing in ("receiving from", "opening a link to", "sending to"):
+        for doing in ("receiving from", _OPENING, "sending to"):
             for state in self._progress:
                 if state.doing == doing:
+                    if doing == _OPENING and (unreached := self._mesh.unreached(self._schedule.peers)) is not None:
+                        state.peer = unreached
                     return state.peer, str(state)
         return None, "waiting"
 

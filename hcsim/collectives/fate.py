@@ -150,7 +150,7 @@ class Fate:
                 if before is not None:
                     blame = before.blame
                     await asyncio.gather(asyncio.shield(before.task), return_exceptions=True)
-                    blame = work.blame
+                    before, blame = None, work.blame  # it holds what its caller may want to free
                 if self.error is not None:
                     peer = self.error.peer if isinstance(self.error, CollectiveError) else None
                     raise CollectiveError(f"{ticket} was not started: {self.error}", peer=peer) from self.error
@@ -162,6 +162,7 @@ class Fate:
             raise reason from error.__cause__
         except TimeoutError:
             peer, phase = blame()
+            before, blame = None, work.blame
             text = f"{ticket} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
             late = CollectiveTimeout(text, peer=peer, phase=phase)
             await self._broken(late)
@@ -182,6 +183,8 @@ class Fate:
         cause = error.__cause__
         if not isinstance(cause, ChannelError) or isinstance(cause, RemoteProtocolError):
             return error  # who says something wrong has not hung up, and that is the reason
+        for each in self.mesh.links.values():
+            each.attend(True)  # its words may lie behind what nobody asks for any more
         try:
             async with self.mesh.host.clock.timeout(ABORT_TIMEOUT_S):
                 await self._failing.wait()

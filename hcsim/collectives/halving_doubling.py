@@ -32,7 +32,7 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
     fold, everything = Fold.of(shape.world), (0, shape.length)
     cuts = split(shape.length, fold.active)
     work = _halving_rounds(rank, fold, cuts) + gather_rounds(rank, fold, cuts)
-    return Plan(fold.around(rank, work, Reduce, everything, everything), in_step=True)
+    return Plan(fold.around(rank, work, Reduce, everything, everything), in_step=fold.extra == 0)
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
@@ -41,4 +41,4 @@ def reduce_scatter(rank: int, shape: Shape) -> Plan:
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (0, parts[-1]), (parts[guest], parts[guest + 1])
-    return Plan(fold.around(rank, _halving_rounds(rank, fold, cuts), Reduce, given, returned), in_step=True)
+    return Plan(fold.around(rank, _halving_rounds(rank, fold, cuts), Reduce, given, returned), in_step=fold.extra == 0)

@@ -95,4 +95,4 @@ def all_gather(rank: int, shape: Shape) -> Plan:
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (parts[guest], parts[guest + 1]), (0, parts[-1])
-    return Plan(fold.around(rank, gather_rounds(rank, fold, cuts), Recv, given, returned), in_step=True)
+    return Plan(fold.around(rank, gather_rounds(rank, fold, cuts), Recv, given, returned), in_step=fold.extra == 0)

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #define AHEAD 4096 /* bytes; by itself a processor looks ahead only within a page */
 #define LINES 128  /* bytes at a time */
-#define WITH_AVX2 __attribute__((target("avx2,f16c"))) /* whoever has the one has the other */
+#define WITH_AVX2 __attribute__((target("avx2,f16c"))) /* the one came with the other, at all makers */
 
 static inline int has_avx2(void) { return __builtin_cpu_supports("avx2") != 0; }
 static inline void expect(const char *at) { __builtin_prefetch(at + AHEAD), __builtin_prefetch(at + AHEAD + LINES / 2); }

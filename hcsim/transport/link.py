@@ -24,13 +24,14 @@ from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint
+from hcsim.transport.refusals import plain
 
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""
 
 EARLY_MOST_BYTES = 4 * 2**30
 """How much may come before somebody asks for it; a peer that sends more is wrong."""
-EARLY_FRAME_BYTES = 512
+EARLY_FRAME_BYTES = 1024
 """What keeping a frame takes besides its payload: one that has none fills memory, too."""
 
 SPARE = 1
@@ -352,7 +353,7 @@ class Link:
         elif header.kind is Kind.WAITING and self.on_stray is not None:
             self.on_stray(self, header)
         elif header.kind is Kind.ABORT and self.on_abort is not None:
-            text = "" if isinstance(payload, Phantom) else bytes(payload).decode("utf-8", "replace")
+            text = "" if isinstance(payload, Phantom) else plain(bytes(payload).decode(errors="replace"))
             self.on_abort(header, text)
 
 

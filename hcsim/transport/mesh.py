@@ -43,7 +43,7 @@ from hcsim.transport.hello import (
     say_hello,
 )
 from hcsim.transport.link import Link
-from hcsim.transport.refusals import Refusals
+from hcsim.transport.refusals import Refusals, plain
 from hcsim.transport.traffic import Traffic
 from hcsim.transport.wire import MAX_FRAME_BYTES
 
@@ -270,7 +270,7 @@ class Mesh:
                 await channel.close()
                 return False
             if kind is Kind.ABORT:
-                raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {data.decode(errors='replace')}")
+                raise PeerRefused(f"rank {rank} at {channel.peer} refused us: {plain(data.decode(errors='replace'))}")
             theirs = decode_hello(data, channel.peer)
             if theirs.rank != rank:
                 raise PeerRefused(f"{us.addresses[rank]} should be rank {rank}, but says it is rank {theirs.rank}")

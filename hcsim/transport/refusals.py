@@ -8,6 +8,11 @@ _LONGEST = 300
 """Part of the text may be a stranger's own."""
 
 
+def plain(text: str) -> str:
+    """What a peer says, for people: a terminal would obey some of what cannot be printed."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 class Refusals:
     """Keeps the last one, and passes each on."""
 
@@ -17,10 +22,8 @@ class Refusals:
 
     def __call__(self, why: str) -> None:
         """A caller was turned away."""
-        # A terminal obeys some of what cannot be printed.
-        plain = "".join(letter if letter.isprintable() else "?" for letter in why)
-        plain = plain if len(plain) <= _LONGEST else plain[:_LONGEST] + "…"
-        self._last = f"a caller was refused: {plain}"
+        line = plain(why).replace("\n", " ")
+        self._last = f"a caller was refused: {line if len(line) <= _LONGEST else line[:_LONGEST] + '…'}"
         self._tell(self._last)
 
     @property

@@ -73,6 +73,43 @@ def test_a_timeout_before_ones_turn_names_whom_those_before_wait_for(virtual, qu
     assert error.phase in str(error)
 
 
+def test_a_timeout_before_ones_turn_names_whom_nobody_has_reached(cluster):
+    """And nobody who is there, though a link to it was the first to be opened."""
+
+    async def program(group: Group) -> CollectiveError | None:
+        if group.rank == 2:
+            await group.host.clock.sleep(3.0)
+            return None
+        ones = [np.ones(100, np.float32) for _ in range(IN_FLIGHT + 2)]
+        patient = [group.within(8.0).all_reduce(data, algorithm="direct") for data in ones[1:]]
+        late = group.within(1.0).all_reduce(ones[0], algorithm="direct")
+        found, *_ = await asyncio.gather(late, *patient, return_exceptions=True)
+        return found
+
+    assert [error and error.peer for error in cluster.run(3, program)] == [2, 2, None]
+
+
+@pytest.mark.parametrize("turns", range(20, 32, 2))
+def test_whose_words_lie_behind_a_frame_that_nobody_wants_is_heard_out(real, turns):
+    """Rank 5 gives up; those who only see others hang up hear from them that it was because of rank 5."""
+
+    async def program(group: Group) -> int | None:
+        data = np.ones(9000, np.float32)
+        await group.reduce_scatter(data, algorithm="halving")
+        task = group.reduce_scatter(data, algorithm="halving")
+        if group.rank == 5:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+        try:
+            await task
+        except (CollectiveError, asyncio.CancelledError) as error:
+            return getattr(error, "peer", 5)
+        return 5
+
+    assert real.run(6, program, wire=Wire(segment_bytes=512)) == [5] * 6
+
+
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_timeout_names_the_silent_peer_and_the_phase(virtual, connected):
     async def program(group: Group) -> tuple[CollectiveError, float] | None:

@@ -211,7 +211,7 @@ def test_a_frame_that_no_correct_peer_sends_ends_the_link(what):
 
 @pytest.mark.parametrize("length", [0, 1000])
 def test_a_peer_cannot_fill_our_memory_with_frames_that_nobody_asked_for(monkeypatch, length):
-    monkeypatch.setattr("hcsim.transport.link.EARLY_MOST_BYTES", 150 * (length + 512))
+    monkeypatch.setattr("hcsim.transport.link.EARLY_MOST_BYTES", 150 * (length + 1024))
 
     async def body(link: Link, theirs: list[Channel]) -> None:
         waiting = post(link, room(3), step=500)
@@ -268,9 +268,9 @@ def test_an_abort_is_handed_on_with_its_reason():
     async def body(link: Link, theirs: list[Channel]) -> None:
         heard = asyncio.get_running_loop().create_future()
         link.on_abort = lambda header, text: heard.set_result((header.operation, text))
-        text = b"no time"
+        text = b"no \x1b[31mtime\x07"  # which a terminal would obey
         await theirs[0].send(Header(len(text), Kind.ABORT, sender=1, operation=4), memoryview(text))
-        assert await heard == (4, "no time")
+        assert await heard == (4, "no ?[31mtime?")
 
     with_link(body)
 

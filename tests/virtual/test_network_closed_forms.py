@@ -78,6 +78,13 @@ def test_a_message_that_is_cut_takes_no_longer(algorithm, world):
     assert found_s == pytest.approx(textbook_s(algorithm, world, link), rel=0.01)
 
 
+@pytest.mark.parametrize("world", [3, 5, 6, 7])
+def test_where_some_are_guests_a_message_gains_by_being_cut(world):
+    """Their hosts pass on what comes while more is still coming."""
+    cut_s = simulated_s("halving_doubling", world, LINKS[0], wire=Wire(segment_bytes=1 << 18))
+    assert cut_s < 0.9 * simulated_s("halving_doubling", world, LINKS[0])
+
+
 @pytest.mark.parametrize("link", [*LINKS, *TINY])
 @pytest.mark.parametrize(("world", "arity"), [(4, 3), (8, 3), (13, 3), (5, 4), (8, 4), (8, 7)])
 def test_a_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, link):

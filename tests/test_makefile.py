@@ -45,7 +45,8 @@ def python(folder: Path, version: tuple[int, int], *, has_venv: bool = True) -> 
 
 
 def make(checkout: Path, interpreter: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # of the make that runs the tests
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     command = ["make", f"PYTHON={interpreter}", "install"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
 

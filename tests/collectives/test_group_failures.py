@@ -78,11 +78,11 @@ def test_a_timeout_before_ones_turn_names_whom_nobody_has_reached(cluster):
 
     async def program(group: Group) -> CollectiveError | None:
         if group.rank == 2:
-            await group.host.clock.sleep(3.0)
+            await group.host.clock.sleep(1.5)
             return None
         ones = [np.ones(100, np.float32) for _ in range(IN_FLIGHT + 2)]
         patient = [group.within(8.0).all_reduce(data, algorithm="direct") for data in ones[1:]]
-        late = group.within(1.0).all_reduce(ones[0], algorithm="direct")
+        late = group.within(0.5).all_reduce(ones[0], algorithm="direct")
         found, *_ = await asyncio.gather(late, *patient, return_exceptions=True)
         return found
 

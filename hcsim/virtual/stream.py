@@ -87,15 +87,14 @@ class Stream:
         self.gates: tuple[Gate, ...] = ()
         self.interfaces = (there.medium, there.arrives_by)
         """What it leaves and arrives by; a connection keeps them."""
+        self._mss = there.mtu - tcp.header_bytes
         self._retime(there, back)
         uses = merged((there.uses, 1.0), (back.uses, tcp.ack_share))
         self.flow = Flow(number, uses, there.weight, inf) if uses else None
-        self._mss = there.mtu - tcp.header_bytes
         self._congestion = (
             CongestionWindow(tcp.initial_window_segments * self._mss, tcp.window_bytes) if tcp.slow_start else None
         )
         self._delays = Delays(net, name, there, self._mss) if Delays.on(there) else None
-        self._cap = min(loss_bound_bytes_ps(tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
         self._rate = 0.0
         self._remaining = 0.0
         self._changed_ns = 0
@@ -114,6 +113,7 @@ class Stream:
     def _retime(self, there: Path, back: Path) -> None:
         self._latency_ns = round(there.latency_s * NS)
         self._rtt_s = there.latency_s + back.latency_s + there.jitter_s + back.jitter_s
+        self._cap = min(loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
 
     def push(self, message: Message) -> None:
         """Queue a message behind those that are already there."""
@@ -208,7 +208,6 @@ class Stream:
             self._delays.follow(there)
         elif Delays.on(there):
             self._delays = Delays(self._net, self.name, there, self._mss)
-        self._cap = min(loss_bound_bytes_ps(self._net.tcp, self._mss, self._rtt_s, there), there.cap_bytes_ps)
         uses = merged((there.uses, 1.0), (back.uses, self._net.tcp.ack_share))
         if self.flow is None:
             if uses:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -56,6 +57,15 @@ FIRST_BACKOFF_S = 0.02
 LAST_BACKOFF_S = 0.5
 
 
+class Parting(NamedTuple):
+    """The last word to everybody."""
+
+    kind: Kind
+    text: bytes
+    culprit: int | None
+    """The rank that is the reason, if one is."""
+
+
 class Mesh:
     """Our links to the other members."""
 
@@ -91,6 +101,8 @@ class Mesh:
         self._refusals.forget()
         self._closed = ""
         """Why, once it is."""
+        self._parting: Parting | None = None
+        """What we say to the others when we go."""
         self._untold: dict[int, asyncio.Future[None]] = {}
         """Those who are to hear it when they call."""
         self._awaited = 0
@@ -145,19 +157,23 @@ class Mesh:
 
         Those who are `late` will call soon, and then hear it too: else they would look for us in vain."""
         self._closed = str(error)
+        kind, text = parting
+        culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
+        self._parting = Parting(kind, text.encode()[:HELLO_LIMIT_BYTES], culprit)
         self._untold = {rank: asyncio.get_running_loop().create_future() for rank in late}
         for task in self._tasks:
             task.cancel()
         for opening in self._opening.values():
             disappoint(opening, error)
         try:
-            await self._leave(parting, error)
+            await self._leave(error)
         finally:
             await self._let_go(error)
 
-    async def _leave(self, parting: tuple[Kind, str], error: HcsimError) -> None:
-        """Say so to whoever is there, and to whoever calls meanwhile."""
-        await asyncio.gather(*(self._part(link, parting, error) for link in self.links.values()))
+    async def _leave(self, error: HcsimError) -> None:
+        """Say so to whoever is there, to whom we are calling, and to whoever calls meanwhile."""
+        calling = asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._part(link, error) for link in self.links.values()), calling)
         if self._untold:
             with suppress(TimeoutError):
                 async with self.host.clock.timeout(LATE_S):
@@ -182,17 +198,29 @@ class Mesh:
                 if not link.closed:  # its goodbye was cut short
                     stack.push_async_callback(link.close, error)
 
-    async def _part(self, link: Link, parting: tuple[Kind, str], error: HcsimError) -> None:
-        kind, text = parting
-        culprit = error.peer if kind is Kind.ABORT and isinstance(error, CollectiveError) else None
+    async def _part(self, link: Link, error: HcsimError) -> None:
         try:
-            async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
-                for channel in link.channels:
-                    await say(channel, kind, self.us, text.encode()[:HELLO_LIMIT_BYTES], culprit)
-        except (ChannelError, TimeoutError):
-            pass  # it will notice by itself that we are gone
+            await self._say_goodbye(link.channels)
         finally:
             await link.close(error)
+
+    async def _say_goodbye(self, channels: Sequence[Channel]) -> None:
+        assert self._parting is not None
+        kind, text, culprit = self._parting
+        try:
+            async with self.host.clock.timeout(BYE_TIMEOUT_S if kind is Kind.BYE else ABORT_TIMEOUT_S):
+                for channel in channels:
+                    await say(channel, kind, self.us, text, culprit)
+        except (ChannelError, TimeoutError):
+            pass  # it will notice by itself that we are gone
+
+    async def _hang_up(self, channel: Channel) -> None:
+        """End a call. If it ends because we go, who has taken us in already hears that."""
+        try:
+            if self._parting is not None:
+                await self._say_goodbye([channel])
+        finally:
+            await channel.close()
 
     async def _open(self, rank: int) -> None:
         opening = self._opening[rank]
@@ -237,7 +265,7 @@ class Mesh:
         async with AsyncExitStack() as stack:
             while len(channels) < self.us.wire.stripes:
                 channel = await self._dial(rank, len(channels), until_s)
-                stack.push_async_callback(channel.close)
+                stack.push_async_callback(self._hang_up, channel)
                 channels.append(channel)
             stack.pop_all()
         return channels
@@ -282,7 +310,7 @@ class Mesh:
             doubt = "does it run another version of hcsim? It says whom it refuses"
             raise ChannelBroken(f"rank {rank} hung up on our hello: {error} ({doubt})", error.peer) from error
         except BaseException:
-            await channel.close()
+            await self._hang_up(channel)
             raise
         return True
 

@@ -396,6 +396,41 @@ def test_who_calls_while_a_group_ends_hears_why():
     run(body)
 
 
+@pytest.mark.parametrize("kind", [Kind.ABORT, Kind.BYE])
+@pytest.mark.parametrize("stripes", [1, 2])
+def test_who_goes_while_it_is_calling_says_so_to_whoever_has_taken_it_in(stripes, kind):
+    """At whatever moment: it may be taken in and not know it yet."""
+
+    def heard_if_it_goes_after(wait_s: float) -> list[str]:
+        heard: list[str] = []
+
+        def adopt(link: Link) -> None:
+            link.on_abort = lambda header, text: heard.append(f"abort: {text}")
+            link.on_failure = lambda link, error: heard.append("bye" if link.leaving else f"lost: {error}")
+
+        async def body(host: VirtualHost, caller: VirtualHost, _: VirtualHost) -> None:
+            wire = Wire(connect_timeout_s=20.0, stripes=stripes)
+            mesh, theirs = await opened(host, 0, wire=wire), await opened(caller, 1, wire=wire)
+            mesh.on_link = adopt
+            calling = asyncio.ensure_future(theirs.link(0))
+            await caller.clock.sleep(wait_s)
+            why = CollectiveError("my dog ate it")
+            await theirs.close((kind, str(why)), why)
+            await asyncio.gather(calling, return_exceptions=True)
+            await host.clock.sleep(1.0)
+            assert len(mesh.links) == bool(heard)
+            await mesh.close(*GOODBYE)
+
+        run(body, latency_ms=10.0)
+        return heard[:1]
+
+    heard = [heard_if_it_goes_after(0.001 + 0.005 * n) for n in range(30)]
+    goodbye = ["abort: my dog ate it" if kind is Kind.ABORT else "bye"]
+    first = heard.index(goodbye)
+    assert heard == [[]] * first + [goodbye] * (30 - first)
+    assert 0 < first < 20
+
+
 def test_a_rank_outside_its_group_is_refused():
     async def body(ours: VirtualHost, *_: VirtualHost) -> None:
         with pytest.raises(UsageError, match="rank 3 does not exist in a group of 3"):

@@ -15,11 +15,12 @@ from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.virtual.channel import VirtualChannel, VirtualListener
+from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.clock import VirtualClock
 from hcsim.virtual.datagrams import Datagram
 from hcsim.virtual.device import VirtualDevice
 from hcsim.virtual.lan import VirtualLan
+from hcsim.virtual.listener import VirtualListener
 from hcsim.virtual.loop import OWNER
 from hcsim.virtual.store import VirtualStore
 from hcsim.virtual.stream import NS

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, RemoteProtocolError, UsageError
 from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
-from hcsim.runtime.channel import EMPTY, Landed, Payload, Place
+from hcsim.runtime.channel import EMPTY, REST_S, Landed, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LINGER_S = 0.25
@@ -107,12 +107,20 @@ class PiecewiseChannel:
                 self._raise_if_over()
                 self._write.result()
             except asyncio.CancelledError:
-                self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+                await self._complete_frame(self._write)
                 raise
             except OSError as error:
                 # Only sending is over: what the peer said before it went can still be read.
                 self._send_error = ChannelBroken(f"{self._peer} ended the connection: {error}", self._peer)
                 raise self._send_error from error
+
+    async def _complete_frame(self, write: asyncio.Task[None]) -> None:
+        """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
+        try:
+            await asyncio.wait((write, self._over), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not write.done() or write.cancelled() or write.exception() is not None:
+                self._end(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
 
     async def _write_frame(self, head: bytes, payload: memoryview) -> None:
         size = self._pipe.piece_bytes

@@ -28,7 +28,7 @@ from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
 from hcsim.real.failures import translated, unexpected_tls
 from hcsim.real.lingering import close_when_delivered
 from hcsim.real.stream import WOULD_BLOCK, Parts, Stream
-from hcsim.runtime.channel import EMPTY, Fold, Landed, Outlet, Payload, Place
+from hcsim.runtime.channel import EMPTY, REST_S, Fold, Landed, Outlet, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
 _LARGE_BYTES = 64 * 1024
@@ -37,8 +37,6 @@ _BYTES_PER_TURN = 4 * 2**20
 _SENDS_PER_TURN = 16
 _FRAMES_PER_TURN = 64
 """How many are sent in a row, to a peer that keeps up, before other tasks get theirs."""
-_REST_S = 0.25
-"""How long who cancels a send waits for the rest of its frame."""
 
 
 class _Over(Exception):
@@ -326,8 +324,9 @@ class StreamChannel:
     async def _complete_frame(self) -> None:
         """Send the rest of a frame whose sender gave up, while the peer reads: behind it we may want to say why."""
         try:
-            async with asyncio.timeout(_REST_S):
-                if self._unsent_bytes:
+            async with asyncio.timeout(REST_S):
+                # Tried at once: the room that it waited for may have come with the cancellation.
+                if self._unsent_bytes and not self._push():
                     await self._outgoing.finish(self._push)
         except (OSError, ChannelError):  # TimeoutError is one
             pass

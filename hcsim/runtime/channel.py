@@ -97,6 +97,8 @@ Landed: TypeAlias = Callable[[Header, Payload], None]
 """Takes a frame that has come."""
 
 EMPTY = memoryview(b"")
+REST_S = 0.25
+"""How long who cancels a send waits for the rest of its frame."""
 
 
 class Channel(Protocol):

@@ -244,7 +244,7 @@ def test_a_send_cancelled_in_the_middle_of_a_frame_breaks_the_channel() -> None:
 def test_a_send_cancelled_in_the_middle_of_a_frame_that_the_peer_takes_leaves_the_channel_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_channel, "_REST_S", 30.0)  # however busy this machine is
+    monkeypatch.setattr(stream_channel, "REST_S", 30.0)  # however busy this machine is
 
     async def body(channel: StreamChannel, raw: socket.socket) -> None:
         big = memoryview(bytearray(64 * MIB))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from msgspec import Meta, field
@@ -39,6 +40,10 @@ class Node(Table, frozen=True):
     the network; several together may carry more. None: as much as there is."""
 
 
+LARGEST_WINDOW_BYTES = 1 << 30
+"""RFC 7323, 2.3."""
+
+
 class Tcp(Table, frozen=True):
     """How the modelled TCP behaves, on every host.
 
@@ -57,6 +62,21 @@ class Tcp(Table, frozen=True):
     header_bytes: Bytes = Bytes(52)
     framing_bytes: Bytes = Bytes(38)
     send_buffer_bytes: PositiveBytes = PositiveBytes(4 << 20)
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether the window is larger than TCP's can be: then it bounds nothing."""
+        return self.window_bytes > LARGEST_WINDOW_BYTES
+
+    @property
+    def receive_buffer_bytes(self) -> int:
+        """What a receiver holds unread: its window; where that bounds nothing, as much as a sender holds."""
+        return self.send_buffer_bytes if self.is_unbounded else self.window_bytes
+
+    @property
+    def largest_whole_bytes(self) -> int:
+        """The largest frame that travels as one message; where no window bounds anything, all do."""
+        return sys.maxsize if self.is_unbounded else min(self.window_bytes, self.send_buffer_bytes)
 
 
 class Job(Table, frozen=True):
@@ -115,7 +135,8 @@ class Scenario(Table, frozen=True):
 
 
 def idealised(scenario: Scenario) -> Scenario:
-    """The same with latency and bandwidth as the only effects, for comparison with closed forms.
+    """The same with latency and bandwidth as the only effects, for comparison with closed forms; no window bounds
+    anything.
 
     Faults stay: they are an explicit list."""
     quiet = {"jitter_s": Seconds(0), "loss": Share(0)}

@@ -3,11 +3,15 @@
 A frame that somebody pumps is handed over as it arrives, in the context of who pumps, and wakes no task: that saves a
 tenth of what a message costs, and more among hundreds of ranks, whose tasks no cache holds. It stays in the inbox while
 its host is frozen or its place is waited for.
+
+A frame larger than the buffers comes in pieces (see `large.py`). It is in the inbox from its first piece on, as one
+whose header is there, and what follows is read as it comes once it has its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.virtual.large import Departure, Large
 from hcsim.virtual.stream import NS, Message, Stream, frame_event
 from hcsim.virtual.tcp import RTO_S
 
@@ -34,7 +39,7 @@ Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None
 class _Pump:
     """Somebody who takes frames as they arrive, and the context in which that happens."""
 
-    __slots__ = ("context", "landed", "place", "wanted")
+    __slots__ = ("context", "landed", "large", "place", "wanted", "where")
 
     def __init__(self, place: Place, landed: Landed) -> None:
         self.place = place
@@ -42,14 +47,18 @@ class _Pump:
         self.context = copy_context()
         self.wanted: asyncio.Future[None] | None = None
         """What the frame at the head of the inbox waits for."""
+        self.large: Large | None = None
+        """A frame that is read as it comes, into its place."""
+        self.where: memoryview | Fold | None = None
 
 
 class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
-        "_deliver", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_loop", "_max_frame_bytes",
-        "_out", "_peer", "_pump", "_reader", "_send_buffer_bytes", "_trace", "_unheard_since_ns", "_writers",
+        "_coming", "_deliver", "_departure", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_largest_whole_bytes",
+        "_loop", "_max_frame_bytes", "_out", "_peer", "_pump", "_reader", "_send_buffer_bytes", "_trace",
+        "_unheard_since_ns", "_writers",
     )  # fmt: skip
     carrier = "the simulated network"
     outlet = None
@@ -59,18 +68,23 @@ class VirtualChannel:
         self._loop = host.loop
         self._trace = host.net.trace
         self._send_buffer_bytes = host.net.tcp.send_buffer_bytes
+        self._largest_whole_bytes = host.net.tcp.largest_whole_bytes
         self._peer = peer
         self._ends = ends
         self._out = outgoing
         self._in: Stream
         self._far: VirtualChannel
         self._deliver: Callable[[Header, Payload], None]
-        self._inbox: deque[tuple[Header, Payload]] = deque()
+        self._inbox: deque[tuple[Header, Payload, Large | None]] = deque()
+        self._coming: Large | None = None
+        """The frame whose rest has not come."""
         self._reader: asyncio.Future[BaseException | None] | None = None
         """Whoever receives; its result is the error that ends it, if there is one."""
         self._pump: _Pump | None = None
         """Its reader takes frames as they arrive."""
         self._writers: deque[asyncio.Future[None]] = deque()
+        self._departure: Departure | None = None
+        """The large frame that leaves; who wants to send waits."""
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._unheard_since_ns: int | None = None
         self._end: ChannelClosed | ChannelBroken | RemoteProtocolError | None = None
@@ -116,41 +130,49 @@ class VirtualChannel:
         return self._out, self._in
 
     async def send(self, header: Header, payload: Payload = EMPTY) -> None:
-        """See `runtime.channel.Channel.send`.
-
-        A frame is taken whole while less than the send buffer is queued: that two ends wait for each other, who both
-        send more than buffers hold before either receives, is not seen here."""
+        """See `runtime.channel.Channel.send`. A frame that is not large is taken whole while less than the send buffer
+        is queued."""
         if payload.nbytes != header.length:
             raise UsageError(f"the header announces {header.length} bytes, the payload has {payload.nbytes}")
         out = self._out
-        if out.queued_bytes >= self._send_buffer_bytes or self._writers:
+        if out.queued_bytes >= self._send_buffer_bytes or self._writers or self._departure is not None:
             await self._wait_for_room()
         if self._end is not None:
             raise self._again(self._end)
         # The sender may overwrite its buffer while the frame is still under way.
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
         self._trace.record(frame_event(self._loop.now_ns, "send", out.name, header))
-        out.push(Message(HEADER_BYTES + header.length, self._deliver, header, kept))
+        if (size_bytes := HEADER_BYTES + header.length) > self._largest_whole_bytes:
+            await self._send_in_pieces(Large(header, kept))
+        else:
+            out.push(Message(size_bytes, self._deliver, header, kept))
 
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
         inbox = self._inbox
+        self._check_that_nobody_waits()
         if not inbox:
             await self._until_arrived()
-        header, payload = inbox[0]  # where it stays until it has a place
+        header, payload, large = inbox[0]  # where it stays until it has a place
         if (length := header.length) > self._max_frame_bytes or header.offset + length > header.total > 0:
             raise self._refused(header)
         while isinstance(where := place(header), asyncio.Future):
             await asyncio.shield(where)
             if self._end is not None and not inbox:
                 raise self._again(self._end)
+        if self._end is not None and not inbox:  # by `place`
+            raise self._again(self._end)
+        if large is not None and not large.is_whole:
+            await self._until_whole(large, where)
         taken = self._taken(header, payload, where)
+        self._in.consumed(HEADER_BYTES + header.length if large is None else large.take())
         inbox.popleft()
         return header, taken
 
     async def pump(self, place: Place, landed: Landed) -> None:
         """See `runtime.channel.Channel.pump`."""
         inbox, pump = self._inbox, _Pump(place, landed)
+        self._check_that_nobody_waits()
         while True:
             while inbox and pump.wanted is None:
                 pump.context.run(self._hand_over, pump, *inbox.popleft())
@@ -205,8 +227,10 @@ class VirtualChannel:
         straight = self._far._arrived
         if through is None:
             self._deliver = straight
+            self._largest_whole_bytes = self._host.net.tcp.largest_whole_bytes
         else:
             self._deliver = lambda header, payload: through(self, straight, (header, payload))
+            self._largest_whole_bytes = sys.maxsize  # what is to be changed is changed whole
 
     def _unheard(self) -> None:
         self._unheard_since_ns = self._loop.now_ns
@@ -234,67 +258,132 @@ class VirtualChannel:
         self.broken(why)
         self._far.broken(why)
 
+    def _check_that_nobody_waits(self) -> None:
+        if self._reader is not None:
+            raise UsageError(f"two tasks receive from {self!r} at once")
+
     async def _until_arrived(self, pump: _Pump | None = None) -> None:
         """Wait until there is a frame in the inbox. One that is handed over is none to wake up for."""
         while not self._inbox:
             if self._end is not None:
                 raise self._again(self._end)
-            if self._reader is not None:
-                raise UsageError(f"two tasks receive from {self!r} at once")
-            self._reader = asyncio.Future(loop=self._loop)
-            self._pump = pump
-            try:
-                failure = await self._reader
-            except asyncio.CancelledError:
-                if self._end is None and not self._inbox and self._in.is_in_message:
-                    self._finish(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
-                raise
-            finally:
-                self._reader = self._pump = None
-            if failure is not None:
-                raise failure
+            self._check_that_nobody_waits()
+            await self._until_woken(pump)
 
-    def _arrived(self, header: Header, payload: Payload) -> None:
+    async def _until_whole(self, large: Large, where: memoryview | Fold | None) -> None:
+        """Wait for the rest of the frame at the head of the inbox."""
+        self._check_place(large.header, large.payload, where)
+        self._read(large)
+        await self._until_woken()
+        if self._end is not None and not self._inbox:
+            raise self._again(self._end)
+
+    async def _until_woken(self, pump: _Pump | None = None) -> None:
+        """Who is cancelled in the middle of a frame breaks the channel."""
+        self._reader = asyncio.Future(loop=self._loop)
+        self._pump = pump
+        try:
+            failure = await self._reader
+        except asyncio.CancelledError:
+            begun = self._coming.is_read if self._coming is not None else not self._inbox and self._in.is_in_message
+            if self._end is None and begun:
+                self._finish(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+            raise
+        finally:
+            self._reader = self._pump = None
+        if failure is not None:
+            raise failure
+
+    def came(self, large: Large, size_bytes: int, filled: bool) -> None:
+        """A piece of a frame has come, which is not its last one; it may have `filled` the window before it came."""
+        if filled:
+            self._in.outstanding -= size_bytes
+        if self._end is not None:
+            self._in.consumed(size_bytes)
+            return
+        large.unread_bytes += size_bytes
+        if large.is_read:
+            self._read_on(large)
+        elif self._coming is None:
+            self._coming = large
+            self._arrived(large.header, large.payload, large)
+
+    def came_whole(self, large: Large, size_bytes: int, header: Header, payload: Payload) -> None:
+        """The last piece of a frame has come."""
+        if self._end is not None:
+            self._in.consumed(size_bytes)
+            return
+        large.unread_bytes += size_bytes
+        large.is_whole = True
+        self._coming = None
+        if self._inbox and self._inbox[-1][2] is large:
+            self._wake()
+        else:
+            self._arrived(header, payload, large)
+
+    def _read(self, large: Large) -> None:
+        """It has its place: from now on it is read as it comes."""
+        large.is_read, large.context = True, copy_context()
+        self._in.consumed(large.take())
+
+    def _read_on(self, large: Large) -> None:
+        if self._loop.is_frozen(self._host):
+            self._loop.call_soon(lambda: self._in.consumed(large.take()), context=large.context)
+        else:
+            self._in.consumed(large.take())
+
+    def _arrived(self, header: Header, payload: Payload, large: Large | None = None) -> None:
         if self._end is not None:  # nobody will read it, so that it takes no room
             self._in.consumed(HEADER_BYTES + header.length)
             return
         pump, reader = self._pump, self._reader
         if pump is None or reader is None or reader.done() or self._loop.is_frozen(self._host):
-            self._inbox.append((header, payload))
+            self._inbox.append((header, payload, large))
             self._wake()
             return
         failure = None
         self._reader = None  # what happens meanwhile does not wake it
         try:
-            pump.context.run(self._hand_over, pump, header, payload)
+            pump.context.run(self._hand_over, pump, header, payload, large)
         except BaseException as error:
             failure = error
         self._reader = reader
         if not reader.done() and (failure is not None or self._inbox or self._end is not None):
             reader.set_result(failure)
 
-    def _hand_over(self, pump: _Pump, header: Header, payload: Payload) -> None:
+    def _hand_over(self, pump: _Pump, header: Header, payload: Payload, large: Large | None) -> None:
         """Give a frame to whoever pumps; it is kept while it has no place."""
-        if (length := header.length) > self._max_frame_bytes or header.offset + length > header.total > 0:
-            raise self._refused(header)
-        end = self._end
+        if large is not None and large is pump.large:
+            where = pump.where
+            pump.large = pump.where = None
+        else:
+            if (length := header.length) > self._max_frame_bytes or header.offset + length > header.total > 0:
+                raise self._refused(header)
+            end = self._end
+            try:
+                asked = pump.place(header)
+            except BaseException:
+                if self._end is end:
+                    self._inbox.appendleft((header, payload, large))
+                raise
+            if self._end is not end:  # by `place`
+                return
+            if isinstance(asked, asyncio.Future):
+                pump.wanted = asked
+                self._inbox.appendleft((header, payload, large))
+                return
+            where = asked
         try:
-            where = pump.place(header)
-        except BaseException:
-            if self._end is end:
-                self._inbox.appendleft((header, payload))
-            raise
-        if self._end is not end:  # by `place`
-            return
-        if isinstance(where, asyncio.Future):
-            pump.wanted = where
-            self._inbox.appendleft((header, payload))
-            return
-        try:
+            if large is not None and not large.is_whole:
+                self._check_place(header, payload, where)
+                pump.large, pump.where = large, where
+                self._read(large)
+                return
             taken = self._taken(header, payload, where)
         except UsageError:
-            self._inbox.appendleft((header, payload))
+            self._inbox.appendleft((header, payload, large))
             raise
+        self._in.consumed(HEADER_BYTES + header.length if large is None else large.take())
         pump.landed(header, taken)
 
     def _wake(self) -> None:
@@ -311,39 +400,56 @@ class VirtualChannel:
         self._finish(error)
         return error
 
+    def _check_place(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> None:
+        """A place that does not do leaves the payload unread."""
+        room = where.room if isinstance(where, Fold) else where
+        if room is None or isinstance(payload, Phantom):
+            return
+        if room.nbytes != header.length or room.readonly:
+            kind = "that is read-only " if room.readonly else ""
+            raise UsageError(f"a place of {room.nbytes} bytes {kind}was given for a payload of {header.length}")
+
     def _taken(self, header: Header, payload: Payload, where: memoryview | Fold | None) -> Payload:
-        """The payload in its place. A place that does not do leaves it unread."""
-        if not isinstance(payload, Phantom):
-            if isinstance(where, Fold):
-                where = where.room
-            if where is None:
-                where = memoryview(bytearray(header.length))
-            elif where.nbytes != header.length or where.readonly:
-                kind = "that is read-only " if where.readonly else ""
-                raise UsageError(f"a place of {where.nbytes} bytes {kind}was given for a payload of {header.length}")
-            where[:] = payload
-            payload = where
-        self._in.consumed(HEADER_BYTES + header.length)
-        return payload
+        """The payload in its place."""
+        if isinstance(payload, Phantom):
+            return payload
+        self._check_place(header, payload, where)
+        if isinstance(where, Fold):
+            where = where.room
+        if where is None:
+            where = memoryview(bytearray(header.length))
+        where[:] = payload
+        return where
 
     def _finish(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         """Close our end; the peer reads what was sent before, then the end of the stream."""
-        for header, _ in self._inbox:
-            self._in.consumed(HEADER_BYTES + header.length)
+        for header, _, large in self._inbox:
+            self._in.consumed(HEADER_BYTES + header.length if large is None else large.take())
+        if self._coming is not None:
+            self._in.consumed(self._coming.take())
         self._inbox.clear()
         self._ended(error)
         if not self._out.dead:
             self._out.push(Message(HEADER_BYTES, self._far._peer_closed))
 
     def _peer_closed(self) -> None:
+        self._trace.record((self._loop.now_ns, "deliver", self._in.name, "fin"))
         if self._end is None:
-            self._ended(ChannelBroken(f"{self._peer} closed the connection", self._peer))
+            where = ""
+            if self._coming is not None:
+                where = " in the middle of a frame"
+                if self._inbox and self._inbox[-1][2] is self._coming:
+                    self._inbox.pop()
+            self._ended(ChannelBroken(f"{self._peer} closed the connection{where}", self._peer))
             self._out.kill()
         self._in.kill()  # it has said its last word
 
     def _ended(self, error: ChannelClosed | ChannelBroken | RemoteProtocolError) -> None:
         self._end = error
+        self._coming = None
         self._host.forget(self)
+        if self._departure is not None:
+            self._departure.end()
         writers = tuple(self._writers)
         self._writers.clear()
         for future in writers:
@@ -355,24 +461,46 @@ class VirtualChannel:
         """A fresh copy: raising one exception object twice would chain unrelated tracebacks."""
         return type(error)(str(error), self._peer)
 
+    async def _send_in_pieces(self, large: Large) -> None:
+        self._departure = departure = Departure(self, self._far, large)
+        self._out.on_room = self._room
+        departure.go_on()
+        try:
+            await departure.until_over()
+        finally:
+            if departure.unsent_bytes and self._end is None:
+                self._finish(ChannelBroken(f"a frame to {self._peer} was cancelled half-way", self._peer))
+            self._departure = None
+            self._room()
+        if departure.unsent_bytes:
+            assert self._end is not None
+            raise self._again(self._end)
+
     async def _wait_for_room(self) -> None:
+        """Wait in line. Who is let in stays at its head until it runs, so that nobody comes before."""
+        if self._end is not None:
+            return
         mine = self._loop.create_future()
         self._writers.append(mine)
         self._out.on_room = self._room
         try:
             await mine
         except asyncio.CancelledError:
-            if mine in self._writers:
-                self._writers.remove(mine)
-            else:
+            self._leave_line(mine)
+            if self._departure is None:
                 self._room()
             raise
+        self._leave_line(mine)
+
+    def _leave_line(self, writer: asyncio.Future[None]) -> None:
+        if writer in self._writers:  # unless the channel has ended
+            self._writers.remove(writer)
 
     def _room(self) -> None:
-        """The send buffer has drained a little: let the first waiting sender go on."""
-        if self._writers and self._out.queued_bytes < self._send_buffer_bytes:
-            future = self._writers.popleft()
-            if not future.done():
-                future.set_result(None)
-        if not self._writers:
+        """The send buffer has drained a little: let the frame that leaves go on, or the first waiting sender in."""
+        if self._departure is not None:
+            self._departure.left()
+        elif not self._writers:
             self._out.on_room = None
+        elif self._out.queued_bytes < self._send_buffer_bytes and not self._writers[0].done():
+            self._writers[0].set_result(None)

@@ -39,8 +39,10 @@ class Message(msgspec.Struct, frozen=True):
     size_bytes: int
     arrive: Callable[..., None]
     header: Header | None = None
-    """None at the end of the connection, behind all frames."""
+    """None where no frame ends with it: it is the end of the connection, behind all frames, or part of a frame."""
     payload: Payload = EMPTY
+    strikes_bytes: int | None = None
+    """How much of it jitter and losses can strike, if not its size: all of the frame whose end it is, or nothing."""
 
 
 def frame_event(now_ns: int, kind: str, where: str, frame: Header) -> Event:
@@ -52,11 +54,11 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_began_ns", "_burst", "_cap", "_changed_ns", "_comes_from_ns", "_comes_until_ns",
-        "_congestion", "_delays", "_due", "_held", "_idle_since_ns", "_latency_ns", "_loop", "_mss", "_net",
-        "_not_before_ns", "_rate", "_remaining", "_rtt_s", "_unacknowledged", "_window_bytes", "acks_blocked",
-        "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead", "on_room", "outstanding",
-        "queue", "queued_bytes",
+        "_arrival_ns", "_at_half", "_began_ns", "_buffer_bytes", "_burst", "_cap", "_changed_ns", "_comes_from_ns",
+        "_comes_until_ns", "_congestion", "_delays", "_due", "_held", "_idle_since_ns", "_latency_ns", "_loop",
+        "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s", "_unacknowledged", "_window_bytes",
+        "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead",
+        "on_room", "outstanding", "queue", "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
@@ -82,6 +84,7 @@ class Stream:
         self._unacknowledged = 0
         """While acknowledgements are held: bytes that the sender takes for unread."""
         self._window_bytes = tcp.window_bytes
+        self._buffer_bytes = tcp.receive_buffer_bytes
         self._not_before_ns = 0
         self.number = number
         self.gates: tuple[Gate, ...] = ()
@@ -257,8 +260,8 @@ class Stream:
             self._congestion.next(self._remaining)
 
     def _has_room(self) -> bool:
-        """Whether the receiver's window lets another message leave."""
-        return self.outstanding < self._window_bytes and self._unacknowledged < self._window_bytes
+        """Whether the receiver's buffer lets another message leave."""
+        return self.outstanding < self._buffer_bytes and self._unacknowledged < self._buffer_bytes
 
     def _resume(self) -> None:
         """Go on after a stall or a partition, unless that happened already."""
@@ -325,20 +328,22 @@ class Stream:
         """The head's last byte is out: it will arrive; the next one follows at once."""
         net = self._net
         now = self._loop.now_ns
-        self.queue.popleft()
         self.queued_bytes -= message.size_bytes
+        if self.on_room is not None:
+            self.on_room()  # what it pushes goes on, since the head is still there
+        self.queue.popleft()
         if self.acks_blocked:
             self._unacknowledged += message.size_bytes
         arrival = now + self._latency_ns
         if self._delays is not None:
             self._burst += message.size_bytes
-            arrival += round(self._delays.draw_s(message.size_bytes, self._rtt_s, self.flow) * NS)
+            struck = message.size_bytes if message.strikes_bytes is None else message.strikes_bytes
+            if struck:
+                arrival += round(self._delays.draw_s(struck, self._rtt_s, self.flow) * NS)
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival
         self._loop.call_at_ns(arrival, Stream._arrive, self, message)
-        if self.on_room is not None:
-            self.on_room()
         if self.flow is None:
             return
         if message.size_bytes > self._mss:
@@ -371,7 +376,6 @@ class Stream:
         self.outstanding += message.size_bytes
         header = message.header
         if header is None:
-            self._net.trace.record((self._loop.now_ns, "deliver", self.name, "fin"))
             message.arrive()
         else:
             self._net.trace.record(frame_event(self._loop.now_ns, "deliver", self.name, header))

@@ -54,8 +54,7 @@ def arrivals_s(
         started_s = world.loop.time()
 
         async def transfer(flow: tuple[str, str, int], near, far) -> float:
-            await near.send(Header(flow[2]), Phantom(flow[2]))
-            await far.recv(lambda _: None)
+            await asyncio.gather(near.send(Header(flow[2]), Phantom(flow[2])), far.recv(lambda _: None))
             return world.loop.time() - started_s
 
         moves = [transfer(flow, *pair) for flow, pair in zip(flows, ends, strict=True)]

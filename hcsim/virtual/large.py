@@ -1,0 +1,134 @@
+"""Frames that are larger than the buffers between two ends.
+
+Such a frame leaves in pieces, one behind the other, so that it comes to a stop where nobody reads it: a window's worth
+lies at the receiver then, the send buffer is full, and its sender waits. Pieces are small until the receiver is known
+to read, and few from then on. What jitter, losses and queues do, they do to the frame as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hcsim.runtime.channel import REST_S, Payload
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.virtual.stream import Message
+
+if TYPE_CHECKING:
+    from hcsim.virtual.channel import VirtualChannel
+
+PER_WINDOW, AT_MOST = 2, 16
+"""Pieces that fill a window, while nobody is known to read them: at the rate that a window allows, the first of two is
+there before the second has left. No piece is larger than the send buffer, unless there would be too many."""
+SLACK = 1 / 16
+"""How much more than a send buffer the rest may be, where somebody reads: less than that is not worth a piece."""
+
+
+class Large:
+    """One such frame, as both ends know it."""
+
+    __slots__ = ("context", "header", "is_read", "is_whole", "payload", "unread_bytes")
+
+    def __init__(self, header: Header, payload: Payload) -> None:
+        self.header = header
+        self.payload = payload
+        self.is_read = False
+        """It has its place, and goes there as it comes."""
+        self.context: Context
+        """Whose it is to read."""
+        self.is_whole = False
+        """All of it has come."""
+        self.unread_bytes = 0
+
+    def take(self) -> int:
+        """How much of what has come is read only now."""
+        taken, self.unread_bytes = self.unread_bytes, 0
+        return taken
+
+
+class Departure:
+    """A large frame on its way out of one end."""
+
+    __slots__ = (
+        "_context", "_far", "_fills", "_frame", "_is_over", "_loop", "_near", "_out", "_part_bytes", "_piece", "_tcp",
+        "_waiter", "unsent_bytes",
+    )  # fmt: skip
+
+    def __init__(self, near: VirtualChannel, far: VirtualChannel, frame: Large) -> None:
+        self._near, self._far, self._frame = near, far, frame
+        self._out = near.streams[0]
+        self._loop = near.host.loop
+        self._tcp = near.host.net.tcp
+        window_bytes = self._tcp.window_bytes
+        self._part_bytes = max(min(window_bytes // PER_WINDOW, self._tcp.send_buffer_bytes), window_bytes // AT_MOST, 1)
+        self._context = copy_context()
+        self._waiter: asyncio.Future[None] | None = None
+        self._piece: Message | None = None
+        """The last one, as long as it is here."""
+        self._fills = True
+        """It takes its part of the window when it leaves, because nobody may read it when it comes."""
+        self._is_over = False
+        self.unsent_bytes = HEADER_BYTES + frame.header.length
+        """What has no room in the send buffer yet."""
+
+    async def until_over(self) -> None:
+        """Wait until the send buffer holds the rest, or the channel has ended. Cancelled, it waits a moment longer."""
+        try:
+            await self._until_over()
+        except asyncio.CancelledError:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REST_S):
+                    await self._until_over()
+            raise
+
+    async def _until_over(self) -> None:
+        if not self._is_over:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def end(self) -> None:
+        """Nothing more follows."""
+        self._is_over = True
+        self._count()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def left(self) -> None:
+        """The head of the queue has left: if it was our last piece, the next follows at once."""
+        if self._out.queue[0] is self._piece:
+            self._count()
+            if self._loop.is_frozen(self._near.host):
+                self._loop.call_soon(self.go_on, context=self._context)
+            else:
+                self.go_on()
+
+    def _count(self) -> None:
+        if self._piece is not None and self._fills:
+            self._out.outstanding += self._piece.size_bytes
+        self._piece = None
+
+    def go_on(self) -> None:
+        """Send a piece, or all that is left where the send buffer has room for it."""
+        if self._is_over:
+            return
+        frame, tcp, far, out = self._frame, self._tcp, self._far, self._out
+        is_read = frame.is_read and not self._loop.is_frozen(far.host)
+        most_bytes = tcp.window_bytes if is_read else self._part_bytes
+        excess_bytes = self.unsent_bytes - tcp.send_buffer_bytes
+        if excess_bytes > (tcp.send_buffer_bytes * SLACK if is_read else 0):
+            size_bytes = min(excess_bytes, most_bytes)
+            self.unsent_bytes -= size_bytes
+            self._fills = not is_read
+            self._piece = Message(size_bytes, partial(far.came, frame, size_bytes, self._fills), strikes_bytes=0)
+            out.push(self._piece)
+            return
+        while not is_read and self.unsent_bytes > most_bytes:
+            self.unsent_bytes -= most_bytes
+            out.push(Message(most_bytes, partial(far.came, frame, most_bytes, False), strikes_bytes=0))
+        last_bytes, self.unsent_bytes = self.unsent_bytes, 0
+        arrive = partial(far.came_whole, frame, last_bytes)
+        out.push(Message(last_bytes, arrive, frame.header, frame.payload, HEADER_BYTES + frame.header.length))
+        self.end()

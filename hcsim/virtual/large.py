@@ -74,6 +74,10 @@ class Departure:
         self.unsent_bytes = HEADER_BYTES + frame.header.length
         """What has no room in the send buffer yet."""
 
+    def __repr__(self) -> str:
+        unread = "" if self._frame.is_read else " that nobody reads"
+        return f"<frame of {HEADER_BYTES + self._frame.header.length} bytes over {self._out.name}{unread}>"
+
     async def until_over(self) -> None:
         """Wait until the send buffer holds the rest, or the channel has ended. Cancelled, it waits a moment longer."""
         try:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.config import AnyFault, FlippedBit, Partition, Pause, Reset, Tcp
-from hcsim.errors import ChannelBroken
+from hcsim.errors import ChannelBroken, Deadlock
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.channel import VirtualChannel
@@ -71,6 +71,25 @@ def test_buffers_hold_no_more_of_a_frame_than_they_are_large(size, rate, latency
     assert max(held) <= BUFFERS
     assert held[-1] >= Tcp().window_bytes
     assert number == 0
+
+
+def test_a_deadlock_tells_which_frames_nobody_reads():
+    world = two()
+    size = 10 * MIB
+
+    async def main() -> None:
+        ends = await connected(world)
+        senders = [
+            host.spawn(end.send(Header(size), Phantom(size)), name="sender")
+            for host, end in zip(world.hosts, ends, strict=True)
+        ]
+        await asyncio.gather(*senders)
+        await asyncio.gather(*(end.recv(lambda _: None) for end in ends))
+
+    with pytest.raises(Deadlock) as caught:
+        world.run(main())
+    for way in "a→b", "b→a":
+        assert f"<frame of {size + HEADER_BYTES} bytes over {way}#1 that nobody reads>" in str(caught.value)
 
 
 def test_what_the_buffers_hold_is_sent_though_nobody_reads():

@@ -72,7 +72,7 @@ class Departure:
         """It takes its part of the window when it leaves, because nobody may read it when it comes."""
         self._is_over = False
         self.unsent_bytes = HEADER_BYTES + frame.header.length
-        """What has no room in the send buffer yet."""
+        """What is not in the queue yet."""
 
     def __repr__(self) -> str:
         unread = "" if self._frame.is_read else " that nobody reads"
@@ -110,6 +110,7 @@ class Departure:
                 self.go_on()
 
     def _count(self) -> None:
+        """Our last piece has left, or nobody will tell us when it does."""
         if self._piece is not None and self._fills:
             self._out.outstanding += self._piece.size_bytes
         self._piece = None

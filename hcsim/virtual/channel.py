@@ -150,7 +150,8 @@ class VirtualChannel:
     async def recv(self, place: Place) -> tuple[Header, Payload]:
         """See `runtime.channel.Channel.recv`."""
         inbox = self._inbox
-        self._check_that_nobody_waits()
+        if self._reader is not None:
+            raise self._two_receive()
         if not inbox:
             await self._until_arrived()
         header, payload, large = inbox[0]  # where it stays until it has a place
@@ -160,10 +161,12 @@ class VirtualChannel:
             await asyncio.shield(where)
             if self._end is not None and not inbox:
                 raise self._again(self._end)
-        if self._end is not None and not inbox:  # by `place`
-            raise self._again(self._end)
         if large is not None and not large.is_whole:
-            await self._until_whole(large, where)
+            self._check_place(header, payload, where)
+            self._read(large)
+            await self._until_arrived(large=large)
+        if self._end is not None and not inbox:  # by `place`, or the frame is lost with the connection
+            raise self._again(self._end)
         taken = self._taken(header, payload, where)
         self._in.consumed(HEADER_BYTES + header.length if large is None else large.take())
         inbox.popleft()
@@ -172,7 +175,8 @@ class VirtualChannel:
     async def pump(self, place: Place, landed: Landed) -> None:
         """See `runtime.channel.Channel.pump`."""
         inbox, pump = self._inbox, _Pump(place, landed)
-        self._check_that_nobody_waits()
+        if self._reader is not None:
+            raise self._two_receive()
         while True:
             while inbox and pump.wanted is None:
                 pump.context.run(self._hand_over, pump, *inbox.popleft())
@@ -258,41 +262,30 @@ class VirtualChannel:
         self.broken(why)
         self._far.broken(why)
 
-    def _check_that_nobody_waits(self) -> None:
-        if self._reader is not None:
-            raise UsageError(f"two tasks receive from {self!r} at once")
+    def _two_receive(self) -> UsageError:
+        return UsageError(f"two tasks receive from {self!r} at once")
 
-    async def _until_arrived(self, pump: _Pump | None = None) -> None:
-        """Wait until there is a frame in the inbox. One that is handed over is none to wake up for."""
-        while not self._inbox:
+    async def _until_arrived(self, pump: _Pump | None = None, large: Large | None = None) -> None:
+        """Wait until there is a frame in the inbox, or all of the large one at its head. One that is handed over is
+        none to wake up for. Who is cancelled in the middle of a frame breaks the channel."""
+        while not self._inbox if large is None else not large.is_whole:
             if self._end is not None:
                 raise self._again(self._end)
-            self._check_that_nobody_waits()
-            await self._until_woken(pump)
-
-    async def _until_whole(self, large: Large, where: memoryview | Fold | None) -> None:
-        """Wait for the rest of the frame at the head of the inbox."""
-        self._check_place(large.header, large.payload, where)
-        self._read(large)
-        await self._until_woken()
-        if self._end is not None and not self._inbox:
-            raise self._again(self._end)
-
-    async def _until_woken(self, pump: _Pump | None = None) -> None:
-        """Who is cancelled in the middle of a frame breaks the channel."""
-        self._reader = asyncio.Future(loop=self._loop)
-        self._pump = pump
-        try:
-            failure = await self._reader
-        except asyncio.CancelledError:
-            begun = self._coming.is_read if self._coming is not None else not self._inbox and self._in.is_in_message
-            if self._end is None and begun:
-                self._finish(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
-            raise
-        finally:
-            self._reader = self._pump = None
-        if failure is not None:
-            raise failure
+            if self._reader is not None:
+                raise self._two_receive()
+            self._reader = asyncio.Future(loop=self._loop)
+            self._pump = pump
+            try:
+                failure = await self._reader
+            except asyncio.CancelledError:
+                begun = self._coming.is_read if self._coming is not None else not self._inbox and self._in.is_in_message
+                if self._end is None and begun:
+                    self._finish(ChannelBroken(f"a frame from {self._peer} was cancelled half-way", self._peer))
+                raise
+            finally:
+                self._reader = self._pump = None
+            if failure is not None:
+                raise failure
 
     def came(self, large: Large, size_bytes: int, filled: bool) -> None:
         """A piece of a frame has come, which is not its last one; it may have `filled` the window before it came."""

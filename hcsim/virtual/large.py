@@ -127,12 +127,12 @@ class Departure:
             size_bytes = min(excess_bytes, most_bytes)
             self.unsent_bytes -= size_bytes
             self._fills = not is_read
-            self._piece = Message(size_bytes, partial(far.came, frame, size_bytes, self._fills), strikes_bytes=0)
+            self._piece = Message(size_bytes, partial(far.came, frame, size_bytes, self._fills), exposed_bytes=0)
             out.push(self._piece)
             return
         while not is_read and self.unsent_bytes > most_bytes:
             self.unsent_bytes -= most_bytes
-            out.push(Message(most_bytes, partial(far.came, frame, most_bytes, False), strikes_bytes=0))
+            out.push(Message(most_bytes, partial(far.came, frame, most_bytes, False), exposed_bytes=0))
         last_bytes, self.unsent_bytes = self.unsent_bytes, 0
         arrive = partial(far.came_whole, frame, last_bytes)
         out.push(Message(last_bytes, arrive, frame.header, frame.payload, HEADER_BYTES + frame.header.length))

@@ -41,7 +41,7 @@ class Message(msgspec.Struct, frozen=True):
     header: Header | None = None
     """None where no frame ends with it: it is the end of the connection, behind all frames, or part of a frame."""
     payload: Payload = EMPTY
-    strikes_bytes: int | None = None
+    exposed_bytes: int | None = None
     """How much of it jitter and losses can strike, if not its size: all of the frame whose end it is, or nothing."""
 
 
@@ -337,9 +337,9 @@ class Stream:
         arrival = now + self._latency_ns
         if self._delays is not None:
             self._burst += message.size_bytes
-            struck = message.size_bytes if message.strikes_bytes is None else message.strikes_bytes
-            if struck:
-                arrival += round(self._delays.draw_s(struck, self._rtt_s, self.flow) * NS)
+            exposed = message.size_bytes if message.exposed_bytes is None else message.exposed_bytes
+            if exposed:
+                arrival += round(self._delays.draw_s(exposed, self._rtt_s, self.flow) * NS)
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival

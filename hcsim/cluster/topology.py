@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import networkx as nx
 
 from hcsim.cluster.probe import Line, Prober, Speed, measure_speed
 from hcsim.errors import UsageError
 from hcsim.runtime.address import join_address
 from hcsim.runtime.device import Chip
 from hcsim.runtime.host import Host, Interface, Medium
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 AS_FAST = 0.9
 """Ways that reach this share of the fastest one's bandwidth are as fast as it."""
@@ -81,6 +83,8 @@ class Topology:
     @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:
         """Every way in both of its directions, keyed by where it arrives, with its bandwidth and latency."""
+        import networkx as nx  # which takes as long as all of numpy, and a start of hcsim does without
+
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         for node in self.nodes:
             graph.add_node(node.name, node=node)

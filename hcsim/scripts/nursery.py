@@ -1,7 +1,8 @@
 """The process whose children the ranks are: `python -m hcsim.scripts.nursery DESCRIPTOR`.
 
-It imports torch once and forks each rank from there, which saves each of them seconds and a hundred megabytes. Where
-forking a process that has loaded the system's frameworks is not safe (macOS), every rank begins anew instead.
+It imports torch, and what else a script begins with, once and forks each rank from there: that saves each of them
+seconds and a hundred megabytes. Where forking a process that has loaded the system's frameworks is not safe (macOS),
+every rank begins anew instead.
 
 It waits for the simulator's word, and when there is no simulator any more, it ends all ranks and itself. A rank is a
 session of its own, so that what its script has started ends with it.
@@ -19,12 +20,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hcsim.scripts.conversation import HungUp
+from hcsim.scripts.early import import_early
 
 FORKS = sys.platform.startswith("linux")
 _LENGTH = struct.Struct("!I")
@@ -113,7 +114,7 @@ def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> in
 
 
 def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
-    _prepare(seat.script)
+    import_early(seat.script)  # once, where each rank would do so otherwise
     pid = os.fork()
     if pid:
         return pid
@@ -127,14 +128,6 @@ def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int
         traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, this is no nursery
-
-
-def _prepare(script: str) -> None:
-    """Load what torch loads for every optimizer and every replica, before there are ranks that would do so each."""
-    with suppress(OSError):
-        text = Path(script).read_text(encoding="utf-8", errors="replace")
-        if "optim" in text or "DistributedDataParallel" in text:
-            import torch._dynamo  # noqa: F401
 
 
 def _spawn(seat: Seat, conversation: int, arena: int) -> int:

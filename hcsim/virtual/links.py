@@ -22,13 +22,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from hcsim.config import Attachment, Ethernet, Node, Scenario, Tcp, Thunderbolt, Wan, Wifi
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Interface, Medium, fastest_first
 from hcsim.virtual.sharing import Resource
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 LOOPBACK_LATENCY_S = 10e-6
 BRIDGE = "bridge0"
@@ -232,6 +234,8 @@ class Topology:
         return hop("up", wan.up_bps), hop("down", wan.down_bps)
 
     def _thunderbolt(self, medium: Thunderbolt) -> nx.Graph:
+        import networkx as nx  # a quarter of what every start of hcsim took, and few have such cables
+
         graph = nx.Graph()
         for cable in medium.cables:
             a, b = cable.between
@@ -278,6 +282,10 @@ class Topology:
         return paths
 
     def _over_thunderbolt(self, source: str, target: str) -> list[Path]:
+        if not self._cables:
+            return []
+        import networkx as nx
+
         paths = []
         for medium, tree in self._cables.items():
             if source not in tree or target not in tree or not nx.has_path(tree, source, target):

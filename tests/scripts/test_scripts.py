@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -407,6 +408,32 @@ def test_who_sets_no_seed_draws_its_own_numbers_and_always_the_same(run_well: Ru
     assert all(ours != theirs for ours, theirs in zip(first.value(0), first.value(1), strict=True))
     other = run_well(msgspec.structs.replace(on_switch(TWO), seed=on_switch(TWO).seed + 1), text)
     assert other.value(0) != first.value(0)
+
+
+def test_what_a_script_begins_with_is_imported_once_for_all_ranks(run_well: Runner) -> None:
+    text = """
+    tell("scipy.signal" in sys.modules)
+    import scipy.signal
+    """
+    told = run_well(on_switch(TWO), text)
+    assert [told.by(rank) for rank in (0, 1)] == [["true"], ["true"]]
+
+
+@pytest.mark.parametrize("place", ["pandas.py", "pandas/__init__.py"])
+def test_what_lies_beside_a_script_is_not_mistaken_for_a_library_of_its_name(
+    run_well: Runner, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("import os\nIMPORTED_IN = os.getpid()")
+    told = run_well(on_switch(TWO), "import pandas\ntell(pandas.IMPORTED_IN == os.getpid())")
+    assert [told.value(rank) for rank in (0, 1)] == [True, True]
+
+
+@pytest.mark.parametrize(("text", "said"), [("import torch.nowhere", "No module"), ("import (", "invalid syntax")])
+def test_what_cannot_be_imported_is_the_scripts_own_error(run_text: Runner, text: str, said: str) -> None:
+    told = run_text(on_switch(TWO), text)
+    assert not told.run.succeeded
+    assert all(said in " ".join(told.by(rank)) for rank in (0, 1))
 
 
 def test_a_call_that_nobody_waits_for_comes_to_its_end(run_well: Runner) -> None:

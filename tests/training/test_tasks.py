@@ -473,7 +473,7 @@ print([name for name in ("torch", "sklearn") if name in sys.modules])
 
 
 def test_no_more_is_imported_for_training_than_torch_itself() -> None:
-    """torch's compiler, or all of scikit-learn, would take as long again before the first step."""
+    """torch's compiler, sympy, or all of scikit-learn, would take as long again before the first step."""
     program = """
 import sys
 import numpy as np
@@ -486,7 +486,7 @@ for name in ("digits", "text"):
         replica.backward(block)
     found.score(replica.parameters)
 import torch
-print([name for name in ("torch._dynamo", "torch._inductor", "sklearn") if name in sys.modules])
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "sklearn") if name in sys.modules])
 print(torch.get_deterministic_debug_mode(), torch.get_num_threads())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)

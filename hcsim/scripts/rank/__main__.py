@@ -6,7 +6,10 @@ import sys
 
 import msgspec
 
+from hcsim.scripts.early import import_early
 from hcsim.scripts.nursery import Seat
 from hcsim.scripts.rank.script import run_script
 
-run_script(msgspec.json.decode(sys.argv[1], type=Seat), int(sys.argv[2]), int(sys.argv[3]))
+seat = msgspec.json.decode(sys.argv[1], type=Seat)
+import_early(seat.script)  # which is no part of its work, as it is none where ranks are forked
+run_script(seat, int(sys.argv[2]), int(sys.argv[3]))

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -31,6 +32,11 @@ PROCESS_GUARD_S = 60
 
 
 def noise(rank: int, length: int, dtype: np.dtype[Any]) -> Array:
+    return _drawn(rank, length, dtype).copy()
+
+
+@lru_cache(64)
+def _drawn(rank: int, length: int, dtype: np.dtype[Any]) -> Array:
     random = np.random.default_rng([rank, length])
     real, imag = random.normal(size=length), random.normal(size=length)
     return (real + 1j * imag if dtype.kind == "c" else real).astype(dtype)

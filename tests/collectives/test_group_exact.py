@@ -6,7 +6,7 @@ reached. One simulated run goes through many cases, so a test returns the cases 
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from itertools import product
 from typing import Any
 
@@ -66,6 +66,7 @@ def values(rank: int, world: int, length: int, dtype: np.dtype[Any], op: str) ->
     return (small + large).astype(dtype)
 
 
+@cache
 def reference(world: int, length: int, dtype: np.dtype[Any], op: str) -> Array:
     inputs = [values(rank, world, length, dtype, op) for rank in range(world)]
     if dtype.kind in "iub":

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -495,6 +494,8 @@ print(torch.get_deterministic_debug_mode(), torch.get_num_threads())
 
 @pytest.mark.parametrize("is_file", [True, False])
 def test_digits_are_scikit_learns_wherever_it_keeps_them(monkeypatch: pytest.MonkeyPatch, is_file: bool) -> None:
+    from sklearn.datasets import load_digits  # a second, which every worker would spend at its beginning
+
     if not is_file:
         monkeypatch.setattr(digits, "file_of", lambda *_: None)
     expected = load_digits()

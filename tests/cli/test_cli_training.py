@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from hcsim.cli.app import app
+from hcsim.real.device import best_torch_device, check_torch_device
 from tests.cli.test_cli_real import LIMIT_S, free_peers, rank
+from tests.torch_backend.ranks import Meeting, Ranks
 
 SMALL = ("--task", "convex", "--steps", "6")
 
@@ -38,15 +42,29 @@ def test_a_simulated_cluster_learns_and_says_what_it_came_to(strategy: str, comp
     ("strategy", "compressor"),
     [("ddp", "int8+ef"), ("ddp", "powersgd:2+ef"), ("diloco:2", "topk:0.1+ef"), ("parameter_server", "none")],
 )
-def test_both_worlds_end_with_the_same_parameters(strategy: str, compressor: str) -> None:
+def test_both_worlds_end_with_the_same_parameters(ranks: Ranks, strategy: str, compressor: str) -> None:
     job = ("--task", "digits", "--steps", "4", "--batch", "4", "--strategy", strategy, "--compressor", compressor)
     virtual = hcsim("run", "two-macs-wifi", *job)
-    peers = free_peers(2)
-    with rank(0, peers, *job, "--device", "cpu") as zero, rank(1, peers, *job, "--device", "cpu") as one:
-        output, errors = zero.communicate(timeout=LIMIT_S)
-        other, other_errors = one.communicate(timeout=LIMIT_S)
-    assert (zero.returncode, one.returncode) == (0, 0), errors + other_errors
-    assert parameters(output) == parameters(other) == parameters(virtual.stdout) != []
+    real = ranks.run(trained_for_real, free_peers(2), job, size=2, backend="")
+    assert [code for code, _ in real] == [0, 0], real
+    for _, output in real:
+        assert parameters(output) == parameters(virtual.stdout) != []
+
+
+def trained_for_real(meeting: Meeting, peers: str, job: Sequence[str]) -> tuple[int, str]:
+    """In a process that has torch already."""
+    result = hcsim("run", "--real", "--peers", peers, "--rank", str(meeting.rank), *job, "--device", "cpu")
+    return result.exit_code, result.output
+
+
+def test_commands_of_their_own_train_together_too() -> None:
+    peers, job = free_peers(2), (*SMALL, "--device", "cpu")
+    with rank(0, peers, *job) as zero, rank(1, peers, *job) as one:
+        told = [process.communicate(timeout=LIMIT_S) for process in (zero, one)]
+    assert [process.returncode for process in (zero, one)] == [0, 0], told
+    virtual = hcsim("run", "two-macs-wifi", *SMALL)
+    assert [parameters(output) for output, _ in told] == [parameters(virtual.stdout)] * 2
+    assert parameters(virtual.stdout) != []
 
 
 def test_a_saved_model_scores_as_it_did_in_training(tmp_path: Path) -> None:
@@ -114,9 +132,14 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     assert f'device "{device}"' in result.output
 
 
+def test_the_device_that_is_taken_by_itself_computes() -> None:
+    check_torch_device("auto")
+    assert torch.ones(3, device=best_torch_device()).sum() == 3
+
+
 def test_real_ranks_with_unlike_settings_are_told_so() -> None:
-    peers = free_peers(2)
-    with rank(0, peers, *SMALL, "--lr", "0.1") as zero, rank(1, peers, *SMALL, "--lr", "0.2") as one:
+    peers, job = free_peers(2), (*SMALL, "--device", "cpu")
+    with rank(0, peers, *job, "--lr", "0.1") as zero, rank(1, peers, *job, "--lr", "0.2") as one:
         errors = [process.communicate(timeout=LIMIT_S)[1] for process in (zero, one)]
     assert [process.returncode for process in (zero, one)] == [2, 2]
     assert all("lr is 0.1 and 0.2" in error for error in errors)

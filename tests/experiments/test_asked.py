@@ -53,7 +53,7 @@ def test_rows_are_in_their_file_whatever_becomes_of_what_is_shown(tmp_path: Path
     ("words", "sign"),
     [
         (("speed", "--only", "timers", "--turns", "1"), "µ"),
-        (("allreduce", "--ranks", "2", "--sizes", "4KB", "--repeat", "1", "--peers", "hcsim,gloo"), "÷"),
+        (("allreduce", "--ranks", "2", "--sizes", "4KB", "--repeat", "1", "--peers", "hcsim,bare"), "÷"),
     ],
 )
 def test_what_a_terminal_cannot_show_is_spelled(words: tuple[str, ...], sign: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
 from hcsim.config import AnyFault
+from hcsim.scripts.processes import Processes
 from tests.switches import on_switch
 from tests.torch_backend.ranks import Ranks
 
@@ -134,3 +135,10 @@ def ranks() -> Iterator[Ranks]:
     processes = Ranks()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Where the ranks of simulated scripts come from; torch is loaded there once for all of them."""
+    with Processes() as shared:
+        yield shared

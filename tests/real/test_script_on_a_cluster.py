@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hcsim.scripts.processes import Processes
 from hcsim.scripts.run import simulate_script
 from tests.real.namespaces import Process
 from tests.real.together import Together, together
@@ -75,14 +76,17 @@ def learned(text: str) -> str:
     return found[1]
 
 
-def test_a_script_learns_the_same_on_real_machines_and_on_simulated_ones(ab: tuple[Together, Path]) -> None:
+def test_a_script_learns_the_same_on_real_machines_and_on_simulated_ones(
+    ab: tuple[Together, Path], processes: Processes
+) -> None:
     cluster, script = ab
-    processes = start(cluster, script, 10)
-    for process in processes:
+    machines = start(cluster, script, 10)
+    for process in machines:
         assert process.ends() == 0, process.text
     said: list[str] = []
-    simulate_script(on_switch(["x", "y"]), script, ["10"], say=lambda rank, stream, text: said.append(text))
-    assert {learned(process.text) for process in processes} == {learned("".join(said))}
+    two = on_switch(["x", "y"])
+    simulate_script(two, script, ["10"], say=lambda rank, stream, text: said.append(text), processes=processes)
+    assert {learned(process.text) for process in machines} == {learned("".join(said))}
 
 
 def test_when_the_script_fails_on_one_machine_the_other_does_not_wait_for_it(ab: tuple[Together, Path]) -> None:

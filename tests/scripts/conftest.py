@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ class Told:
 
 
 Runner = Callable[..., Told]
-
-
-@pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
-    with Processes() as shared:
-        yield shared
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ def import_early(script: str) -> None:
         wanted = dict.fromkeys(_imported(ast.parse(text)))
         if "optim" in text or "DistributedDataParallel" in text:
             wanted["torch._dynamo"] = None  # torch does so with the first optimizer or replica
-        before, sys.path[0] = sys.path[0], str(folder)  # as it is for the script
+        first = sys.path.pop(0)  # a folder of somebody's own, whose modules are not for libraries
         try:
             for name in wanted:
                 library = name.partition(".")[0]
                 if library in LIBRARIES and not _is_its_own(folder, library):
-                    with suppress(Exception):
+                    with suppress(Exception, SystemExit):
                         import_module(name)
         finally:
-            sys.path[0] = before
+            sys.path.insert(0, first)
 
 
 def _imported(script: ast.Module) -> Iterator[str]:

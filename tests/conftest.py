@@ -13,14 +13,17 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import pytest
 from hypothesis import settings
 
 from hcsim import Group, Options, Outcome, Wire, real_group, simulate
+from hcsim.cli import script
 from hcsim.config import AnyFault
 from hcsim.scripts.processes import Processes
+from hcsim.scripts.run import simulate_script
 from tests.switches import on_switch
 from tests.torch_backend.ranks import Ranks
 
@@ -142,3 +145,9 @@ def processes() -> Iterator[Processes]:
     """Where the ranks of simulated scripts come from; torch is loaded there once for all of them."""
     with Processes() as shared:
         yield shared
+
+
+@pytest.fixture
+def ranks_at_hand(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hcsim run SCRIPT` takes its ranks from there too."""
+    monkeypatch.setattr(script, "simulate_script", partial(simulate_script, processes=processes))

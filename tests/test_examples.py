@@ -5,34 +5,23 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hcsim.checkpoints.loader import load
-from hcsim.cli import script
 from hcsim.cli.app import app
-from hcsim.scripts.processes import Processes
-from hcsim.scripts.run import simulate_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 150
+pytestmark = pytest.mark.usefixtures("ranks_at_hand")
 
 
-@pytest.fixture
-def simulated(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `hcsim run` shows of an example; its ranks come from where torch is loaded already."""
-    monkeypatch.setattr(script, "simulate_script", partial(simulate_script, processes=processes))
-
-    def run(name: str, scenario: str, *arguments: str) -> str:
-        result = CliRunner().invoke(app, ["run", str(EXAMPLES / name), "--scenario", scenario, "--", *arguments])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    return run
+def simulated(name: str, scenario: str, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["run", str(EXAMPLES / name), "--scenario", scenario, "--", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def under_torchrun(ranks: int, name: str, *arguments: str) -> str:
@@ -48,7 +37,7 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
 
 
-def test_digits_are_learnt_on_four_macs_and_then_on_two_ranks(simulated: Callable[..., str], tmp_path: Path) -> None:
+def test_digits_are_learnt_on_four_macs_and_then_on_two_ranks(tmp_path: Path) -> None:
     """The second run goes on where the first one ended, with other ranks and another backend."""
     saved = str(tmp_path / "digits")
     first = simulated("image_classifier.py", "four-macs-1gbe", "--epochs", "2", "--save", saved)
@@ -60,7 +49,7 @@ def test_digits_are_learnt_on_four_macs_and_then_on_two_ranks(simulated: Callabl
     assert (load(saved).step, load(saved).world) == (4, 2)
 
 
-def test_the_transformer_learns_alike_in_both_worlds_whole_or_sharded(simulated: Callable[..., str]) -> None:
+def test_the_transformer_learns_alike_in_both_worlds_whole_or_sharded() -> None:
     whole = losses(simulated("language_model.py", "two-macs-wifi", "--steps", "10"))
     sharded = losses(under_torchrun(2, "language_model.py", "--steps", "10", "--sharded"))
     assert len(whole) == 1
@@ -68,7 +57,7 @@ def test_the_transformer_learns_alike_in_both_worlds_whole_or_sharded(simulated:
     assert whole[0] < 3.3
 
 
-def test_diloco_spends_less_time_on_the_air(simulated: Callable[..., str], tmp_path: Path) -> None:
+def test_diloco_spends_less_time_on_the_air(tmp_path: Path) -> None:
     saved = str(tmp_path / "diloco")
     printed = [
         simulated("diloco_wifi.py", "two-macs-wifi", "--steps", "4", *arguments)

@@ -41,6 +41,7 @@ if "fail" in sys.argv and dist.get_rank() == 2:
     return path
 
 
+@pytest.mark.usefixtures("ranks_at_hand")
 def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, tmp_path: Path) -> None:
     trace, metrics = tmp_path / "trace.jsonl", tmp_path / "metrics.txt"
     files = ("--trace", str(trace), "--metrics", str(metrics))
@@ -55,6 +56,7 @@ def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, 
     assert "hcsim_collectives_total" in metrics.read_text()
 
 
+@pytest.mark.usefixtures("ranks_at_hand")
 def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) -> None:
     result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", "--", "fail")
     assert result.exit_code == 1
@@ -140,6 +142,7 @@ def test_what_the_terminal_cannot_show_is_spelled_and_ends_nothing(tmp_path: Pat
     assert r"\u2713" in ended.stderr
 
 
+@pytest.mark.usefixtures("ranks_at_hand")
 @pytest.mark.parametrize(("scenario", "nodes"), [("four-macs-faulty", 2), ("four-macs-churn", 1)])
 def test_on_fewer_machines_only_their_own_faults_happen(tmp_path: Path, scenario: str, nodes: int) -> None:
     script = tmp_path / "train.py"

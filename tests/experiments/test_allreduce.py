@@ -148,12 +148,11 @@ def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
     def broken(rank_commands: list[list[str]]) -> list[list[str]]:
         return [[sys.executable, "-c", "raise SystemExit('no such library')"] for _ in rank_commands]
 
-    gloo = PEERS["gloo"]
-    peer = msgspec.structs.replace(gloo, launch=broken)
+    peer = msgspec.structs.replace(PEERS["gloo"], launch=broken)
     with pytest.raises(TeamFailed, match="no such library"), running(peer, 2, "auto", "float32"):
         pass
 
 
 def test_ranks_that_end_early_are_reported() -> None:
-    with running(PEERS["gloo"], 2, "auto", "float32") as team, pytest.raises(TeamFailed, match="a rank ended"):
+    with running(PEERS["hcsim"], 2, "auto", "float32") as team, pytest.raises(TeamFailed, match="a rank ended"):
         team.take(Turn(elements=-1, iterations=1))

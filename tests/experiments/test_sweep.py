@@ -58,7 +58,7 @@ target_loss = 100.0
 TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifest.json")
 
 
-def run(text: str, out: Path, jobs: int = 2) -> Outcome:
+def run(text: str, out: Path, jobs: int = 1) -> Outcome:
     asked = parse_sweep(text, "small.toml")
     return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
 

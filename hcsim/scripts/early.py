@@ -7,40 +7,53 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 LIBRARIES = ("torch", "numpy", "scipy", "sklearn", "pandas")
-"""Those that take long, start nothing when they are imported, and are the same in all ranks."""
+"""Those that take long, and bear being forked: the threads that some start, in OpenBLAS or jemalloc, are prepared."""
+HARMLESS = (*LIBRARIES, "hcsim", *sorted(sys.stdlib_module_names))
+"""What changes nothing for those who are imported after it."""
 
 
 def import_early(script: str) -> None:
     """Import what the script will of these libraries. Whatever is wrong, the script is the one to find out."""
-    folder = Path(script).parent
-    with suppress(OSError, SyntaxError, ValueError):
-        text = Path(script).read_text(encoding="utf-8")
-        wanted = dict.fromkeys(_imported(ast.parse(text)))
-        if "optim" in text or "DistributedDataParallel" in text:
-            wanted["torch._dynamo"] = None  # torch does so with the first optimizer or replica
-        first = sys.path.pop(0)  # a folder of somebody's own, whose modules are not for libraries
+    with suppress(Exception):
+        source = Path(script).read_bytes()
+        wanted = [name for name in _first_imports(ast.parse(source)) if _library(name) in LIBRARIES]
+        if b"optim" in source or b"DistributedDataParallel" in source:
+            wanted.append("torch._dynamo")  # torch does so with the first optimizer or replica
+        folder, path = str(Path(script).parent), sys.path.copy()
+        if not sys.flags.safe_path:
+            del sys.path[0]  # a folder of somebody's own, whose modules are not for libraries
         try:
             for name in wanted:
-                library = name.partition(".")[0]
-                if library in LIBRARIES and not _is_its_own(folder, library):
+                if not _is_beside(folder, _library(name)):
                     with suppress(Exception, SystemExit):
                         import_module(name)
         finally:
-            sys.path.insert(0, first)
+            sys.path[:] = path
 
 
-def _imported(script: ast.Module) -> Iterator[str]:
-    """The modules that it names, where it does so first of all."""
-    for statement in script.body:
+def _first_imports(script: ast.Module) -> Iterator[str]:
+    """The modules that it imports before it does anything else, such as to say where or how they are to be loaded."""
+    for statement in script.body[ast.get_docstring(script) is not None :]:
         if isinstance(statement, ast.Import):
-            yield from (alias.name for alias in statement.names)
+            names = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module
+            names = [statement.module]
+        else:
+            return
+        yield from names
+        if any(_library(name) not in HARMLESS for name in names):
+            return
 
 
-def _is_its_own(folder: Path, library: str) -> bool:
-    """Whether something beside the script has this name, and comes first."""
-    return any(folder.glob(f"{library}.*")) or (folder / library).is_dir()
+def _library(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_beside(folder: str, library: str) -> bool:
+    """Whether a module of this name lies in the script's folder, and comes first."""
+    found = PathFinder.find_spec(library, [folder])
+    return found is not None and found.loader is not None  # without one it is any folder, which comes last

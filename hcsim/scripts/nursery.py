@@ -114,7 +114,7 @@ def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> in
 
 
 def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
-    import_early(seat.script)  # once, where each rank would do so otherwise
+    import_early(seat.script)  # with the first rank; the others find it done
     pid = os.fork()
     if pid:
         return pid

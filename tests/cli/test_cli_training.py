@@ -58,11 +58,12 @@ def trained_for_real(meeting: Meeting, peers: str, job: Sequence[str]) -> tuple[
 
 
 def test_commands_of_their_own_train_together_too() -> None:
-    peers, job = free_peers(2), (*SMALL, "--device", "cpu")
-    with rank(0, peers, *job) as zero, rank(1, peers, *job) as one:
+    job = ("--task", "digits", "--steps", "2", "--batch", "4", "--strategy", "local_sgd:2", "--compressor", "int8+ef")
+    peers, cpu = free_peers(2), ("--device", "cpu")
+    with rank(0, peers, *job, *cpu) as zero, rank(1, peers, *job, *cpu) as one:
         told = [process.communicate(timeout=LIMIT_S) for process in (zero, one)]
     assert [process.returncode for process in (zero, one)] == [0, 0], told
-    virtual = hcsim("run", "two-macs-wifi", *SMALL)
+    virtual = hcsim("run", "two-macs-wifi", *job)
     assert [parameters(output) for output, _ in told] == [parameters(virtual.stdout)] * 2
     assert parameters(virtual.stdout) != []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import nn
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.device import Work
 from hcsim.scripts.failures import ended_how
+from hcsim.scripts.nursery import FORKS
+from hcsim.scripts.processes import Processes
+from hcsim.scripts.run import simulate_script
 from hcsim.virtual.machines import machine_of, seconds
 from tests.scripts.conftest import Runner
 from tests.switches import on_switch
@@ -410,26 +415,66 @@ def test_who_sets_no_seed_draws_its_own_numbers_and_always_the_same(run_well: Ru
     assert other.value(0) != first.value(0)
 
 
-def test_what_a_script_begins_with_is_imported_once_for_all_ranks(run_well: Runner) -> None:
-    text = """
-    tell("scipy.signal" in sys.modules)
-    import scipy.signal
-    """
-    told = run_well(on_switch(TWO), text)
-    assert [told.by(rank) for rank in (0, 1)] == [["true"], ["true"]]
+@pytest.mark.parametrize(
+    ("before", "early"),
+    [
+        (b"import sys, scipy.signal\n", True),
+        (b"\xef\xbb\xbfimport scipy.signal, sys\n", True),
+        ('# coding: latin-1\n"ä"\nfrom scipy.signal import chirp\nimport sys\n'.encode("latin-1"), True),
+        (b"import sys\nsys.dont_write_bytecode = True\nimport scipy.signal\n", False),
+        (b"import sys, own\nimport scipy.signal\n", False),
+    ],
+)
+def test_what_a_script_begins_with_is_imported_early(tmp_path: Path, before: bytes, early: bool) -> None:
+    """What comes after anything else may depend on that, and waits for it."""
+    (tmp_path / "own.py").touch()
+    script = tmp_path / "script.py"
+    script.write_bytes(before)
+    (tmp_path / "scipy.csv").touch()
+    (tmp_path / "scipy").mkdir()
+    assert import_and_list(script) == (["scipy.signal"] if early else [])
 
 
-@pytest.mark.parametrize("place", ["pandas.py", "pandas/__init__.py"])
-def test_what_lies_beside_a_script_is_not_mistaken_for_a_library_of_its_name(
-    run_well: Runner, tmp_path: Path, place: str
-) -> None:
-    (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text("import os\nIMPORTED_IN = os.getpid()")
-    told = run_well(on_switch(TWO), "import pandas\ntell(pandas.IMPORTED_IN == os.getpid())")
-    assert [told.value(rank) for rank in (0, 1)] == [True, True]
+@pytest.mark.skipif(not FORKS, reason="every rank begins anew here")
+def test_early_means_once_for_all_ranks(tmp_path: Path, processes: Processes) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, scipy.signal\nprint('_sigtools' in open(f'/proc/{os.getppid()}/maps').read())")
+    said: list[str] = []
+    simulate_script(on_switch(TWO), script, say=lambda rank, stream, text: said.append(text), processes=processes)
+    assert "".join(said).split() == ["True"] * 2
 
 
-@pytest.mark.parametrize(("text", "said"), [("import torch.nowhere", "No module"), ("import (", "invalid syntax")])
+def test_what_lies_beside_a_script_is_not_mistaken_for_a_library_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "pandas.py").touch()
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text("import pandas, sklearn, scipy.signal")
+    assert import_and_list(script) == ["scipy.signal"]
+
+
+def import_and_list(script: Path) -> list[str]:
+    """Which of some modules are there after the early imports of a script."""
+    program = f"""
+import sys
+from hcsim.scripts.early import import_early
+before = list(sys.path)
+import_early({str(script)!r})
+assert sys.path == before
+print(*(name for name in ("pandas", "sklearn", "scipy.signal") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch.nowhere", "No module"),
+        ("import (", "invalid syntax"),
+        pytest.param("x = " + "-" * 20_000 + "1", "MemoryError", id="deep"),
+    ],
+)
 def test_what_cannot_be_imported_is_the_scripts_own_error(run_text: Runner, text: str, said: str) -> None:
     told = run_text(on_switch(TWO), text)
     assert not told.run.succeeded

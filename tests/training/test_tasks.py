@@ -161,6 +161,22 @@ def test_blocks_out_of_order_are_refused() -> None:
         replica.backward(1)
 
 
+class Deaf(nn.Linear):
+    """Says the same whatever it is told."""
+
+    def forward(self, told: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.ones_like(told))
+
+
+def test_a_block_that_makes_no_use_of_the_one_before_is_refused() -> None:
+    data = torch.ones(2, 3), torch.zeros(2, 3)
+    replica = TorchReplica([nn.Linear(3, 3), Deaf(3, 3)], nn.functional.mse_loss, data, Memory(24))
+    replica.forward(np.arange(2))
+    replica.backward(1)
+    with pytest.raises(UsageError, match="block 1 makes no use of what block 0 gives it"):
+        replica.backward(0)
+
+
 def test_nothing_is_kept_after_the_backward_pass() -> None:
     replica = task("digits").replica(1)
     assert isinstance(replica, TorchReplica)

@@ -135,7 +135,12 @@ class TorchReplica:
             raise UsageError(f"the backward pass comes to block {len(self._leaving) - 1} next, not to block {block}")
         last = block == len(self._modules) - 1
         leaving = self._leaving.pop()
-        (leaving if last else _Cut.apply(leaving, self._entering.pop().grad)).backward()  # type: ignore[no-untyped-call]
+        if not last:
+            gradient = self._entering.pop().grad
+            if gradient is None:
+                raise UsageError(f"block {block + 1} makes no use of what block {block} gives it")
+            leaving = _Cut.apply(leaving, gradient)  # type: ignore[no-untyped-call]
+        leaving.backward()  # type: ignore[no-untyped-call]
         if block == 0:
             self._entering = []
         tensors = self._layout.blocks[block]

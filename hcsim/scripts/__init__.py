@@ -7,5 +7,5 @@ clock) it asks the simulator, which answers at a virtual time. What it computes 
 - `processes`, `nursery`, `early`: how ranks are started and ended, and what is imported before
 - `attendant`: the simulator's side of one rank; `lines`, `store`: its groups, and the key-value store
 - `run`: all of it together; `utilisation`: how busy each link was
-- `rank`: everything that runs in a rank's process, and the only part that imports torch
+- `rank`: everything that runs in a rank's process, and the only part that uses torch
 """

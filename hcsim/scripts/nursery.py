@@ -114,7 +114,7 @@ def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> in
 
 
 def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
-    import_early(seat.script)  # with the first rank; the others find it done
+    import_early(seat.script)  # for the first rank; the others find the modules loaded
     pid = os.fork()
     if pid:
         return pid

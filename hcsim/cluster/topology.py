@@ -83,7 +83,7 @@ class Topology:
     @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:
         """Every way in both of its directions, keyed by where it arrives, with its bandwidth and latency."""
-        import networkx as nx  # a fifth of a second, and few ask for the graph
+        import networkx as nx  # an eighth of a second, and few ask for the graph
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         for node in self.nodes:

@@ -234,7 +234,7 @@ class Topology:
         return hop("up", wan.up_bps), hop("down", wan.down_bps)
 
     def _thunderbolt(self, medium: Thunderbolt) -> nx.Graph:
-        import networkx as nx  # a fifth of a second, and few have such cables
+        import networkx as nx  # an eighth of a second, and few have such cables
 
         graph = nx.Graph()
         for cable in medium.cables:

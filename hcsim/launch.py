@@ -29,11 +29,10 @@ from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.node import Plan, train_as_member
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
-from hcsim.real.tls import TlsFiles
+from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.address import address_at, with_port
 from hcsim.runtime.target import parse
 from hcsim.telemetry.metrics import HostMetrics

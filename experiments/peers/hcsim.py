@@ -12,7 +12,7 @@ import hcsim
 from experiments.peers.peer import Floats, Job, Peer, Rank
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.real.certificates import ClusterTls
+from hcsim.real.tls import ClusterTls
 
 
 class _HcsimRank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from hcsim.errors import UsageError
@@ -34,6 +35,12 @@ class NodeKey:
     def sign(self, message: bytes) -> bytes:
         """A signature that only this key can make; the same for the same message."""
         return self.private.sign(message)
+
+    def pem(self) -> bytes:
+        """The private key as openssl reads it."""
+        return self.private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
 
 
 def is_signed(message: bytes, signature: bytes, public: bytes) -> bool:

@@ -17,8 +17,7 @@ import ssl
 from typing import Any
 
 from hcsim.errors import ConfigError
-from hcsim.real.certificates import ClusterTls
-from hcsim.real.tls import Tls, TlsFiles
+from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.target import Target
 

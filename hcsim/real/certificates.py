@@ -22,18 +22,10 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 
 VALIDITY = timedelta(days=7)
-RENEWED_AFTER = timedelta(days=1)
 CLOCK_ERROR = timedelta(days=1)
 """Clocks at home disagree: a certificate is valid this much before it was made."""
 _FOREVER = (datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
 """RFC 5280 has the second date for a certificate that does not expire."""
-
-
-class ClusterTls(msgspec.Struct, frozen=True):
-    """TLS of a cluster's member."""
-
-    key: NodeKey
-    secret: ClusterSecret
 
 
 class Certificates(msgspec.Struct, frozen=True):
@@ -44,10 +36,10 @@ class Certificates(msgspec.Struct, frozen=True):
     key: bytes
 
 
-def make_certificates(member: ClusterTls, now: datetime) -> Certificates:
-    """The authority's certificate, and a new one for the member's key."""
-    authority = Ed25519PrivateKey.from_private_bytes(member.secret.derive("tls authority"))
-    name = _name(f"hcsim cluster {member.secret.namespace.hex()[:16]}")
+def make_certificates(key: NodeKey, secret: ClusterSecret, now: datetime) -> Certificates:
+    """The authority's certificate, and a new one for a member's key."""
+    authority = Ed25519PrivateKey.from_private_bytes(secret.derive("tls authority"))
+    name = _name(f"hcsim cluster {secret.namespace.hex()[:16]}")
     root = (
         _builder(name, name, authority.public_key(), authority.public_key(), _FOREVER)
         .serial_number(1)
@@ -55,11 +47,11 @@ def make_certificates(member: ClusterTls, now: datetime) -> Certificates:
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(authority, None)
     )
-    private = member.key.private
+    public = key.private.public_key()
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     validity = (now - CLOCK_ERROR, now + VALIDITY)
     leaf = (
-        _builder(_name(member.key.node_id), name, private.public_key(), authority.public_key(), validity)
+        _builder(_name(key.node_id), name, public, authority.public_key(), validity)
         .serial_number(x509.random_serial_number())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
@@ -67,14 +59,7 @@ def make_certificates(member: ClusterTls, now: datetime) -> Certificates:
         .sign(authority, None)
     )
     pem = serialization.Encoding.PEM
-    return Certificates(root.public_bytes(pem), leaf.public_bytes(pem), private_pem(member.key))
-
-
-def private_pem(key: NodeKey) -> bytes:
-    """A node's private key as openssl reads it."""
-    return key.private.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    return Certificates(root.public_bytes(pem), leaf.public_bytes(pem), key.pem())
 
 
 def _builder(

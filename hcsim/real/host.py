@@ -24,7 +24,6 @@ import msgspec
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
 from hcsim.real import carriers, doors, shared
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.clock import RealClock
 from hcsim.real.device import RealDevice
 from hcsim.real.failures import is_distrust, translated
@@ -34,7 +33,7 @@ from hcsim.real.race import Place, Race
 from hcsim.real.store import FileStore, MemoryStore
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
-from hcsim.real.tls import Tls, TlsFiles
+from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.address import join_address
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Device

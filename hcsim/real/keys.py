@@ -24,7 +24,6 @@ from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
-from hcsim.real.certificates import private_pem
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
@@ -39,7 +38,7 @@ def load_node_key(home: Path) -> NodeKey:
     path = home / "node_key"
     data = _read_private(path)
     if data is None:
-        _create_private(path, private_pem(NodeKey(os.urandom(SEED_BYTES))))
+        _create_private(path, NodeKey(os.urandom(SEED_BYTES)).pem())
         data = _read_private(path) or b""  # another process may have been faster: its key counts
     try:
         private = serialization.load_pem_private_key(data, password=None)

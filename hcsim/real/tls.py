@@ -17,19 +17,18 @@ import ssl
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError
-from hcsim.identity.key import node_id_of
-from hcsim.real.certificates import RENEWED_AFTER, ClusterTls, make_certificates
+from hcsim.identity.key import NodeKey, node_id_of
+from hcsim.identity.namespace import ClusterSecret
 from hcsim.real.failures import PLAINTEXT, HandshakeCut
 from hcsim.real.forked import own
 
@@ -37,6 +36,15 @@ _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024
 _ALERT = bytes.fromhex("15030100020246")
 """Fatal: protocol version. OpenSSL sends none to a peer that does not speak TLS, but an hcsim without TLS knows it."""
+
+_RENEWED_AFTER = timedelta(days=1)
+
+
+class ClusterTls(msgspec.Struct, frozen=True):
+    """What a member of a cluster makes its certificates of."""
+
+    key: NodeKey
+    secret: ClusterSecret
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -74,7 +82,7 @@ class Tls:
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
         """For the next handshake."""
-        if isinstance(self._source, ClusterTls) and self._now() - self._made_at > RENEWED_AFTER:
+        if isinstance(self._source, ClusterTls) and self._now() - self._made_at > _RENEWED_AFTER:
             self._renew()
         return self._contexts[server_side]
 
@@ -99,7 +107,9 @@ class Tls:
     def _renew(self) -> None:
         self._made_at = self._now()
         if isinstance(self._source, ClusterTls):
-            made = make_certificates(self._source, self._made_at)
+            from hcsim.real.certificates import make_certificates
+
+            made = make_certificates(self._source.key, self._source.secret, self._made_at)
             # `ssl` reads keys from files alone: a folder that only we can enter, for as long as that takes.
             with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
                 files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
@@ -111,6 +121,8 @@ class Tls:
             self._load(self._source)
 
     def _load(self, files: TlsFiles) -> None:
+        from cryptography import x509  # a tenth of what a command without TLS takes to start
+
         self._contexts = {
             True: _context(files, ssl.PROTOCOL_TLS_SERVER),
             False: _context(files, ssl.PROTOCOL_TLS_CLIENT),
@@ -144,6 +156,8 @@ def _no_passphrase() -> str:
 
 
 def _key_of(certificate: bytes) -> object:
+    from cryptography import x509
+
     try:
         return x509.load_der_x509_certificate(certificate).public_key()
     except (ValueError, UnsupportedAlgorithm) as error:  # the authority signed it, and yet we cannot read it

@@ -11,9 +11,9 @@ import msgspec
 
 from hcsim.errors import ConfigError
 from hcsim.identity.key import SEED_BYTES, NodeKey
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.interfaces import list_interfaces, reachable_at
 from hcsim.real.keys import default_home, load_secret
+from hcsim.real.tls import ClusterTls
 
 CLUSTER = "HCSIM_CLUSTER"
 ADDRESSES = "HCSIM_ADDRESSES"

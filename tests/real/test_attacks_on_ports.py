@@ -27,9 +27,8 @@ from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
 from hcsim.identity.handshake import Credentials, Handshake, Role
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.tls import Tls
+from hcsim.real.tls import ClusterTls, Tls
 from hcsim.rng import stream
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header

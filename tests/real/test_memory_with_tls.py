@@ -16,12 +16,12 @@ from hcsim.errors import ChannelError, PeerRefused, RemoteProtocolError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.real import shared
-from hcsim.real.certificates import ClusterTls, make_certificates
+from hcsim.real.certificates import make_certificates
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SharedStream
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream
-from hcsim.real.tls import TlsFiles
+from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
 from tests.real.squatting import met_by_a_squatter
@@ -130,7 +130,7 @@ def test_a_stranger_of_the_same_user_is_refused_and_both_are_told_once() -> None
 
 
 def test_who_trusts_us_and_is_not_trusted_is_refused_at_once(tmp_path: Path) -> None:
-    ours, theirs = (make_certificates(ClusterTls(LEFT, of), datetime.now(UTC)) for of in (OURS, THEIRS))
+    ours, theirs = (make_certificates(LEFT, of, datetime.now(UTC)) for of in (OURS, THEIRS))
     for name, data in (("cert", theirs.leaf), ("key", theirs.key), ("ca", ours.authority)):
         (tmp_path / name).write_bytes(data)
     stranger = RealOptions("stranger", tls=TlsFiles(tmp_path / "cert", tmp_path / "key", tmp_path / "ca"))

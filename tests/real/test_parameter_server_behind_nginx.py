@@ -17,9 +17,9 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.launch import RealNode, train_in_cluster
 from hcsim.node import Plan
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials, new_secret, save_secret
+from hcsim.real.tls import ClusterTls
 from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import Join, Refused, answer
 from hcsim.training.run import Point, Report, Run

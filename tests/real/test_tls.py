@@ -29,11 +29,11 @@ from hcsim.errors import (
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
-from hcsim.real.certificates import ClusterTls, make_certificates
+from hcsim.real.certificates import make_certificates
 from hcsim.real.failures import is_distrust
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
-from hcsim.real.tls import Tls, TlsFiles
+from hcsim.real.tls import ClusterTls, Tls, TlsFiles
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.admission import AdmittedHost
@@ -56,7 +56,7 @@ def member(key: NodeKey, secret: ClusterSecret = OURS) -> RealOptions:
 
 
 def files(folder: Path, key: NodeKey, secret: ClusterSecret = OURS, made_at: datetime = NOW) -> TlsFiles:
-    made = make_certificates(ClusterTls(key, secret), made_at)
+    made = make_certificates(key, secret, made_at)
     paths = TlsFiles(*(folder / f"{key.node_id}.{part}" for part in ("crt", "key", "ca")))
     for path, data in ((paths.cert, made.leaf), (paths.key, made.key), (paths.ca, made.authority)):
         path.write_bytes(data)

@@ -21,8 +21,8 @@ from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
-from hcsim.real.certificates import ClusterTls
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.tls import ClusterTls
 from hcsim.rng import stream
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import Header, Kind

@@ -57,6 +57,11 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who takes ranks from a process that has torch comes first: one worker has them all, and loads torch for them."""
+    items.sort(key=lambda item: not {"ranks", "processes"} & set(getattr(item, "fixturenames", ())))
+
+
 class Cluster(Protocol):
     def run(
         self, size: int, program: Program, *, options: Options | None = None, wire: Wire | None = None

@@ -129,7 +129,7 @@ def long_sweep(folder: Path, least: int, **settings: Any) -> tuple[subprocess.Po
     )  # fmt: skip
     cells = out / ".cells"
     while process.poll() is None and not (cells.exists() and len(list(cells.glob("*.json"))) >= least):
-        pass
+        time.sleep(0.01)
     time.sleep(0.1)
     return process, out
 

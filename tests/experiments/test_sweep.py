@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -55,12 +57,26 @@ steps = 6
 evaluate_every = 3
 target_loss = 100.0
 """
+pytestmark = pytest.mark.usefixtures("drawn_once")
 TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifest.json")
 
 
 def run(text: str, out: Path, jobs: int = 1) -> Outcome:
     asked = parse_sweep(text, "small.toml")
     return sweep(asked, out, jobs, ["small.toml"], Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], None]:
+    """Into a folder, what a sweep leaves there; it is run once for all who only look at that, or go on from it."""
+
+    @cache
+    def once(text: str) -> Path:
+        out = tmp_path_factory.mktemp("swept")
+        run(text, out)
+        return out
+
+    return lambda text, out: shutil.copytree(once(text), out, dirs_exist_ok=True)
 
 
 def kept(out: Path) -> dict[str, tuple[int, int]]:
@@ -83,8 +99,8 @@ def ran(*words: str) -> Ran:
     return CliRunner().invoke(app, words)
 
 
-def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path) -> None:
-    run(SMALL, tmp_path)
+def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
+    swept(SMALL, tmp_path)
     first, tables = kept(tmp_path), {name: (tmp_path / name).read_bytes() for name in TABLES}
     assert len(first) == 8
     run(SMALL, tmp_path)
@@ -99,8 +115,8 @@ def test_two_runs_from_nothing_write_the_same_bytes_whatever_the_number_of_proce
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
-    run(SMALL, tmp_path)
+def test_only_what_is_missing_is_run(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
+    swept(SMALL, tmp_path)
     first = kept(tmp_path)
     gone = next(iter(first))
     (tmp_path / ".cells" / gone).unlink()
@@ -109,8 +125,8 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
     assert {name for name in second if second[name] != first.get(name)} == {gone}
 
 
-def test_a_half_written_cell_is_run_again(tmp_path: Path) -> None:
-    run(SMALL, tmp_path)
+def test_a_half_written_cell_is_run_again(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
+    swept(SMALL, tmp_path)
     victim = next((tmp_path / ".cells").iterdir())
     whole = json.loads(victim.read_bytes())["result"]
     victim.write_bytes(victim.read_bytes()[:40])
@@ -197,8 +213,10 @@ def test_a_worker_that_dies_takes_only_its_own_cell_with_it() -> None:
     assert all("ended with code -9" in str(results[cell].error) for cell in died)
 
 
-def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(tmp_path: Path) -> None:
-    run(TRAINING, tmp_path)
+def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(
+    tmp_path: Path, swept: Callable[[str, Path], None]
+) -> None:
+    swept(TRAINING, tmp_path)
     table = rows(tmp_path / "cells.csv")
     assert [(row["strategy"], row["link"], row["seed"]) for row in table] == [
         ("single", "none", "1"), ("single", "none", "2"), ("ddp", "1gbe", "1"), ("ddp", "1gbe", "2"),
@@ -213,8 +231,10 @@ def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(tm
         assert float(together["speedup"]) == pytest.approx(ratio, rel=1e-6)
 
 
-def test_curves_have_a_row_for_each_evaluation_and_the_target_is_noted_when_it_is_first_met(tmp_path: Path) -> None:
-    run(TRAINING, tmp_path)
+def test_curves_have_a_row_for_each_evaluation_and_the_target_is_noted_when_it_is_first_met(
+    tmp_path: Path, swept: Callable[[str, Path], None]
+) -> None:
+    swept(TRAINING, tmp_path)
     curves = [row for row in rows(tmp_path / "curves.csv") if row["strategy"] == "ddp" and row["seed"] == "1"]
     assert [row["step"] for row in curves] == ["3", "6"]
     cell = next(row for row in rows(tmp_path / "cells.csv") if row["strategy"] == "ddp" and row["seed"] == "1")
@@ -281,8 +301,8 @@ def test_two_studies_share_a_cell_that_both_ask_for(tmp_path: Path) -> None:
     assert [row["study"] for row in table] == ["allreduce"] * 8 + ["other"] * 8
 
 
-def test_the_manifest_tells_what_made_the_tables(tmp_path: Path) -> None:
-    run(TRAINING, tmp_path)
+def test_the_manifest_tells_what_made_the_tables(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
+    swept(TRAINING, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["command"] == "python -m experiments.sweep small.toml"
     assert manifest["seeds"] == [1, 2]

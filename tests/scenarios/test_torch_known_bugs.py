@@ -11,8 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hcsim.checkpoints.loader import load
@@ -34,6 +32,8 @@ def net(seed: int = 1) -> nn.Sequential:
 
 def gradients(of: nn.Module) -> list[Tensor]:
     """Of the whole model, put together from all ranks."""
+    from torch.distributed.tensor import DTensor  # two seconds, where not all of torch is loaded
+
     found = []
     for parameter in of.parameters():
         grad = parameter.grad
@@ -44,6 +44,8 @@ def gradients(of: nn.Module) -> list[Tensor]:
 
 def divided() -> None:
     """The same batch by one process, DDP, FSDP2 and our own shards, in each of five steps."""
+    from torch.distributed.fsdp import fully_shard
+
     rank, world = dist.get_rank(), dist.get_world_size()
     one, by_torch, ours = net(), net(), Sharded(net())
     by_ddp = DistributedDataParallel(net())
@@ -103,6 +105,8 @@ def test_pipeline_zero_backward(ranks: Ranks) -> None:
 
 
 def relabelled() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)

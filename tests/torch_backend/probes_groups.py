@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.torch_backend.probing import CALL_LIMIT, PROBES, Probe, combined, everybody, of_rank, probe, same
 from tests.torch_backend.ranks import Meeting
@@ -208,6 +207,8 @@ def _mesh_of_two() -> None:
 
 @probe("`DTensor`", "redistribute")
 def _redistribute() -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # two seconds
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(35.0).reshape(5, 7)
     rows = distribute_tensor(whole, mesh, [Shard(0)])
@@ -227,6 +228,8 @@ def _splits(length: int) -> list[int]:
 
 @probe("`DTensor`", "matmul")
 def _matmul() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     left, right = torch.arange(24.0).reshape(2, 12), torch.arange(36.0).reshape(12, 3)
     product = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])

@@ -1,4 +1,7 @@
-"""What torch builds on process groups trains on hcsim as one process does: FSDP2, tensor and pipeline parallelism."""
+"""What torch builds on process groups trains on hcsim as one process does: FSDP2, tensor and pipeline parallelism.
+
+Ranks have loaded all of torch, and import it here where they use it: it takes two seconds, and no test needs it itself.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.torch_backend.models import (
     STEPS,
@@ -32,10 +29,14 @@ from tests.torch_backend.ranks import Ranks
 
 def whole(model: nn.Module) -> list[Tensor]:
     """The weights, put together from all ranks."""
+    from torch.distributed.tensor import DTensor
+
     return [(each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for each in model.parameters()]
 
 
 def sharded(**options: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
     model = made()
     for layer in (model.first, model.second, model.last):
         fully_shard(layer, **options)
@@ -67,6 +68,8 @@ def test_fully_shard_trains_as_one_process_does(ranks: Ranks, reshard: bool) -> 
 
 
 def train_mixed() -> list[Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(mp_policy=policy)
     optimizer = optimizer_of(model)
@@ -82,6 +85,8 @@ def test_fully_shard_in_mixed_precision_trains_as_with_gloo(ranks: Ranks) -> Non
 
 
 def train_split() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -99,7 +104,6 @@ def test_layers_split_by_columns_and_rows_train_as_whole_ones(ranks: Ranks, size
     ranks.run(train_split, size=size)
 
 
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 MICROBATCHES = 4
 
 
@@ -125,11 +129,13 @@ def piped_alone(count: int) -> list[list[list[Tensor]]]:
 
 
 def train_piped(name: str) -> None:
+    from torch.distributed import pipelining
+
     rank, size = dist.get_rank(), dist.get_world_size()
     count = 2 * size if name == "Interleaved1F1B" else size
     ours = {number: layer for number, layer in enumerate(layers(count)) if number % size == rank}
-    stages = [PipelineStage(layer, number, count, torch.device("cpu")) for number, layer in ours.items()]
-    kind: Any = SCHEDULES[name]
+    stages = [pipelining.PipelineStage(layer, number, count, torch.device("cpu")) for number, layer in ours.items()]
+    kind: Any = getattr(pipelining, f"Schedule{name}")
     several = name == "Interleaved1F1B"
     schedule = kind(stages if several else stages[0], MICROBATCHES, loss_fn=loss_of)
     optimizers = [optimizer_of(layer) for layer in ours.values()]
@@ -147,13 +153,16 @@ def train_piped(name: str) -> None:
             compare([now], [expected[number][step]], exact=True)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_a_pipeline_trains_as_one_process_does(ranks: Ranks, name: str) -> None:
     for size in (2, 4) if name == "1F1B" else (2,):
         ranks.run(train_piped, name, size=size)
 
 
 def save(folder: str) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model = sharded()
     optimizer = optimizer_of(model)
     for step in range(3):
@@ -164,6 +173,9 @@ def save(folder: str) -> list[Tensor]:
 
 
 def load(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
     model = sharded()
     optimizer = optimizer_of(model)
     weights, states = get_state_dict(model, optimizer)

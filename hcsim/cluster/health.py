@@ -96,7 +96,7 @@ class Pulse:
             return 0.0
         if self._rhythm is None:  # it is asked for more often than a heart beats
             mean_s = math.fsum(self._intervals_s) / len(self._intervals_s)
-            variance = math.fsum((each - mean_s) ** 2 for each in self._intervals_s) / len(self._intervals_s)
+            variance = math.fsum([(each - mean_s) ** 2 for each in self._intervals_s]) / len(self._intervals_s)
             self._rhythm = mean_s, max(math.sqrt(variance), self._policy.interval_s / 4)
         mean_s, spread_s = self._rhythm
         return _surprise((self.silence_s(now) - mean_s) / spread_s)

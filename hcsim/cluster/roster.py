@@ -47,11 +47,11 @@ class Roster:
 
     def reaches(self) -> tuple[str, ...]:
         """The nodes that we have a living connection to."""
-        return tuple(sorted(node for node, peer in self.peers.items() if not peer.suspected))
+        return tuple(sorted([node for node, peer in self.peers.items() if not peer.suspected]))
 
     def contacts(self) -> tuple[str, ...]:
         """Where those nodes take calls."""
-        return tuple(self.peers[node].status.control for node in self.reaches())
+        return tuple([self.peers[node].status.control for node in self.reaches()])
 
     def well(self, node: str, view: View) -> bool:
         """Whether a member of the view can be expected to answer for it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ Exact: TypeAlias = npt.NDArray[np.float64]
 SAMPLES = 1024
 FEATURES = (32, 16, 16)
 """By block."""
+COLUMNS = tuple(slice(sum(FEATURES[:block]), sum(FEATURES[: block + 1])) for block in range(len(FEATURES)))
 OUTPUTS = 16
 RIDGE = 0.001
 NOISE = 0.1
@@ -42,6 +44,12 @@ class Convex:
     phantom = False
     samples = SAMPLES
     defaults = Defaults(lr=0.05, momentum=0.9, batch=16)
+    blocks: Sequence[Block] = tuple(
+        Block(f"{number}", ((f"{number}.weight", (features, OUTPUTS)),), 2.0 * features * OUTPUTS,
+              4.0 * (features + 2 * OUTPUTS))
+        for number, features in enumerate(FEATURES)
+    )  # fmt: skip
+    """Weights of groups of features; each reads its features and adds to the outputs."""
 
     def __init__(self) -> None:
         self.x, self.y = _data()
@@ -52,16 +60,7 @@ class Convex:
             0.5 * np.square(x @ self.optimum - y).sum() / SAMPLES + 0.5 * RIDGE * np.square(self.optimum).sum()
         )
 
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """Weights of groups of features; each reads its features and adds to the outputs."""
-        return tuple(
-            Block(f"{number}", ((f"{number}.weight", (features, OUTPUTS)),), 2.0 * features * OUTPUTS,
-                  4.0 * (features + 2 * OUTPUTS))
-            for number, features in enumerate(FEATURES)
-        )  # fmt: skip
-
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of the data and the shapes."""
         about = repr((self.name, RIDGE, [block.shapes for block in self.blocks]))
@@ -103,7 +102,7 @@ class ConvexReplica:
             return 0.0
         features = self._x[batch]
         wrong = -self._y[batch]
-        for columns, weight in zip(_columns(), self._weights, strict=True):
+        for columns, weight in zip(COLUMNS, self._weights, strict=True):
             # einsum adds in one order, whatever the number of threads of the linear algebra library.
             wrong += np.einsum("nf,fo->no", features[:, columns], weight)
         self._kept = features, wrong
@@ -115,12 +114,8 @@ class ConvexReplica:
         if self._kept is None:
             return  # the batch was empty
         features, wrong = self._kept
-        slope = np.einsum("nf,no->fo", features[:, _columns()[block]], wrong) / np.float32(len(wrong))
+        slope = np.einsum("nf,no->fo", features[:, COLUMNS[block]], wrong) / np.float32(len(wrong))
         self._slopes[block] += slope + np.float32(RIDGE) * self._weights[block]
-
-
-def _columns() -> list[slice]:
-    return [slice(sum(FEATURES[:block]), sum(FEATURES[: block + 1])) for block in range(len(FEATURES))]
 
 
 def _by_block(flat: Array, layout: Layout) -> list[Array]:

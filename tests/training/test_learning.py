@@ -8,9 +8,9 @@ from tests.training.clusters import quiet_cluster
 
 
 def accuracy(compressor: str) -> float:
-    """Of two workers after 250 steps of plain SGD."""
+    """Of two workers after 150 steps of plain SGD."""
     settings = Training(
-        task="digits", compressor=compressor, steps=250, batch=32, lr=0.3, momentum=0.0, evaluate_every=250
+        task="digits", compressor=compressor, steps=150, batch=32, lr=0.5, momentum=0.0, evaluate_every=150
     )
     score = simulate_training(quiet_cluster(2), settings).values()[0].points[-1].score
     assert score is not None

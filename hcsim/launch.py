@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,7 +28,6 @@ from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
-from hcsim.node import Plan, train_as_member
 from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import credentials, load_node_key, load_secret
@@ -46,6 +45,9 @@ from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World
+
+if TYPE_CHECKING:
+    from hcsim.node import Plan
 
 DEFAULT_PORT = 52416
 _ANSWER_S = 2.0
@@ -142,6 +144,8 @@ def simulate_cluster(
     `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
     after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
     more, a `TrainingError`."""
+    from hcsim.node import Plan, train_as_member
+
     loaded = load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
     if cluster.nodes is None:
@@ -249,6 +253,8 @@ async def train_in_cluster(
     leaving: asyncio.Event | None = None,
 ) -> Report:
     """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
+    from hcsim.node import train_as_member
+
     async with real_member(node, tell) as (host, credentials):
         me = real_introduction(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")

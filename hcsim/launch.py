@@ -47,7 +47,7 @@ from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World
 
 if TYPE_CHECKING:
-    from hcsim.node import Plan
+    from hcsim.node import Plan  # what only clusters need, and only they wait for
 
 DEFAULT_PORT = 52416
 _ANSWER_S = 2.0

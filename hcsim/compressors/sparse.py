@@ -14,7 +14,7 @@ from hcsim.compressors.codec import Mix
 
 def count_of(ratio: Fraction, elements: int) -> int:
     """k = max(1, ⌈ratio · n⌉): something of every tensor that has anything. The ratio is exact, as it was written."""
-    rounded_up = -(-elements * ratio.numerator // ratio.denominator)  # a product of fractions takes ten times as long
+    rounded_up = -(-elements * ratio.numerator // ratio.denominator)  # a product of fractions takes four times as long
     return min(elements, max(1, rounded_up))
 
 

@@ -25,8 +25,8 @@ WORLDS = range(1, 10)
 TINY = Wire(segment_bytes=64)
 """Several segments per message, already with a few elements."""
 NARROW = Wire(segment_bytes=32)
-NARROWEST = 33
-"""So many elements are several segments in the narrowest dtype."""
+LEAST = 33
+"""So many elements are several of those segments in every dtype."""
 INT32 = np.dtype(np.int32)
 BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply, **BITWISE}
@@ -111,7 +111,7 @@ def wrong_cases(results: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_of_every_dtype_and_reduction(virtual, world):
-    length = max(4 * world + 3, NARROWEST)
+    length = max(4 * world + 3, LEAST)
 
     async def program(group: Group) -> list[str]:
         wrong = []
@@ -184,7 +184,7 @@ def test_reduce_to_every_root_leaves_the_others_as_they_were(virtual, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_and_reduce_scatter_of_every_dtype_and_reduction(virtual, world):
-    length, root = max(3 * world + 1, NARROWEST), world - 1
+    length, root = max(3 * world + 1, LEAST), world - 1
     cuts = split(length, world)
 
     async def program(group: Group) -> list[str]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 @pytest.fixture
-def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def svg_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are drawn as SVG alone, and their PNG is empty: laying them out twice takes most of the time."""
     save = Figure.savefig
 

@@ -14,7 +14,7 @@ from experiments.study.cell import Result
 from experiments.study.grid import load_sweep
 from tests.experiments.tiny import TINY, compressed, tables, training, words_of
 
-pytestmark = pytest.mark.usefixtures("drawn_once")
+pytestmark = pytest.mark.usefixtures("svg_alone")
 OTHER = {"link": "10gbe", "world": 6, "task": "gpt2", "variant": "one-old", "algorithm": "tree", "target_loss": 0.3}
 SHOWN = {
     "compression": (),

@@ -49,7 +49,7 @@ def test_a_study_is_drawn_as_png_and_svg_with_its_data_beside_it(study: str, tmp
         assert len(data)
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_a_figure_of_the_same_table_is_the_same_file(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -80,7 +80,7 @@ def test_the_map_shows_the_fastest_and_one_mac_where_nothing_beats_it(tmp_path: 
     assert fastest[every, "ethernet:1 Gb/s"] == "data parallel"
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_a_tile_of_several_seeds_has_their_mean(tmp_path: Path) -> None:
     place = {"task": "transformer:1e6", "world": 4}
     rows = [
@@ -93,7 +93,7 @@ def test_a_tile_of_several_seeds_has_their_mean(tmp_path: Path) -> None:
     assert (tile["one Mac alone, s"], tile["data parallel, s"], tile["speedup"]) == (2.0, 1.0, 2.0)
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 @pytest.mark.parametrize("dense", [[], [diverged("none")]])
 def test_what_is_sent_is_shown_also_where_no_run_without_compression_is_there_to_compare(
     tmp_path: Path, dense: list[Row]
@@ -105,7 +105,7 @@ def test_what_is_sent_is_shown_also_where_no_run_without_compression_is_there_to
     assert list(table["step_sent_bytes"].dropna()) == [3e5, 1e5]
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_a_figure_says_with_what_runs_diverged(tmp_path: Path) -> None:
     names = ["none", "randomk:0.1", "onebit+ef", "topk:0.01", "topk:0.01+ef"]
     lost = [diverged(name) for name in names]
@@ -117,7 +117,7 @@ def test_a_figure_says_with_what_runs_diverged(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_algorithms_that_no_figure_has_a_look_for_have_one_each(tmp_path: Path) -> None:
     names = ("ring", "auto", "chunked_ring", "spiral")
     rows = [
@@ -132,7 +132,7 @@ def test_algorithms_that_no_figure_has_a_look_for_have_one_each(tmp_path: Path) 
     assert looks(["ring"], ALGORITHMS)["ring"] == looks(names, ALGORITHMS)["ring"]
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_links_and_models_of_one_s_own_are_drawn_and_named(tmp_path: Path) -> None:
     rows = [to_target("digits", "ddp", link, 1.0) for link in ("1gbe", "10gbe", "ethernet:3 Gb/s")]
     assert draw(*tables("time_to_target", rows), tmp_path) == {"time_to_target": ""}
@@ -143,7 +143,7 @@ def test_links_and_models_of_one_s_own_are_drawn_and_named(tmp_path: Path) -> No
     assert words_of(tmp_path / "scaling.svg", "convex")
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_the_map_has_no_panel_for_what_was_not_run(tmp_path: Path) -> None:
     link = "ethernet:1 Gb/s"
     rows = [training(task=f"transformer:1e6,tokens={n}", strategy="single", link="none") for n in (1024, 2048)]
@@ -183,7 +183,7 @@ def test_a_figure_that_breaks_off_leaves_no_half(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_maps_of_other_numbers_of_macs_are_an_earlier_sweeps(tmp_path: Path) -> None:
     for name in ("crossover_16_macs.png", "crossover_plan.png"):
         (tmp_path / name).touch()
@@ -200,7 +200,7 @@ def test_a_study_of_which_every_cell_failed_has_no_figure(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_a_figure_of_rows_that_are_there_no_more_goes(tmp_path: Path) -> None:
     drawn("allreduce", tmp_path)
     assert draw(*tables("allreduce", TINY["allreduce"][:2]), tmp_path) == {"allreduce": ""}
@@ -208,7 +208,7 @@ def test_a_figure_of_rows_that_are_there_no_more_goes(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("allreduce_by_link.*"))) == 3
 
 
-@pytest.mark.usefixtures("drawn_once")
+@pytest.mark.usefixtures("svg_alone")
 def test_a_figure_that_cannot_be_drawn_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

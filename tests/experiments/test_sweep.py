@@ -57,7 +57,7 @@ steps = 6
 evaluate_every = 3
 target_loss = 100.0
 """
-pytestmark = pytest.mark.usefixtures("drawn_once")
+pytestmark = pytest.mark.usefixtures("svg_alone")
 TABLES = ("cells.csv", "cells.parquet", "curves.csv", "curves.parquet", "manifest.json")
 
 

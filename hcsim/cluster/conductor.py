@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias
 
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
 from hcsim.runtime.host import Host
+
+Checker: TypeAlias = Callable[[Sequence[str]], Awaitable[tuple[str, list[str]]]]
+"""Given addresses of members' collectives: what is wrong with this machine, and with each of them (empty: nothing)."""
 
 
 class Conductor(Protocol):
@@ -37,8 +42,11 @@ class Conductor(Protocol):
     def superseded(self, epoch: int) -> bool:
         """Whether a later view is known."""
 
-    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
-        """Our work in that view failed, probably because of that rank: a new view is needed."""
+    def broken(self, epoch: int, failure: Failure) -> None:
+        """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""
+
+    def check_with(self, check: Checker | None) -> None:
+        """From now on, see by this whether this machine can work with others; None: that cannot be seen any more."""
 
     async def leave(self) -> None:
         """Be in no further view; returns when the others know, or after a deadline."""

@@ -36,4 +36,17 @@ class Waiting(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect: TypeAlias = Send | Adopted | Over | Waiting
+class Check(msgspec.Struct, frozen=True):
+    """Check our device and the other members of that epoch's view, and tell `Membership.checked` what was found."""
+
+    epoch: int
+
+
+class Qualify(msgspec.Struct, frozen=True):
+    """Check our device and the members of that lineage, and measure the ways to them, before we join them; then tell
+    `Membership.qualified`."""
+
+    lineage: str
+
+
+Effect: TypeAlias = Send | Adopted | Over | Waiting | Check | Qualify

@@ -12,14 +12,15 @@ Pure: events and `now` in; `effects` out. `wake_at_s` says when to call `tick` n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hcsim.cluster.agreement import Accept, Accepted, Acceptor, Declined, Prepare, Promise, Record, Refused
-from hcsim.cluster.effects import Adopted, Effect, Over, Send, Waiting
-from hcsim.cluster.messages import Decided, Message, Status
+from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
+from hcsim.cluster.effects import Adopted, Check, Effect, Over, Qualify, Send, Waiting
+from hcsim.cluster.messages import Decided, Message, Qualified, Status
 from hcsim.cluster.proposer import Proposer
 from hcsim.cluster.roster import Peer, Roster
-from hcsim.cluster.rules import PATIENCE_S, Rules
+from hcsim.cluster.rules import DEPARTED_S, PATIENCE_S, Rules
 from hcsim.cluster.stance import Stance
 from hcsim.cluster.view import Member, View
 
@@ -41,8 +42,16 @@ class Membership:
         self.wake_at_s: float | None = None
         self.roster = Roster(us)
         self._rules = rules
-        self._stance = Stance(us, rules, self.roster)
-        self._proposer = Proposer(us, rules, self.roster, self._stance, self._send)
+        self._diagnosis = Diagnosis(us.node)
+        self._told: Findings | None = None
+        """What we have told the other members of what we found."""
+        self._departed: dict[int, tuple[float, str]] = {}
+        """By epoch: when a view ends, and why, that a member has left which is gone now."""
+        self._qualifying = ""
+        """The lineage that we check whether we can work with, or know that we can."""
+        self._is_qualified = False
+        self._stance = Stance(us, rules, self.roster, self._diagnosis)
+        self._proposer = Proposer(us, rules, self.roster, self._stance, self._diagnosis, self._send)
         self._acceptor = Acceptor(remembered or Record(View("", 0, ())), save)
         self._proposer.saw(self._acceptor.record.promised)
         self.votes = self._acceptor.votes
@@ -87,6 +96,8 @@ class Membership:
             member = self.view.member(node)
             if member is not None and self.view.rank(self.us) is not None:
                 self._fail(f"{member.name} was lost: {why}")
+            elif node in self.view.left:
+                self._departed[self.view.previous] = now + DEPARTED_S, f"{peer.status.us.name} has left: {why}"
             self._review(now)
 
     def found(self, node: str, now: float) -> None:
@@ -99,11 +110,42 @@ class Membership:
     def connected(self, node: str, now: float) -> None:
         """A node can be reached (again)."""
         self._proposer.remind(node, now)
+        if self._told is not None and self.view.member(node) is not None:
+            self._send(node, self._told, now)
+        if self._is_qualified:
+            self._send(node, Qualified(self._qualifying, self.us.boot), now)
 
-    def broken(self, epoch: int, reason: str, now: float) -> None:
+    def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
         """Our work failed in the view of that epoch."""
-        if epoch == self.view.epoch:
-            self._fail(reason)
+        view = self.view
+        if epoch == view.epoch:
+            failure = Failure(failure) if isinstance(failure, str) else failure
+            self._fail(failure.reason)
+            if self._diagnosis.failed(view.lineage, view.epoch, failure, now):
+                self.effects.append(Check(view.epoch))
+            self._review(now)
+
+    def checked(self, epoch: int, accusations: Iterable[Accusation], now: float) -> None:
+        """The checks of the view of that epoch are over here."""
+        if self._diagnosis.checked(epoch, accusations):
+            self._review(now)
+
+    def qualified(self, lineage: str, now: float) -> None:
+        """We can work with the members of that lineage."""
+        if lineage == self._qualifying and not self._is_qualified:
+            self._is_qualified = True
+            for node in self.roster.working(lineage):
+                self._send(node, Qualified(lineage, self.us.boot), now)
+            self._review(now)
+
+    def to_qualify_with(self, lineage: str) -> tuple[str, ...]:
+        """The members in sight that we have to be able to work with before we join that lineage; empty: no more."""
+        return self.roster.working(lineage) if lineage == self._qualifying else ()
+
+    def disqualified(self, lineage: str, now: float) -> None:
+        """We cannot work with the members of that lineage yet: ask again."""
+        if lineage == self._qualifying:
+            self._qualifying = ""
             self._review(now)
 
     def forget(self, node: str, now: float) -> None:
@@ -129,18 +171,23 @@ class Membership:
             if self._concerns_us(source, message.lineage, message.after, now):
                 self._send(source, self._acceptor.accept(message), now)
         elif isinstance(message, Decided):
-            self._learn(message.view)
+            self._learn(message.view, now)
         elif isinstance(message, Promise | Accepted | Refused):
             self._answered(source, message, now)
         elif isinstance(message, Declined):
             self.roster.decline(source, message.lineage, message.epoch)
+        elif isinstance(message, Qualified):
+            self.roster.qualify(source, message.lineage, message.boot)
+        elif isinstance(message, Findings) and self.view.member(source) is not None:
+            checks = self._diagnosis.heard(source, message, self.view.lineage, self.view.epoch, now)
+            self.effects += [Check(self.view.epoch)] if checks else []
         self._review(now)
 
     # What we answer.
 
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
         self._proposer.saw(asked.ballot)
-        self._learn(asked.after)
+        self._learn(asked.after, now)
         proposer = self.roster.peers.get(source)
         if proposer is not None and self.us.node not in proposer.status.reaches:
             return  # it does not hear us, and would only keep others from being heard
@@ -179,7 +226,7 @@ class Membership:
     def _answered(self, source: str, answer: Promise | Accepted | Refused, now: float) -> None:
         decided = self._proposer.answered(source, answer, now)
         if decided is not None:
-            self._learn(decided)
+            self._learn(decided, now)
 
     def _send(self, to: str, message: Message, now: float) -> None:
         if to != self.us.node:
@@ -193,9 +240,12 @@ class Membership:
 
     def _review(self, now: float) -> None:
         self.wake_at_s = None
+        self._end_deserted_views(now)
         if not self._belongs_to(self.view):
             self._alone()
         self._joins = self._stance.joins(self.view)
+        self._tell_findings(now)
+        self._seek_qualification()
         proposer = self._proposer
         if not proposer.busy:
             self._consider(now)
@@ -226,6 +276,31 @@ class Membership:
         else:
             self._wake(due_s)
 
+    def _end_deserted_views(self, now: float) -> None:
+        """Nothing can be computed in a view whose member is gone, also if it left in an orderly way: it may have left
+        before the others had a link to it, and they would wait for its call."""
+        for epoch, (due_s, reason) in list(self._departed.items()):
+            if now >= due_s:
+                del self._departed[epoch]
+                self.effects.append(Over(epoch, reason))
+            else:
+                self._wake(due_s)
+
+    def _tell_findings(self, now: float) -> None:
+        if self._diagnosis.ours is not None and self._diagnosis.ours != self._told:
+            self._told = self._diagnosis.ours
+            for node in self.view.nodes:
+                if node != self.us.node:
+                    self._send(node, self._told, now)
+
+    def _seek_qualification(self) -> None:
+        """Before we join members that work, we see whether we can work with them: they do not wait for us meanwhile."""
+        wanted = self._joins if self.roster.working(self._joins) else ""
+        if wanted != self._qualifying:
+            self._qualifying, self._is_qualified = wanted, False
+            if wanted:
+                self.effects.append(Qualify(wanted))
+
     def _fail(self, reason: str) -> None:
         if self._stance.fail(self.view, reason):
             self.effects.append(Over(self.view.epoch, reason))
@@ -253,7 +328,7 @@ class Membership:
         if peer.astray_since_s is None:
             peer.astray_since_s = now
 
-    def _learn(self, view: View) -> None:
+    def _learn(self, view: View, now: float) -> None:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
         # One that was started anew has nothing of its own to go on with, however far the others have come since.
@@ -273,7 +348,22 @@ class Membership:
             self.effects.append(Over(ours.epoch, view.reason))
         for peer in self.roster.peers.values():
             peer.astray_since_s = None
+        self._quarantine_left_out(view, now)
         self._enter(view)
+
+    def _quarantine_left_out(self, view: View, now: float) -> None:
+        """Members that the next view does without, although they are well, kept the last one from working."""
+        ours, found = self.view, self._diagnosis.ours
+        if found is None or not view.abrupt or view.previous != ours.epoch or view.lineage != ours.lineage:
+            return
+        for member in ours.members:
+            node = member.node
+            if view.member(node) is not None or node in view.left or not self.roster.well(node, ours):
+                continue
+            if node == self.us.node:
+                self.effects.append(Waiting(f"left out by the others: {view.reason}"))
+            else:
+                self.roster.quarantine(node, self._diagnosis.stalled_s, now)
 
     def _yield_to(self, view: View) -> None:
         """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""
@@ -296,6 +386,8 @@ class Membership:
 
     def _enter(self, view: View) -> None:
         self._proposer.overtaken()
+        self._diagnosis.entered()
+        self._told = None
         self._needed_since_s = None
         self._acceptor.adopt(view)
         self._entered[view.lineage, view.epoch] = None

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
+from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.runtime.host import Interface
@@ -80,6 +81,13 @@ class Decided(msgspec.Struct, frozen=True, tag="decided"):
     view: View
 
 
+class Qualified(msgspec.Struct, frozen=True, tag="qualified"):
+    """We can work with the members of that lineage, as our checks found: take us in."""
+
+    lineage: str
+    boot: int
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """We close this channel, for that reason."""
 
@@ -144,6 +152,8 @@ Message: TypeAlias = (
     | Accepted
     | Refused
     | Declined
+    | Findings
+    | Qualified
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

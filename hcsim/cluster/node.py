@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from hcsim.cluster.agreement import Record
+from hcsim.cluster.conductor import Checker
+from hcsim.cluster.diagnosis import Accusation, Failure
 from hcsim.cluster.discovery import Announcement, Discovery
-from hcsim.cluster.effects import Adopted, Over, Send, Waiting
+from hcsim.cluster.effects import Adopted, Check, Over, Qualify, Send, Waiting
 from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse, Watch
 from hcsim.cluster.lines import Lines
@@ -35,6 +38,11 @@ _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
 GONE = "it has gone"
 """Why a node is not there that has said goodbye."""
+_MEASURE_S = 10.0
+"""How long a newcomer may measure its ways to the members before it joins them."""
+QUALIFY_AGAIN_S = 2.0
+QUALIFY_AGAIN_MOST_S = 60.0
+"""How long a machine that cannot join waits before it checks again: at first, and at most."""
 _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
 
@@ -90,6 +98,9 @@ class Node:
         remembered = kept(host.store, self._record, Record)
         self._membership = Membership(self._us, me.control, rules, remembered, self._save)
         self._known = self._membership.status
+        self._checker: Checker | None = None
+        self._disqualified_s = 0.0
+        """How long we wait before we check again whether we can join; longer each time."""
         self._lines = Lines(host, self)
         self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
@@ -155,10 +166,14 @@ class Node:
         """Whether a later view is known."""
         return self._membership.view.epoch > epoch
 
-    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
+    def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""
-        self._membership.broken(epoch, reason, self._now())
+        self._membership.broken(epoch, failure, self._now())
         self._carry_out()
+
+    def check_with(self, check: Checker | None) -> None:
+        """See by this whether this machine can work with others."""
+        self._checker = check
 
     async def leave(self) -> None:
         """Be in no further view; returns when the others know, or after a deadline."""
@@ -336,11 +351,57 @@ class Node:
                     self._adopted(effect.view)
                 elif isinstance(effect, Over):
                     self._is_over(effect)
+                elif isinstance(effect, Check):
+                    self._host.spawn(self._check(self._membership.view), name=f"check the members of {effect.epoch}")
+                elif isinstance(effect, Qualify):
+                    self._host.spawn(self._qualify(effect), name="qualify")
                 elif isinstance(effect, Waiting) and effect.reason != self._waiting:
                     self._waiting = effect.reason
                     self._host.trace("cluster", effect.reason)
                     self._tell(effect.reason)
         self._review.set()
+
+    async def _check(self, view: View) -> None:
+        """Find out which members of a view that failed cannot be worked with."""
+        others = [member for member in view.members if member.node != self._us.node]
+        wrong = await self._wrong_with(others)
+        accusations = [Accusation(node, reason) for node, reason in wrong.items()]
+        for node, reason in wrong.items():
+            self._host.trace("accused", view.epoch, node, reason)
+        self._membership.checked(view.epoch, accusations, self._now())
+        self._carry_out()
+
+    async def _qualify(self, asked: Qualify) -> None:
+        """See whether we can work with members, and measure the ways to them, while they go on without us."""
+        membership, passed = self._membership, dict[str, None]()
+        await self._host.clock.sleep(self._config.settle_s)  # they may be taking us in as the last one they wait for
+        while nodes := [node for node in membership.to_qualify_with(asked.lineage) if node not in passed]:
+            members = [membership.roster.peers[node].status.us for node in nodes]
+            wrong = await self._wrong_with(members)
+            if wrong:
+                names = {self._us.node: self._us.name, **{member.node: member.name for member in members}}
+                self.told(f"not ready to join: {', '.join(f'{names[node]}: {why}' for node, why in wrong.items())}")
+                self._disqualified_s = min(2 * self._disqualified_s or QUALIFY_AGAIN_S, QUALIFY_AGAIN_MOST_S)
+                await self._host.clock.sleep(self._disqualified_s)
+                membership.disqualified(asked.lineage, self._now())
+                self._carry_out()
+                return
+            if self.ways is not None:
+                with suppress(TimeoutError):
+                    async with self._host.clock.timeout(_MEASURE_S):
+                        await self._ways.measure(members)
+            passed |= dict.fromkeys(nodes)
+        self._disqualified_s = 0.0
+        membership.qualified(asked.lineage, self._now())
+        self._carry_out()
+
+    async def _wrong_with(self, members: Sequence[Member]) -> dict[str, str]:
+        """What is wrong with our machine and with these, by node; nothing where it is well or cannot be seen."""
+        if self._checker is None:
+            return {}
+        own, theirs = await self._checker([self._ways.address(member) for member in members])
+        wrong = {self._us.node: own, **{member.node: why for member, why in zip(members, theirs, strict=True)}}
+        return {node: why for node, why in wrong.items() if why}
 
     def _adopted(self, view: View) -> None:
         self._waiting = ""

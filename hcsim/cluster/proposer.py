@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from hcsim.cluster.agreement import Absence, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
+from hcsim.cluster.diagnosis import Diagnosis
 from hcsim.cluster.messages import Decided, Message
 from hcsim.cluster.roster import Roster
 from hcsim.cluster.rules import PATIENCE_S, Rules
@@ -33,7 +34,9 @@ class Post(Protocol):
 class Proposer:
     """Our proposals."""
 
-    def __init__(self, us: Member, rules: Rules, roster: Roster, stance: Stance, send: Post) -> None:
+    def __init__(
+        self, us: Member, rules: Rules, roster: Roster, stance: Stance, diagnosis: Diagnosis, send: Post
+    ) -> None:
         self.rounds = {"decided": 0, "given_up": 0, "overtaken": 0}
         """How our proposals ended: overtaken is what another view made pointless."""
         self.look_at_s = 0.0
@@ -44,6 +47,7 @@ class Proposer:
         self._rules = rules
         self._roster = roster
         self._stance = stance
+        self._diagnosis = diagnosis
         self._send = send
         self._proposal: Proposal | None = None
         self._asked_s = 0.0
@@ -116,7 +120,7 @@ class Proposer:
         self.look_at_s = enough_s if now < enough_s else self._deadline_s
         if proposal.chosen is None and (not silent or now >= enough_s):
             obstacle = self._obstacle(proposal)
-            chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal)
+            chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal, now)
             if chosen is None:
                 self._give_up(proposal, now)
                 return obstacle
@@ -152,19 +156,23 @@ class Proposer:
         self.rounds["given_up"] += 1
         self.not_before_s = now + PATIENCE_S * (1 + self._roster.turn(proposal.present))
 
-    def _successor(self, proposal: Proposal) -> View | None:
+    def _successor(self, proposal: Proposal, now: float) -> View | None:
         view, roster = proposal.present, self._roster
         if roster.better(view) is not None:
             return dissolved(view, proposal.reason)
         reaches = {node: peer.status.reaches for node, peer in roster.peers.items()}
         reaches |= {node: promise.reaches for node, promise in proposal.promises.items()}
+        well = {node: promise for node, promise in proposal.promises.items() if roster.well(node, view)}
+        failed = self._stance.failure(view)
+        staying = [m.node for m in view.members if m.node in well and well[m.node].us == m]
         situation = Situation(
-            {node: promise for node, promise in proposal.promises.items() if roster.well(node, view)},
-            tuple(roster.joiners(view)),
+            well,
+            tuple(roster.joiners(view, now)),
             (*((self._us.node,) if self._stance.leaving else ()), *roster.leavers(view)),
             reaches | {self._us.node: roster.reaches()},
             {node: peer.status.epoch for node, peer in roster.peers.items()},
-            self._stance.failure(view),
+            failed,
+            self._diagnosis.culprits(view.lineage, view.epoch, staying, now) if failed else {},
             self._rules.needed,
             self._rules.quorum,
         )

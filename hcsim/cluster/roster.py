@@ -8,6 +8,11 @@ from hcsim.cluster.messages import Status
 from hcsim.cluster.rules import ASTRAY_S
 from hcsim.cluster.view import Member, View
 
+QUARANTINE_S = 5.0
+STALL_SHARE = 4.0
+"""A quarantine lasts so many times as long as its reason kept the others from working."""
+LONGEST_QUARANTINE_S = 600.0
+
 
 class Peer(msgspec.Struct):
     """Another node that is, or was, connected."""
@@ -19,6 +24,22 @@ class Peer(msgspec.Struct):
     """Since when it follows another view than the one we know it to be in."""
 
 
+class Quarantine(msgspec.Struct, frozen=True):
+    """How long a member that kept a view from working is not let in again."""
+
+    lasts_s: float
+    until_s: float
+
+    @classmethod
+    def after(cls, before: Quarantine | None, stalled_s: float, now: float) -> Quarantine:
+        """It was left out: for longer than it cost, and twice as long as before if that was not long ago."""
+        lasts_s = max(QUARANTINE_S, STALL_SHARE * stalled_s)
+        if before is not None and now < before.until_s + STALL_SHARE * before.lasts_s:
+            lasts_s = max(lasts_s, 2 * before.lasts_s)
+        lasts_s = min(lasts_s, LONGEST_QUARANTINE_S)
+        return cls(lasts_s, now + lasts_s)
+
+
 class Roster:
     """The others."""
 
@@ -28,6 +49,9 @@ class Roster:
         self._declined: dict[str, tuple[str, int]] = {}
         self._given_up: dict[str, Member] = {}
         """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
+        self._quarantined: dict[str, Quarantine] = {}
+        self._qualified: dict[str, tuple[str, int]] = {}
+        """By node: the lineage that it can work with, and its boot when it found that out."""
 
     def heard(self, status: Status) -> Peer:
         """A node says how it stands: if it was given up, it is back, unless this is a copy of it."""
@@ -40,6 +64,15 @@ class Roster:
     def give_up(self, member: Member) -> None:
         """A member is gone for good, as a person says."""
         self._given_up[member.node] = member
+
+    def quarantine(self, node: str, stalled_s: float, now: float) -> Quarantine:
+        """A member is left out, because a view did not work with it. Returns for how long."""
+        self._quarantined[node] = Quarantine.after(self._quarantined.get(node), stalled_s, now)
+        return self._quarantined[node]
+
+    def qualify(self, node: str, lineage: str, boot: int) -> None:
+        """A node says that it can work with the members of that lineage."""
+        self._qualified[node] = lineage, boot
 
     def decline(self, node: str, lineage: str, epoch: int) -> None:
         """A node that was counted on does not take part in that view."""
@@ -77,8 +110,10 @@ class Roster:
         nodes = [node for node in view.nodes if self.well(node, view)]
         return nodes.index(self._us.node) if self._us.node in nodes else len(nodes)
 
-    def joiners(self, view: View) -> list[Member]:
-        """Nodes outside the view that would like to be in it, and that all its members reach."""
+    def joiners(self, view: View, now: float) -> list[Member]:
+        """Nodes outside the view that would like to be in it, and that all its members reach.
+
+        A view that works takes only those that qualified, and none in quarantine."""
         return [
             peer.status.us
             for node, peer in sorted(self.peers.items())
@@ -87,7 +122,22 @@ class Roster:
             and not peer.status.leaving
             and view.member(node) is None
             and self._is_reached(node, view)
+            and (not view.formed or self._may_work(peer.status.us, view, now))
         ]
+
+    def _may_work(self, member: Member, view: View, now: float) -> bool:
+        quarantine = self._quarantined.get(member.node)
+        if quarantine is not None and now < quarantine.until_s:
+            return False
+        return self._qualified.get(member.node) == (view.lineage, member.boot)
+
+    def working(self, lineage: str) -> tuple[str, ...]:
+        """Nodes in sight that are in a view of that lineage which may work."""
+        return tuple(
+            node
+            for node, peer in sorted(self.peers.items())
+            if not peer.suspected and peer.status.lineage == lineage and peer.status.formed and not peer.status.anew
+        )
 
     def _is_reached(self, node: str, view: View) -> bool:
         """Whether a node and all members of a view have living connections to each other, as far as they say."""

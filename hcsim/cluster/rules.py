@@ -12,6 +12,10 @@ ASTRAY_S = 5.0
 """How long a member may follow another view before it is left out."""
 
 
+DEPARTED_S = 5.0
+"""How long members may go on with a view that a member has left, once it is gone: what it sent last may still come."""
+
+
 class Rules(msgspec.Struct, frozen=True):
     """What a person may choose."""
 

@@ -2,7 +2,8 @@
 
 A view changes for one of these reasons, the first that there is:
 
-    work failed in it (a broken link, a stuck peer)                   → the same members, a new epoch
+    work failed in it (a broken link, a stuck peer)                   → the same members, a new epoch; without those
+                                                                        that keep it from working (see `diagnosis`)
     a member is suspected, was started anew, or follows another view  → it is left out (and may ask again)
     a member would like to leave                                      → a view without it after the step under way
     a better cluster is near                                          → an empty view: all members ask there
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hcsim.cluster.diagnosis import Diagnosis
 from hcsim.cluster.roster import Roster
 from hcsim.cluster.rules import ASTRAY_S, Rules
 from hcsim.cluster.view import Member, View
@@ -38,7 +40,7 @@ class Need(msgspec.Struct):
 class Stance:
     """One node's wishes and troubles."""
 
-    def __init__(self, us: Member, rules: Rules, roster: Roster) -> None:
+    def __init__(self, us: Member, rules: Rules, roster: Roster, diagnosis: Diagnosis) -> None:
         self.leaving = False
         self.broken = -1
         """The epoch in which our work failed."""
@@ -47,6 +49,7 @@ class Stance:
         self._us = us
         self._rules = rules
         self._roster = roster
+        self._diagnosis = diagnosis
         self._asking_since_s: float | None = None
 
     def joins(self, view: View) -> str:
@@ -76,11 +79,16 @@ class Stance:
             self._ask(view, need, now)
             return need
         self._asking_since_s = None
-        need.reason = self.failure(view)
-        for member in view.members:
-            need.reason = need.reason or self._complaint_about(member, need, now)
+        absence = next(filter(None, [self._complaint_about(member, need, now) for member in view.members]), "")
+        failure = self.failure(view)
+        if failure and not absence:
+            checks_until_s = self._diagnosis.pending_until_s(view.lineage, view.epoch, view.nodes)
+            if checks_until_s is not None and now < checks_until_s:
+                need.look_again(checks_until_s)
+                return need
+        need.reason = failure or absence
         need.reason = need.reason or self._departure(view)
-        if not need.reason and (joiners := self._roster.joiners(view)):
+        if not need.reason and (joiners := self._roster.joiners(view, now)):
             need.reason = f"{', '.join(m.name for m in joiners)} would like to join"
             complete = len(view.members) + len(joiners) == self._rules.needed
             need.delay_s = 0.0 if complete else self._rules.settle_s

@@ -23,6 +23,8 @@ class Situation(msgspec.Struct, frozen=True):
     """How far each node has come, in whatever lineage."""
     failed: str
     """Why work failed in the view, if it did."""
+    culprits: Mapping[str, str]
+    """Members that kept it from working, and how."""
     needed: int
     quorum: Quorum
 
@@ -36,6 +38,8 @@ def successor(view: View, now: Situation, proposer: Member) -> View | None:
     anew = [promise.us for promise in now.promises.values() if promise.us not in stay]
     chosen: list[Member] = []
     for member in (*stay, *sorted([*anew, *now.joiners], key=lambda m: m.node)):
+        if member.node in now.culprits:
+            continue
         if member.node not in now.leavers and all(_mutual(now, member.node, other.node) for other in chosen):
             chosen.append(member)
     if tuple(chosen) == view.members and not now.failed:
@@ -84,6 +88,7 @@ def _mutual(now: Situation, one: str, other: str) -> bool:
 def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) -> str:
     left = [m.name for m in view.members if m.node in now.leavers]
     parts = [now.failed] if now.failed else [f"{', '.join(lost)} lost"] if lost else []
+    parts += [f"{m.name} is left out: {now.culprits[m.node]}" for m in view.members if m.node in now.culprits]
     parts += [f"{', '.join(m.name for m in newcomers)} joined"] if newcomers else []
     parts += [f"{', '.join(left)} left"] if left else []
     return "; ".join(parts)

@@ -78,6 +78,9 @@ class Fate:
         self.agreement = Agreement(mesh.us.rank)
         self._meter = Meter(mesh.host)
         self.error: HcsimError | None = None
+        self.waited_for: int | None = None
+        """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
+        self._running: dict[Work, None] = {}
         self.followers: list[Follower] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -145,6 +148,7 @@ class Fate:
     ) -> T:
         ticket, blame = work.ticket, work.blame
         began_s, sent_bytes = self._meter.begin(), None
+        self._running[work] = None
         try:
             async with self.mesh.host.clock.timeout(timeout_s):
                 if before is not None:
@@ -175,6 +179,7 @@ class Fate:
             await self._broken(CollectiveError(text, peer=ticket.rank))
             raise
         finally:
+            del self._running[work]
             self._meter.end(ticket.name, began_s, sent_bytes)
         return result()
 
@@ -194,8 +199,8 @@ class Fate:
             self.fail(error)
             raise
         told = self.error
-        if isinstance(told, CollectiveError) and told.phase == _TOLD:
-            return CollectiveError(f"{ticket} failed: {told}", peer=told.peer, phase=_TOLD)
+        if isinstance(told, CollectiveError) and told.phase == TOLD:
+            return CollectiveError(f"{ticket} failed: {told}", peer=told.peer, phase=TOLD)
         link = self.mesh.links.get(error.peer) if error.peer is not None else None
         if link is not None and link.leaving:  # its goodbye lay behind what we had still to read
             text = f"{ticket} failed while {error.phase}: rank {error.peer} has left the group"
@@ -213,6 +218,8 @@ class Fate:
         """Break the group, for this reason; only the first one counts."""
         if self.error is None:
             self.error = error
+            waits = (work.blame()[0] for work in self._running)
+            self.waited_for = next((rank for rank in waits if rank is not None), None)
             self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
             self._end((Kind.ABORT, str(error)), error, [rank for rank in self._expected if rank not in self.mesh.links])
@@ -252,7 +259,7 @@ class Fate:
         reason = text.removeprefix(_GAVE_UP.format(messenger))
         culprit = culprit_in(header, self.mesh.us.world)
         peer = messenger if culprit is None else culprit
-        self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=_TOLD))
+        self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=TOLD))
 
     def _look_at(self, link: Link, header: Header) -> None:
         trouble = self.agreement.objection(link.peer_rank, header)
@@ -264,7 +271,7 @@ class Fate:
         self._cutting = True
 
     def _left_behind(self, rank: int, epoch: int) -> None:
-        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase=_TOLD))
+        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase=TOLD))
 
     def _link_failed(self, link: Link, error: HcsimError) -> None:
         # One that said goodbye may go while nobody needs it; whoever does need it has failed by itself.
@@ -272,7 +279,9 @@ class Fate:
             for follower in self.followers:
                 follower.lost(link.peer_rank, error)
         elif not self._cutting:
-            self.fail(CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank))
+            failure = CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank)
+            failure.__cause__ = error
+            self.fail(failure)
 
 
 def _cancelled(ticket: Ticket) -> CollectiveError:
@@ -280,4 +289,5 @@ def _cancelled(ticket: Ticket) -> CollectiveError:
 
 
 _GAVE_UP = "rank {} gave up: "
-_TOLD = "told by a peer"
+TOLD = "told by a peer"
+"""The phase of an error that another rank found."""

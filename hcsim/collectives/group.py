@@ -50,6 +50,7 @@ from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.transport.hello import Membership
 from hcsim.transport.mesh import Mesh
+from hcsim.transport.reception import Reception
 
 T = TypeVar("T")
 
@@ -91,12 +92,18 @@ class Group:
 
     @classmethod
     async def open(
-        cls, host: Host, us: Membership, options: Options | None = None, listener: Listener | None = None
+        cls,
+        host: Host,
+        us: Membership,
+        options: Options | None = None,
+        listener: Listener | None = None,
+        reception: Reception | None = None,
     ) -> Group:
         """Listen at our address; links to the others open when they are first needed.
 
-        Who had to listen before the addresses were known gives the listener, which is then closed with the group."""
-        mesh = Mesh(host, us, listener)
+        A caller that had to listen before the addresses were known gives the listener, which is then closed with the
+        group. A `reception` takes callers for this group and for those that follow it, and is left open."""
+        mesh = Mesh(host, us, listener, reception)
         fate = Fate(mesh)
         conducted = options is not None and options.conducted
         if conducted:
@@ -176,6 +183,11 @@ class Group:
     def error(self) -> HcsimError | None:
         """Why it has ended, if it has."""
         return self._fate.error
+
+    @property
+    def waited_for(self) -> int | None:
+        """The rank that the oldest operation here was waiting for when the group failed, if it was waiting."""
+        return self._fate.waited_for
 
     def fail(self, reason: str, peer: int | None = None) -> None:
         """End it here and at the others, for a reason that it cannot see by itself."""

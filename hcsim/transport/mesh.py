@@ -10,9 +10,9 @@ send at most a few KiB, within a deadline, and only so many callers may be at th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,7 @@ from hcsim.transport.hello import (
     say_hello,
 )
 from hcsim.transport.link import Link
+from hcsim.transport.reception import First, Reception
 from hcsim.transport.refusals import Refusals, plain
 from hcsim.transport.traffic import Traffic
 from hcsim.transport.wire import MAX_FRAME_BYTES
@@ -69,7 +70,9 @@ class Parting(NamedTuple):
 class Mesh:
     """Our links to the other members."""
 
-    def __init__(self, host: Host, us: Membership, listener: Listener | None = None) -> None:
+    def __init__(
+        self, host: Host, us: Membership, listener: Listener | None = None, reception: Reception | None = None
+    ) -> None:
         if not 0 <= us.rank < us.world:
             raise UsageError(f"rank {us.rank} does not exist in a group of {us.world}")
         if us.identities and len(us.identities) != us.world:
@@ -92,6 +95,8 @@ class Mesh:
         self._called: dict[int, dict[int, Channel]] = {}
         self._complete: dict[int, asyncio.Future[Link]] = {}
         self._listener = listener
+        self._reception = reception
+        """Takes callers for us, where the node has a listener that outlives this mesh."""
         self._accepting: asyncio.Task[None] | None = None
         self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +114,9 @@ class Mesh:
 
     async def open(self) -> None:
         """Listen for the others, if there are any."""
-        if self.us.world > 1:
+        if self._reception is not None:
+            self._reception.attach(self._called_with)
+        elif self.us.world > 1:
             if self._listener is None:
                 self._listener = await self.host.listen(self.us.addresses[self.us.rank])
             accepting = self._strangers.accept(self._listener, self._called_by)
@@ -187,6 +194,8 @@ class Mesh:
         """Close what is still open; where it is cancelled meanwhile, the rest all the same."""
         if self._accepting is not None:
             self._accepting.cancel()
+        if self._reception is not None:
+            self._reception.detach()
         async with AsyncExitStack() as stack:  # from the last to the first
             stack.callback(self._traffic.end)
             for channels in self._called.values():
@@ -315,17 +324,30 @@ class Mesh:
         return True
 
     def _called_by(self, channel: Channel, number: int) -> None:
-        greeting: asyncio.Task[None] = self.host.spawn(self._greet(channel), name=f"greet caller {number}")
+        self._start_greeting(self._greet_stranger(channel), f"greet caller {number}")
+
+    def _called_with(self, channel: Channel, first: First) -> None:
+        """A caller whose first frame was received already."""
+        self._start_greeting(self._greet(channel, first), "greet a caller")
+
+    def _start_greeting(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        greeting: asyncio.Task[None] = self.host.spawn(work, name=name)
         self._greeting[greeting] = None
         greeting.add_done_callback(self._greeting.pop)
 
-    async def _greet(self, channel: Channel) -> None:
+    async def _greet_stranger(self, channel: Channel) -> None:
+        try:
+            await self._greet(channel)
+        finally:
+            self._strangers.known()
+
+    async def _greet(self, channel: Channel, first: First | None = None) -> None:
         """Hear who calls; take it in, or say why not."""
         taken_in = False
         try:
             channel.limit(HELLO_LIMIT_BYTES)
             async with self.host.clock.timeout(HELLO_TIMEOUT_S):
-                kind, data = await hear(channel)
+                kind, data = first or await hear(channel)
                 if kind is not Kind.HELLO:
                     raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
                 theirs = decode_hello(data, channel.peer)
@@ -350,8 +372,6 @@ class Mesh:
                 await channel.close()
             if not isinstance(error, ChannelError | TimeoutError):
                 raise
-        finally:
-            self._strangers.known()
 
     def _told(self, rank: int) -> None:
         """One has heard from us why there is nobody to call any more."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.effects import Adopted, Send, Waiting
+from hcsim.cluster.effects import Adopted, Qualify, Send, Waiting
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
 from hcsim.cluster.rules import Rules
@@ -66,6 +66,8 @@ class Machine:
             for effect in effects:
                 if isinstance(effect, Send) and effect.to in self.lines:
                     self.lan.mail.append((self, self.lines[effect.to], effect.message))
+                elif isinstance(effect, Qualify):
+                    self.core.qualified(effect.lineage, self.lan.now)
                 elif isinstance(effect, Adopted):
                     self.lan.adopted(self, effect.view)
                 elif isinstance(effect, Waiting):

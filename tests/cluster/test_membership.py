@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.effects import Adopted, Send
+from hcsim.cluster.effects import Adopted, Qualify, Send
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
 from hcsim.cluster.rules import Rules
@@ -57,6 +57,8 @@ class Machine:
             for effect in effects:
                 if isinstance(effect, Send):
                     self.bench.mail.append((self.node, effect.to, effect.message))
+                elif isinstance(effect, Qualify):
+                    self.core.qualified(effect.lineage, self.bench.now)
                 elif isinstance(effect, Adopted):
                     self.seen.append(effect.view)
                     self.bench.adopted(self, effect.view)

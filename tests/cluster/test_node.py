@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
@@ -158,7 +159,7 @@ def test_work_that_failed_gets_a_new_view_with_the_same_members():
 
     async def complain(node: Node) -> None:
         view = await node.view(-1)
-        node.broken(view.epoch, 2, "as a test")
+        node.broken(view.epoch, Failure("as a test"))
         assert await node.over(view.epoch) == "as a test"
 
     party.meanwhile["b"] = complain

@@ -15,6 +15,13 @@ class Recovery:
         self._host = host
         self._observer = observer
         self._failed_s: float | None = None
+        self.progress_s: float | None = None
+        """When the last step was done, or else when the first view began."""
+
+    def began(self) -> None:
+        """A view begins."""
+        if self.progress_s is None:
+            self.progress_s = self._host.clock.elapsed()
 
     def failed(self, over: asyncio.Future[str]) -> None:
         """A view is over."""
@@ -23,8 +30,9 @@ class Recovery:
 
     def point(self, rank: int, point: Point) -> None:
         """A step is done."""
+        self.progress_s = self._host.clock.elapsed()
         if self._failed_s is not None:
-            lasted_s = self._host.clock.elapsed() - self._failed_s
+            lasted_s = self.progress_s - self._failed_s
             self._host.metrics.histogram("hcsim_recovery_seconds").observe(lasted_s)
             self._failed_s = None
         if self._observer is not None:

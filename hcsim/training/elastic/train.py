@@ -17,15 +17,19 @@ When this returns, the member has trained to the end or left; it is for the call
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
 from hcsim.cluster.conductor import Conductor, next_view
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import View
+from hcsim.collectives.fate import TOLD
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import load
 from hcsim.training.elastic.part import Extras, Part
@@ -36,6 +40,7 @@ from hcsim.training.elastic.voting import Voting
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.transport.hello import Membership
+from hcsim.transport.reception import Reception, check_all
 from hcsim.transport.wire import Wire
 
 _FIRST_PAUSE_S = 0.1
@@ -60,14 +65,18 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     patience_s = max(wire.connect_timeout_s, part.settings.timeout_s)
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
     epoch, patience = -1, _Patience(host, part)
+    reception = Reception(host, await host.listen(conductor.us.address))
+    conductor.check_with(partial(check_all, host))
     try:
         while (view := await next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
-            if await _follow(host, conductor, view, wire, part, patience):
+            if await _follow(conductor, view, wire, part, patience, reception):
                 break
     finally:
+        conductor.check_with(None)
         await part.close()
+        await reception.close()
     if not part.has_begun:
         raise HcsimError("left before training began")
     part.observer.finished(part.run)
@@ -77,19 +86,22 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     return report
 
 
-async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience) -> bool:
+async def _follow(
+    conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience, reception: Reception
+) -> bool:
     """Take part in a view; whether that was all."""
-    rank = view.rank(conductor.us)
+    host, rank = reception.host, view.rank(conductor.us)
     if rank is None:
         raise UsageError(f"the conductor gave {conductor.us.name} a view that it is not in: epoch {view.epoch}")
     addresses = tuple(member.address for member in view.members)
     identities = view.nodes if conductor.identified else ()
     membership = Membership(rank, addresses, view.lineage, view.epoch, wire, identities)
-    group = await Group.open(host, membership, part.options(view))
+    group = await Group.open(host, membership, part.options(view), reception=reception)
     over = conductor.over(view.epoch)
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
     host.trace("follows", view.epoch, rank, len(addresses))
     ways = conductor.ways
+    patience.begin()
     try:
         if ways is not None:
             ways.in_use = lambda: {view.nodes[other]: ends for other, ends in group.ends.items()}
@@ -100,9 +112,9 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
         host.trace("view failed", view.epoch, str(error))
         if ways is not None and error.peer is not None:
             ways.forget(view.nodes[error.peer])
+        failure = patience.failure(view, group, error)
         await patience.hold_back(over)
-        if not over.done():
-            conductor.broken(view.epoch, error.peer, str(error))
+        conductor.broken(view.epoch, failure)
         return False
     except HcsimError as error:
         group.fail(f"{conductor.us.name} ended: {error}", rank)
@@ -115,25 +127,61 @@ async def _follow(host: Host, conductor: Conductor, view: View, wire: Wire, part
 
 
 class _Patience:
-    """Members that get nowhere would else ask for one view after the other, as fast as they can."""
+    """What came of the views so far. Members that get nowhere would ask for one view after the other, as fast as they
+    can."""
 
     def __init__(self, host: Host, part: Part) -> None:
         self._host = host
         self._part = part
         self._step = -1
-        self._in_vain = 0
+        """The step that the last view began with."""
+        self._fruitless = 0
         """Views in a row that failed at the same step."""
+
+    def begin(self) -> None:
+        """A view begins."""
+        self._part.observer.began()
+        self._step = self._steps()
+
+    def failure(self, view: View, group: Group, error: CollectiveError) -> Failure:
+        """What a failed view should be known by."""
+        progressed = self._steps() != self._step
+        self._fruitless = 1 if progressed else self._fruitless + 1
+        waited_for, progress_s = group.waited_for, self._part.observer.progress_s
+        return Failure(
+            named(str(error), view),
+            view.nodes[error.peer] if error.peer not in (None, group.rank) and _is_violation(error) else "",
+            isinstance(error, CollectiveTimeout),
+            view.nodes[waited_for] if waited_for is not None else "",
+            progressed,
+            0.0 if progress_s is None else self._host.clock.elapsed() - progress_s,
+        )
 
     async def hold_back(self, over: asyncio.Future[str]) -> None:
         """Wait before a failure is reported, unless somebody else has done so: longer each time."""
-        step = self._part.run.step if self._part.has_begun else -1
-        self._in_vain = self._in_vain + 1 if step == self._step else 1
-        self._step = step
-        if self._in_vain > 1:
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._in_vain - 2), _LONGEST_PAUSE_S)
+        if self._fruitless > 1:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._fruitless - 2), _LONGEST_PAUSE_S)
             with suppress(TimeoutError):
                 async with self._host.clock.timeout(pause_s):
                     await asyncio.shield(over)
+
+    def _steps(self) -> int:
+        return self._part.run.step if self._part.has_begun else -1
+
+
+def _is_violation(error: CollectiveError) -> bool:
+    """Whether we saw ourselves that the peer sent what no correct member sends."""
+    return error.phase != TOLD and isinstance(error.__cause__, RemoteProtocolError)
+
+
+def named(text: str, view: View) -> str:
+    """An error of a view's group, with the members' names and addresses in the place of their ranks."""
+
+    def name(match: re.Match[str]) -> str:
+        rank = int(match[1])
+        return f"{view.members[rank].name} ({view.members[rank].address})" if rank < len(view.members) else match[0]
+
+    return re.sub(r"\brank (\d+)\b", name, text)
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:

@@ -12,6 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from hcsim.cluster.conductor import Checker
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
@@ -39,7 +41,7 @@ class Cluster:
         self.done: list[str] = []
         self.plan: list[tuple[int, Sequence[str]]] = []
         """After so many steps: these are the members."""
-        self.reports: list[tuple[int, int | None, str]] = []
+        self.reports: list[tuple[int, Failure]] = []
         """What was said to be broken: epoch, rank, why."""
         self.steps: dict[tuple[str, int], int] = {}
         """By node and step, in which epoch it was applied."""
@@ -94,10 +96,10 @@ class Cluster:
     def over(self, epoch: int) -> str | None:
         return self._over.get(epoch)
 
-    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
-        self.reports.append((epoch, rank, reason))
+    def broken(self, epoch: int, failure: Failure) -> None:
+        self.reports.append((epoch, failure))
         if epoch == self.views[-1].epoch:
-            self.lose(f"broken: {reason}")
+            self.lose(f"broken: {failure.reason}")
 
     def left(self, name: str) -> None:
         if name in self.names:
@@ -158,8 +160,12 @@ class Scripted:
     def superseded(self, epoch: int) -> bool:
         return self._cluster.views[-1].epoch > epoch
 
-    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
-        self._cluster.broken(epoch, rank, reason)
+    def broken(self, epoch: int, failure: Failure) -> None:
+        if not self.over(epoch).done():
+            self._cluster.broken(epoch, failure)
+
+    def check_with(self, check: Checker | None) -> None:
+        pass
 
     async def leave(self) -> None:
         self._cluster.left(self._name)

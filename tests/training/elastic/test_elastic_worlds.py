@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from hcsim.cluster.conductor import Checker
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
@@ -67,8 +69,11 @@ class Reader:
     def superseded(self, epoch: int) -> bool:
         return self._board.shown - 1 > epoch
 
-    def broken(self, epoch: int, rank: int | None, reason: str) -> None:
-        raise AssertionError(f"nothing breaks by itself here: {reason}")
+    def broken(self, epoch: int, failure: Failure) -> None:
+        assert self.over(epoch).done(), f"nothing breaks by itself here: {failure.reason}"
+
+    def check_with(self, check: Checker | None) -> None:
+        pass
 
     async def leave(self) -> None:
         await self._board.show()

@@ -1,0 +1,229 @@
+"""Which member keeps a view from working, when all of them answer heartbeats.
+
+Heartbeats show that a process runs, not that its work does. A member whose cable carries 30 kb/s, whose gradient port
+is closed, whose device does not finish, or that sends what no correct member sends, is alive, and every view with it
+fails. Membership is about progress, so such a member is found, and left out of the next view. Each member tells the
+others what it knows of a failed view (`Findings`). The evidence, strongest first:
+
+1.  Violations. A peer broke the protocol: the receiver accuses it.
+2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
+    collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
+    does not finish its checks in time accuses itself by that.
+3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
+    to the operation at all.
+4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
+
+An accusation is an edge between two members, and either end may be the sick one: a machine with a broken network card
+accuses everybody. So the members that are left out are a smallest set that has an end of every edge, and among equal
+sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges are kept until a view
+makes progress: a member that fails with one peer after the other is found although each time only a pair knows.
+
+A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
+
+Pure: what was found comes in, who is left out goes out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+
+import msgspec
+
+CHECKS_S = 6.0
+"""How long a member may take to tell what its checks found."""
+FRUITLESS = 2
+"""Views in a row without a step, after which members are checked whatever the reason was."""
+ELIMINATE = 3
+"""The same, after which members are left out in turn."""
+_FEW = 12
+"""Members among which all sets are compared; in a larger view the most accused are taken, one by one."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How this node's work in a view ended."""
+
+    reason: str
+    violator: str = ""
+    """The node that broke the protocol, if one did."""
+    late: bool = False
+    """A deadline passed."""
+    waited_for: str = ""
+    """The node that was waited for, if one was."""
+    progressed: bool = False
+    """Whether a step was done in that view."""
+    stalled_s: float = 0.0
+    """How long no step had been done."""
+
+
+class Accusation(msgspec.Struct, frozen=True):
+    """A member cannot be worked with, as the accuser found."""
+
+    node: str
+    reason: str
+
+
+class Findings(msgspec.Struct, frozen=True, tag="findings"):
+    """What a member tells the others about a view in which its work failed."""
+
+    lineage: str
+    epoch: int
+    fruitless: int = 0
+    """Views in a row without a step, this one included."""
+    checking: bool = False
+    """Whether members have to be checked before the next view."""
+    checked: bool = False
+    """Whether the accusations contain what its own checks found."""
+    waited_for: str = ""
+    accusations: tuple[Accusation, ...] = ()
+
+
+class Diagnosis:
+    """What is known of the view in which work failed, and of those before it since the last step."""
+
+    def __init__(self, us: str) -> None:
+        self._us = us
+        self.ours: Findings | None = None
+        self.stalled_s = 0.0
+        self._theirs: dict[str, Findings] = {}
+        self._since_s: float | None = None
+        self._fruitless = 0
+        self._accusations: tuple[Accusation, ...] = ()
+
+    def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
+        """Our work in that view failed; whether our checks have to begin."""
+        if failure.progressed:
+            self._fruitless, self._accusations = 0, ()
+        self._fruitless += 1
+        if failure.violator:
+            self._accuse([Accusation(failure.violator, failure.reason)])
+        self.stalled_s = failure.stalled_s
+        checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
+        return self._tell(lineage, epoch, self._fruitless, failure.waited_for, now, checking=checking)
+
+    def heard(self, source: str, findings: Findings, lineage: str, epoch: int, now: float) -> bool:
+        """A member tells what it found; whether our checks have to begin. The lineage and epoch are our view's."""
+        self._theirs[source] = findings
+        if (findings.lineage, findings.epoch) != (lineage, epoch):
+            return False
+        waited_for = self.ours.waited_for if self.ours is not None else ""
+        return self._tell(lineage, epoch, findings.fruitless, waited_for, now, checking=findings.checking)
+
+    def _tell(self, lineage: str, epoch: int, fruitless: int, waited_for: str, now: float, *, checking: bool) -> bool:
+        """Bring what we tell up to date; whether our checks have to begin."""
+        before = self.ours
+        if self._since_s is None:
+            self._since_s = now
+        begun = before is not None and before.checking
+        checking = checking or begun
+        self.ours = Findings(
+            lineage,
+            epoch,
+            max(fruitless, before.fruitless if before is not None else 0),
+            checking,
+            before.checked if before is not None and begun else not checking,
+            waited_for,
+            self._accusations,
+        )
+        return checking and not begun
+
+    def checked(self, epoch: int, accusations: Iterable[Accusation]) -> bool:
+        """Our checks are over; whether that is news."""
+        if self.ours is None or self.ours.epoch != epoch or self.ours.checked:
+            return False
+        self._accuse(accusations)
+        self.ours = msgspec.structs.replace(self.ours, checked=True, accusations=self._accusations)
+        return True
+
+    def pending_until_s(self, lineage: str, epoch: int, nodes: Sequence[str]) -> float | None:
+        """When checks of these members have to be over, if some are not; None: nothing has to be waited for."""
+        if self._since_s is None or not self._unchecked(lineage, epoch, nodes):
+            return None
+        return self._since_s + CHECKS_S
+
+    def culprits(self, lineage: str, epoch: int, nodes: Sequence[str], now: float) -> dict[str, str]:
+        """Of these members of that view, by rank, those that the next one has to do without, and why."""
+        if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
+            return {}
+        known = self._known(lineage, epoch, nodes)
+        edges: dict[tuple[str, str], str] = {}
+        for accuser, findings in known.items():
+            for each in findings.accusations:
+                if each.node in nodes:
+                    edges[accuser, each.node] = each.reason
+        unchecked = self._unchecked(lineage, epoch, nodes)
+        if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
+            edges |= {(node, node): f"it did not finish its checks within {CHECKS_S:g} s" for node in unchecked}
+        if not edges and not unchecked and any(findings.checking for findings in known.values()):
+            edges = _waits(known) or _eliminated(known, nodes)
+        covered = _smallest_cover([*edges], nodes)
+        return {node: _told(node, edges) for node in covered} if len(covered) < len(nodes) else {}
+
+    def entered(self) -> None:
+        """A new view begins: what is found from now on concerns that one. Edges stay until there is progress."""
+        self.ours, self._since_s = None, None
+        self._theirs.clear()
+
+    def _accuse(self, accusations: Iterable[Accusation]) -> None:
+        by_node = {each.node: each for each in (*self._accusations, *accusations)}
+        self._accusations = tuple(by_node.values())
+
+    def _known(self, lineage: str, epoch: int, nodes: Sequence[str]) -> dict[str, Findings]:
+        told = {**self._theirs, **({self._us: self.ours} if self.ours is not None else {})}
+        return {
+            node: told[node]
+            for node in nodes
+            if node in told and (told[node].lineage, told[node].epoch) == (lineage, epoch)
+        }
+
+    def _unchecked(self, lineage: str, epoch: int, nodes: Sequence[str]) -> list[str]:
+        known = self._known(lineage, epoch, nodes)
+        if not any(findings.checking for findings in known.values()):
+            return []
+        return [node for node in nodes if node not in known or not known[node].checked]
+
+
+def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
+    """Where chains of waiting end: with members that wait for nobody themselves."""
+    return {
+        (node, findings.waited_for): "the others waited for it, and it waited for nobody"
+        for node, findings in known.items()
+        if findings.waited_for and findings.waited_for in known and not known[findings.waited_for].waited_for
+    }
+
+
+def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[tuple[str, str], str]:
+    """The member whose turn it is to be left out: those first that most waited for, then juniors."""
+    fruitless = max(findings.fruitless for findings in known.values())
+    if fruitless < ELIMINATE:
+        return {}
+    waited = Counter(findings.waited_for for findings in known.values())
+    order = sorted(nodes, key=lambda node: (-waited[node], -nodes.index(node)))
+    chosen = order[(fruitless - ELIMINATE) % len(order)]
+    return {(chosen, chosen): f"{fruitless} views in a row came to nothing: the others try without it"}
+
+
+def _smallest_cover(edges: Sequence[tuple[str, str]], nodes: Sequence[str]) -> tuple[str, ...]:
+    """A smallest set of nodes with an end of every edge; see the top of this file for the choice among several."""
+    accused = Counter(accused for _, accused in edges)
+    order = sorted(nodes, key=lambda node: (-accused[node], -nodes.index(node)))
+    if len(nodes) <= _FEW:
+        for size in range(len(nodes) + 1):
+            for chosen in combinations(order, size):
+                if all(one in chosen or other in chosen for one, other in edges):
+                    return chosen
+    chosen_: list[str] = []
+    left = list(edges)
+    while left:
+        degree = Counter(node for edge in left for node in dict.fromkeys(edge))
+        worst = max(order, key=lambda node: degree[node])
+        chosen_.append(worst)
+        left = [edge for edge in left if worst not in edge]
+    return tuple(chosen_)
+
+
+def _told(node: str, edges: Mapping[tuple[str, str], str]) -> str:
+    """Why a member is left out: what was found about it, or else what it found about all others."""
+    about = [reason for (_, accused), reason in edges.items() if accused == node]
+    return next(iter(about), "it cannot work with the others, and they can with each other")

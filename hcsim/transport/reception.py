@@ -1,0 +1,139 @@
+"""The listener of a node's collectives, which outlives the groups that it serves.
+
+Groups come and go with the views of a cluster; the listener stays. The first frame of a caller says what it wants:
+
+    HELLO       it belongs to the group of a view. The caller waits until that group is attached here.
+    CONTROL     it checks this node. The frame is sent back, whatever the node is busy with.
+
+A check shows whether a node can be worked with: heartbeats cross another port in a few bytes, and live on where this
+port is closed, where a cable carries next to nothing, or where the device does not finish what it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from hcsim.errors import ChannelError, HcsimError
+from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
+from hcsim.runtime.device import Work
+from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.host import Host
+from hcsim.transport.callers import Callers
+from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, hear
+
+CHECK_S = 3.0
+"""How long a device or a peer may take to pass a check."""
+ECHOES = 4
+"""Frames of a check: together 16 KiB in each direction, which need some 100 kb/s within that time."""
+_ECHO = memoryview(bytes(HELLO_LIMIT_BYTES))
+_EXERCISE = 4096
+"""Elements of the vectors that a device adds in a check."""
+
+First: TypeAlias = tuple[Kind, bytes]
+Take: TypeAlias = Callable[[Channel, First], None]
+"""Takes a caller, and the first frame that came from it."""
+
+
+class Reception:
+    """Takes callers for as long as a node lives."""
+
+    def __init__(self, host: Host, listener: Listener) -> None:
+        self.host = host
+        self._listener = listener
+        self._callers = Callers()
+        self._take: Take | None = None
+        self._attached: asyncio.Future[None] | None = None
+        self._serving = host.spawn(self._callers.accept(listener, self._called), name="accept callers of collectives")
+
+    def attach(self, take: Take) -> None:
+        """Hand callers of groups to this one from now on, also those who wait already."""
+        self._take = take
+        if self._attached is not None:
+            self._attached.set_result(None)
+            self._attached = None
+
+    def detach(self) -> None:
+        """The group is over: further callers wait for the next one."""
+        self._take = None
+
+    async def close(self) -> None:
+        """Take no more callers."""
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        await self._listener.close()
+
+    def _called(self, channel: Channel, number: int) -> None:
+        self.host.spawn(self._receive(channel), name=f"caller {number} of collectives")
+
+    async def _receive(self, channel: Channel) -> None:
+        """Hear what a caller wants, and do it; a caller that is not handed to a group is let go at the end."""
+        taken = False
+        try:
+            channel.limit(HELLO_LIMIT_BYTES)
+            async with self.host.clock.timeout(HELLO_TIMEOUT_S):
+                first = await hear(channel)
+                if first[0] is Kind.CONTROL:
+                    await _echo(channel, first[1])
+                    return
+                while self._take is None:
+                    self._attached = self._attached or asyncio.get_running_loop().create_future()
+                    await asyncio.shield(self._attached)
+            self._take(channel, first)
+            taken = True
+        except (ChannelError, TimeoutError):
+            pass  # the caller notices, and may call again
+        finally:
+            self._callers.known()
+            if not taken:
+                await channel.close()
+
+
+async def _echo(channel: Channel, data: bytes) -> None:
+    """Answer a check until the caller has enough."""
+    while True:
+        await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
+        kind, data = await hear(channel)
+        if kind is not Kind.CONTROL:
+            return
+
+
+async def check_peer(host: Host, address: str) -> str:
+    """Why collectives cannot work with the node at that address, as far as can be seen from here; empty: they can."""
+    done = 0
+    try:
+        async with host.clock.timeout(CHECK_S):
+            channel = await host.connect(address, timeout_s=CHECK_S)
+            try:
+                channel.limit(HELLO_LIMIT_BYTES)
+                for _ in range(ECHOES):
+                    await channel.send(Header(len(_ECHO), Kind.CONTROL), _ECHO)
+                    _, payload = await channel.recv(lambda header: None)
+                    done += len(EMPTY if isinstance(payload, Phantom) else payload)
+                return "" if done == ECHOES * len(_ECHO) else f"{address} does not answer checks"
+            finally:
+                await channel.close()
+    except TimeoutError:
+        return f"{address} answered {done} of {ECHOES * len(_ECHO)} bytes within {CHECK_S:g} s"
+    except HcsimError as error:
+        return f"{address} cannot be used: {error}"
+
+
+async def check_device(host: Host) -> str:
+    """Why this host's device cannot be used; empty: it can."""
+    device, work = host.device, Work(float(_EXERCISE), 12.0 * _EXERCISE)
+    try:
+        async with host.clock.timeout(CHECK_S):
+            await device.run(work, device.exercise("axpy", _EXERCISE))
+    except TimeoutError:
+        return f"its device ({device.name}) did not add two vectors within {CHECK_S:g} s"
+    except HcsimError as error:
+        return f"its device ({device.name}) failed: {error}"
+    return ""
+
+
+async def check_all(host: Host, addresses: Sequence[str]) -> tuple[str, list[str]]:
+    """Check this host's device and all peers at once: what is wrong with each, in their order."""
+    own, *others = await asyncio.gather(check_device(host), *(check_peer(host, each) for each in addresses))
+    return own, others

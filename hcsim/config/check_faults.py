@@ -10,6 +10,7 @@ from hcsim.config.faults import (
     CopiedIdentity,
     InterfaceChange,
     LinkChange,
+    Misbehave,
     Partition,
     RouterReboot,
     WifiGate,
@@ -37,6 +38,10 @@ def check_fault(
     node: str | None = getattr(fault, "node", None)
     if node is not None:
         check_known(f"{path}.node", node, nodes, "node")
+    if isinstance(fault, Misbehave) and fault.to is not None:
+        check_known(f"{path}.to", fault.to, nodes, "node")
+        if fault.to == fault.node:
+            raise ConfigError(f'{path}.to = "{fault.to}": a node sends itself nothing; another one is needed')
     medium: str | None = getattr(fault, "medium", None)
     ways = {name: rates for line in wan for name, rates in line.ways.items()} if isinstance(fault, LinkChange) else {}
     if medium is not None:

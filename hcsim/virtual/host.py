@@ -23,7 +23,7 @@ from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.listener import VirtualListener
 from hcsim.virtual.loop import OWNER
 from hcsim.virtual.store import VirtualStore
-from hcsim.virtual.stream import NS
+from hcsim.virtual.stream import NEVER_NS, NS
 
 if TYPE_CHECKING:
     from hcsim.config import Machine
@@ -199,7 +199,8 @@ class VirtualHost:
         wiring, target = self._world.wiring, packet.target
         clear_ns = wiring.clogged_until_ns(self._name, target.name)
         if self.loop.now_ns < clear_ns:
-            self.loop.call_at_ns(clear_ns, self._came, packet)
+            if clear_ns < NEVER_NS:
+                self.loop.call_at_ns(clear_ns, self._came, packet)
         elif target.alive and not wiring.is_cut(self._name, target.name):
             packet.note("deliver")
             packet.arrive(*packet.args)
@@ -208,9 +209,14 @@ class VirtualHost:
         """The host of that name, in the life that it has now."""
         return self._world.host(name)
 
+    def is_silenced(self, channel: VirtualChannel) -> bool:
+        """Whether the port that the channel was made to lets nothing pass."""
+        return self._world.wiring.is_silent(*channel.called)
+
     def disown(self, channel: VirtualChannel) -> None:
         """A packet of a connection arrives that nobody here knows: the answer is a reset."""
-        self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
+        if not self.is_silenced(channel):
+            self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
 
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(len(self.channels))
@@ -261,12 +267,15 @@ class VirtualHost:
         """A connection request arrives here, or arrives again."""
         if call.given_up or not call.caller.alive:  # nobody would answer our answer
             return
-        listener = self._listeners.get(call.port)
+        wiring = self._world.wiring
+        if wiring.is_silent(self._name, call.port):
+            return
+        listener = None if wiring.is_closed(self._name, call.port) else self._listeners.get(call.port)
         if call.taken_by is not self:
             if listener is None:
                 self.signal(call.caller, "refusal", call.answered, None)
                 return
-            ends = self._world.wiring.join(call.caller, self, call.interface)
+            ends = wiring.join(call.caller, self, call.port, call.interface)
             if ends is None:  # the way went away behind the call
                 return
             call.taken_by = self

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias, get_args
 
 from hcsim.config.faults.clock import ClockDrift, ClockJump
-from hcsim.config.faults.data import FlippedBit, NanGradient, StaleStep, WrongSize
+from hcsim.config.faults.data import FlippedBit, Misbehave, Misbehaviour, NanGradient, StaleStep, WrongSize
 from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord
 from hcsim.config.faults.network import (
+    BlockedPort,
     CablePulled,
     Clog,
     Datagrams,
@@ -19,7 +20,7 @@ from hcsim.config.faults.network import (
     RouterReboot,
     WifiGate,
 )
-from hcsim.config.faults.node import Crash, Lid, Pause, Restart, Throttle
+from hcsim.config.faults.node import Crash, Lid, Pause, Restart, StuckDevice, Throttle
 
 AnyFault: TypeAlias = (
     Crash | Restart | Pause | Lid | Throttle
@@ -28,6 +29,7 @@ AnyFault: TypeAlias = (
     | FlippedBit | WrongSize | StaleStep | NanGradient
     | ClockJump | ClockDrift
     | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
+    | StuckDevice | BlockedPort | Misbehave
 )  # fmt: skip
 
 FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
@@ -36,6 +38,7 @@ FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind i
 __all__ = [
     "FAULTS",
     "AnyFault",
+    "BlockedPort",
     "CablePulled",
     "ClockDrift",
     "ClockJump",
@@ -48,6 +51,8 @@ __all__ = [
     "InterfaceChange",
     "Lid",
     "LinkChange",
+    "Misbehave",
+    "Misbehaviour",
     "MulticastLoss",
     "NanGradient",
     "OneWayVisibility",
@@ -58,6 +63,7 @@ __all__ = [
     "RouterReboot",
     "StaleRecord",
     "StaleStep",
+    "StuckDevice",
     "Throttle",
     "WifiGate",
     "WrongSize",

@@ -13,7 +13,8 @@ class MulticastLoss(Fault, frozen=True, tag="multicast_loss"):
 
     node: str
     share: PositiveShare
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
     direction: Literal["both", "from", "to"] = "both"
 
 
@@ -30,7 +31,8 @@ class OneWayVisibility(Fault, frozen=True, tag="one_way_visibility"):
     """The first node sees the second one's announcements; the second one does not see the first's."""
 
     between: tuple[str, str]
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class CopiedIdentity(Fault, frozen=True, tag="copied_identity"):

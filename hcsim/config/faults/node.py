@@ -42,7 +42,8 @@ class Pause(Fault, frozen=True, tag="pause"):
     """The node is alive and does nothing."""
 
     node: str
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class Throttle(Fault, frozen=True, tag="throttle"):
@@ -50,7 +51,8 @@ class Throttle(Fault, frozen=True, tag="throttle"):
 
     node: str
     factor: PositiveShare
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class Lid(Fault, frozen=True, tag="lid"):
@@ -60,3 +62,11 @@ class Lid(Fault, frozen=True, tag="lid"):
     duration_s: PositiveSeconds
     connections: Literal["kept", "dead"] = "kept"
     """Whether its connections are still there when it wakes up."""
+
+
+class StuckDevice(Fault, frozen=True, tag="stuck_device"):
+    """The node's device takes work and does not finish it; all else of the node goes on."""
+
+    node: str
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""

@@ -21,8 +21,7 @@ def jump(fault: ClockJump, world: World) -> None:
 def drift(fault: ClockDrift, world: World) -> None:
     """The host's clock runs fast or slow, and its timers with it."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
-    if fault.duration_s is not None:
-        world.later(fault.duration_s, _steady, world, fault)
+    world.later(fault.duration_s, _steady, world, fault)
 
 
 def _steady(world: World, fault: ClockDrift) -> None:

@@ -64,7 +64,7 @@ def hide(fault: OneWayVisibility, world: World) -> None:
     _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: World, rule: Rule, duration_s: float) -> None:
+def _have_rule(world: World, rule: Rule, duration_s: float | None) -> None:
     world.datagrams.add(rule)
     world.later(duration_s, _drop_rule, world, rule)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hcsim.config import Crash, Lid, Pause, Restart, Throttle
+from hcsim.config import Crash, Lid, Pause, Restart, StuckDevice, Throttle
 from hcsim.errors import UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
 from hcsim.virtual.stream import NS
@@ -39,7 +39,7 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
         world.wiring.mend(ways)
     host.sleeps.clear()
     world.loop.discard(host)
-    world.host_died(host)
+    world.host_ended(host, "crashed")
 
 
 @prepare.register(Restart)
@@ -96,12 +96,14 @@ def pause(fault: Pause, world: World) -> None:
     hold(world, world.host(fault.node), fault.duration_s)
 
 
-def hold(world: World, host: VirtualHost, duration_s: float) -> None:
-    """Stop all of the host's code for a while."""
+def hold(world: World, host: VirtualHost, duration_s: float | None) -> None:
+    """Stop all of the host's code for a while; None: for good, as long as the host has this life."""
     host.pauses += 1
     world.loop.freeze(host)
     host.device.stop()
     world.later(duration_s, _thaw, world, host)
+    if duration_s is None:
+        world.host_ended(host, "is paused for good")
 
 
 def _thaw(world: World, host: VirtualHost) -> None:
@@ -149,8 +151,8 @@ def throttle(fault: Throttle, world: World) -> None:
     slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
-def slow_down(world: World, node: str, factor: float, duration_s: float) -> None:
-    """Let the node compute at that part of its speed for a while."""
+def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> None:
+    """Let the node compute at that part of its speed for a while; None: for good."""
     world.host(node).device.slow_down(factor)
     world.later(duration_s, _recover, world, node, factor)
 
@@ -158,3 +160,15 @@ def slow_down(world: World, node: str, factor: float, duration_s: float) -> None
 def _recover(world: World, node: str, factor: float) -> None:
     note(world, "recover", node)
     world.host(node).device.recover(factor)
+
+
+@apply.register(StuckDevice)
+def hang_device(fault: StuckDevice, world: World) -> None:
+    """What the device computes is not finished: a driver or a chip that hangs."""
+    world.host(fault.node).device.hang()
+    world.later(fault.duration_s, _unhang_device, world, fault.node)
+
+
+def _unhang_device(world: World, node: str) -> None:
+    note(world, "unhang", node)
+    world.host(node).device.unhang()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from hcsim.config import (
     FAULTS,
     AnyFault,
+    BlockedPort,
     CablePulled,
     ClockDrift,
     ClockJump,
@@ -22,6 +23,7 @@ from hcsim.config import (
     InterfaceChange,
     Lid,
     LinkChange,
+    Misbehave,
     MulticastLoss,
     NanGradient,
     OneWayVisibility,
@@ -32,6 +34,7 @@ from hcsim.config import (
     RouterReboot,
     StaleRecord,
     StaleStep,
+    StuckDevice,
     Throttle,
     WifiGate,
     WrongSize,
@@ -72,6 +75,9 @@ EACH: tuple[tuple[AnyFault, str | None], ...] = (
     (StaleRecord(1.0, "pro", 0.5, "mini:9"), "correct"),
     (OneWayVisibility(1.0, ("pro", "mini"), 0.5), "clear"),
     (CopiedIdentity(1.0, "pro", "mini", 0.5), "start"),
+    (StuckDevice(1.0, "pro", 0.5), "unhang"),
+    (BlockedPort(1.0, "mini", 1000, "silent", 0.5), "unblock"),
+    (Misbehave(1.0, "studio", "duplicate", "mini", 0.5, 0.5), "misbehave"),
 )
 """One of each kind, and what the trace says when it has healed or found its prey."""
 

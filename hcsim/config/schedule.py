@@ -29,7 +29,9 @@ from hcsim.config.faults import (
     CopiedIdentity,
     Crash,
     Datagrams,
+    FewDescriptors,
     FlippedBit,
+    FullDisk,
     HalfOpen,
     InterfaceChange,
     Lid,
@@ -44,8 +46,10 @@ from hcsim.config.faults import (
     Reset,
     Restart,
     RouterReboot,
+    SlowDisk,
     StaleRecord,
     StaleStep,
+    Stranger,
     StuckDevice,
     Throttle,
     WifiGate,
@@ -243,6 +247,26 @@ def _misbehaves(draw: _Draw) -> tuple[AnyFault, ...]:
     return (Misbehave(at_s, node, how, draw.rng.choice((to, None)), PositiveShare(share), lasts_s),)
 
 
+def _strangers(draw: _Draw) -> tuple[AnyFault, ...]:
+    homes = [node.home for node in draw.nodes if node.home in draw.homes]
+    if not homes:
+        return ()
+    home, (at_s, lasts_s) = draw.rng.choice(homes), draw.span()
+    ghosts = draw.rng.choice((0.0, 1.0, 20.0))
+    spoofs = draw.rng.choice([node.name for node in draw.nodes if node.home == home])
+    return (
+        Stranger(
+            at_s,
+            home,
+            ghosts,
+            spoofs if not ghosts or draw.rng.random() < 0.5 else None,
+            draw.rng.random() < 0.75,
+            draw.rng.choice(("refuse", "silent", "absent")),
+            lasts_s,
+        ),
+    )
+
+
 def _share(draw: _Draw, least: float) -> PositiveShare:
     return PositiveShare(round(draw.rng.uniform(least, 0.99), 2))
 
@@ -297,5 +321,13 @@ _NAMED_KINDS: Mapping[str, Kind] = {
         )
     ),
     "misbehave": _misbehaves,
+    "full_disk": _lasting(lambda draw, at, lasts: FullDisk(at, draw.node(), lasts)),
+    "slow_disk": _lasting(
+        lambda draw, at, lasts: SlowDisk(at, draw.node(), PositiveSeconds(draw.rng.choice((0.1, 1.0, 5.0))), lasts)
+    ),
+    "few_descriptors": _lasting(
+        lambda draw, at, lasts: FewDescriptors(at, draw.node(), draw.rng.randint(1, 2 * len(draw.names)), lasts)
+    ),
+    "stranger": _strangers,
 }
 """The kinds that are drawn only when they are named."""

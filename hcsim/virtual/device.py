@@ -80,6 +80,8 @@ class VirtualDevice:
         self._stuck = 0
         """How many faults keep it from finishing anything."""
         self._pace = Pace(host.loop)
+        self._waited_s: float | None = None
+        """How long the function that is called has waited for something; None while none is called."""
         self._spoilers: list[Spoiler] = []
         self._busy_until_s = 0.0
         self._memory_until_s = 0.0
@@ -106,11 +108,15 @@ class VirtualDevice:
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """See `runtime.device.Device.run`."""
-        result = function()
+        self._waited_s = 0.0
+        try:
+            result = function()
+        finally:
+            waited_s, self._waited_s = self._waited_s, None
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
         # At full speed; but launching kernels takes as long on a machine that is throttled.
-        lasts_s = seconds(self._machine, work, self.throttle) * self.throttle
+        lasts_s = (seconds(self._machine, work, self.throttle) + waited_s) * self.throttle
         if lasts_s > 0.0 or self._stuck:
             self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
             await self._pace.reach(self._busy_until_s)
@@ -149,6 +155,13 @@ class VirtualDevice:
         """Undo one `hang`."""
         self._stuck -= 1
         self.go_on()
+
+    def wait(self, seconds: float) -> bool:
+        """Have the function that is called take so much longer; whether there is one."""
+        if self._waited_s is None:
+            return False
+        self._waited_s += seconds
+        return True
 
     def stop(self) -> None:
         """Nothing is computed until it goes on."""

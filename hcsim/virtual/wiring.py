@@ -95,6 +95,10 @@ class Wiring:
         mine = homes[host.name]
         return tuple(other for other in self._hosts.values() if other.name != host.name and mine & homes[other.name])
 
+    def is_at_home(self, host: VirtualHost, home: str) -> bool:
+        """Whether the host is on the home's network at this moment."""
+        return home in self._domains(host.name)
+
     # Partitions and clogs.
 
     def is_cut(self, source: str, target: str) -> bool:

@@ -50,6 +50,8 @@ class World:
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
         """How often each host is still to be started again."""
+        self.spoofed: dict[str, list[str]] = {}
+        """Names of services that strangers announce, and in which homes."""
         self._hosts: dict[str, VirtualHost] = {}
         self.wiring = Wiring(scenario, self.net, self._hosts)
         self.datagrams = Datagrams()

@@ -1,6 +1,7 @@
 """Faults that leave one member of a cluster alive and of no use, for good, each as the text of a scenario.
 
-The sick member is always `mac-2` of machines `mac-1` to `mac-4`. The others have all that they need to finish.
+The sick member is always `mac-2` of machines `mac-1` to `mac-4` on one Ethernet medium `switch`, whose home is `home`.
+The others have all that they need to finish.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import get_args
 from hcsim.config import Misbehaviour
 
 
-def _fault(kind: str, **keys: object) -> str:
+def _fault(kind: str, at: str = "3 s", **keys: object) -> str:
     given = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
-    return f'[[fault]]\nkind = "{kind}"\nat = "3 s"\n{given}\n'
+    return f'[[fault]]\nkind = "{kind}"\nat = "{at}"\n{given}\n'
+
+
+_NEW_VIEW = _fault("restart", at="5 s", node="mac-4")
+"""After which all members have something to save, and connections to make."""
 
 
 SICK_MEMBERS: Mapping[str, str] = {
@@ -36,5 +41,21 @@ SICK_MEMBERS: Mapping[str, str] = {
         f"misbehaves to one peer: {how}": _fault("misbehave", node="mac-2", how=how, to="mac-3")
         for how in get_args(Misbehaviour)
     },
+    "full disk": _fault("full_disk", node="mac-2") + _NEW_VIEW,
+    "slow disk": _fault("slow_disk", node="mac-2", takes="30 s") + _NEW_VIEW,
+    "few descriptors": _fault("few_descriptors", node="mac-2", connections=3) + _NEW_VIEW,
+    "clock a day behind": _fault("clock_jump", at="0 s", node="mac-2", by="-86400 s"),
 }
 """By a name for people: `[[fault]]` tables to put at the end of a scenario."""
+
+STRANGERS: Mapping[str, str] = {
+    **{
+        f"ghosts whose addresses are {answer}": _fault("stranger", home="home", ghosts=20, addresses=answer) + _NEW_VIEW
+        for answer in ("refuse", "silent", "absent")
+    },
+    "ghosts of another cluster": _fault("stranger", home="home", ghosts=20, knows_namespace=False) + _NEW_VIEW,
+    "a spoofed name": _fault("stranger", home="home", spoofs="mac-2"),
+    "a spoofed name of a machine that starts again": _fault("stranger", home="home", spoofs="mac-2", addresses="silent")
+    + _fault("restart", at="5 s", node="mac-2"),
+}
+"""The same for machines on the local network that are no members; all members have what they need to finish."""

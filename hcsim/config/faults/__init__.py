@@ -6,7 +6,7 @@ from typing import TypeAlias, get_args
 
 from hcsim.config.faults.clock import ClockDrift, ClockJump
 from hcsim.config.faults.data import FlippedBit, Misbehave, Misbehaviour, NanGradient, StaleStep, WrongSize
-from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord
+from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.config.faults.network import (
     BlockedPort,
     CablePulled,
@@ -20,7 +20,17 @@ from hcsim.config.faults.network import (
     RouterReboot,
     WifiGate,
 )
-from hcsim.config.faults.node import Crash, Lid, Pause, Restart, StuckDevice, Throttle
+from hcsim.config.faults.node import (
+    Crash,
+    FewDescriptors,
+    FullDisk,
+    Lid,
+    Pause,
+    Restart,
+    SlowDisk,
+    StuckDevice,
+    Throttle,
+)
 
 AnyFault: TypeAlias = (
     Crash | Restart | Pause | Lid | Throttle
@@ -30,6 +40,7 @@ AnyFault: TypeAlias = (
     | ClockJump | ClockDrift
     | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
     | StuckDevice | BlockedPort | Misbehave
+    | FullDisk | SlowDisk | FewDescriptors | Stranger
 )  # fmt: skip
 
 FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
@@ -46,7 +57,9 @@ __all__ = [
     "CopiedIdentity",
     "Crash",
     "Datagrams",
+    "FewDescriptors",
     "FlippedBit",
+    "FullDisk",
     "HalfOpen",
     "InterfaceChange",
     "Lid",
@@ -61,8 +74,10 @@ __all__ = [
     "Reset",
     "Restart",
     "RouterReboot",
+    "SlowDisk",
     "StaleRecord",
     "StaleStep",
+    "Stranger",
     "StuckDevice",
     "Throttle",
     "WifiGate",

@@ -1,5 +1,5 @@
-"""Machines that are alive and do not work: a device that hangs, a blocked port, a member that breaks the protocol,
-and faults that never end."""
+"""Machines that are alive and do not work: a device that hangs, a blocked port, a member that breaks the protocol, a
+full or slow disk, too few descriptors, strangers on the network; and faults that never end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from hcsim.config import (
     AnyFault,
     BlockedPort,
     CablePulled,
+    ClockJump,
     Clog,
     Crash,
     Datagrams,
+    FewDescriptors,
+    FullDisk,
     LinkChange,
     Misbehave,
     Misbehaviour,
@@ -26,6 +29,8 @@ from hcsim.config import (
     Pause,
     Restart,
     RouterReboot,
+    SlowDisk,
+    Stranger,
     StuckDevice,
     Throttle,
     parse_scenario,
@@ -34,6 +39,7 @@ from hcsim.errors import ChannelBroken, ConfigError, DeadlineExceeded, PeerRefus
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed, World
@@ -305,6 +311,243 @@ def test_every_misbehaviour_is_read_and_who_it_is_about_has_to_be_there(how: str
         parse_scenario(f'{text}to = "prod"', "home")
     with pytest.raises(ConfigError, match=r'fault\[0\].to = "pro": a node sends itself nothing'):
         parse_scenario(f'{text}to = "pro"', "home")
+
+
+# Disks.
+
+
+def test_on_a_full_disk_nothing_is_saved_and_what_was_there_stays_also_in_the_next_life():
+    world = world_with(FullDisk(1.0, "a", 9.0), Restart(3.0, "a", down_s=1.0))
+
+    async def main() -> None:
+        world.host("a").store.save("record", b"old")
+        await until(2.0)
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match="record, on a virtual disk: cannot be written: No space left on device"
+            ):
+                world.host("a").store.save("record", b"new")
+            assert world.host("a").store.load("record") == b"old"
+            await until(5.0)
+        world.host("b").store.save("record", b"new")
+        await until(11.0)
+        world.host("a").store.save("record", b"new")
+        assert world.host("a").store.load("record") == b"new"
+
+    world.run(main())
+
+
+def test_a_process_waits_for_its_slow_disk_and_saves_wait_for_each_other():
+    world = world_with(SlowDisk(1.0, "a", 2.0, 10.0))
+
+    async def program(host: VirtualHost) -> list[float]:
+        times = []
+        for at_s in (2.0, 6.5, 20.0):
+            await host.clock.sleep(at_s - world.loop.time())
+            host.store.save("one", b"")
+            host.store.save("two", b"")
+            await asyncio.sleep(0)
+            times.append(world.loop.time())
+        return times
+
+    assert world.run_on_all(program) == [[6.0, 10.5, 20.0], [2.0, 6.5, 20.0], [2.0, 6.5, 20.0]]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_what_a_device_saves_keeps_the_device_busy_and_the_process_goes_on(factor: float):
+    world = world_with(SlowDisk(1.0, "a", 2.0), Throttle(1.0, "a", factor))
+
+    async def main() -> tuple[float, float]:
+        await until(2.0)
+        a = world.host("a")
+        saved = a.spawn(a.device.run(Work(), lambda: a.store.save("one", b"")), name="save")
+        slept = a.spawn(a.clock.sleep(0.5), name="sleep")
+        await slept
+        awake_s = world.loop.time()
+        await saved
+        return awake_s, world.loop.time()
+
+    assert world.run(main()) == pytest.approx((2.5, 4.0))
+
+
+# Descriptors.
+
+
+def test_a_host_without_descriptors_makes_no_connection_and_says_why():
+    world = world_with(FewDescriptors(1.0, "a", 2, 19.0))
+
+    async def main() -> None:
+        near, _ = await connected(world)
+        await connected(world)
+        await until(2.0)
+        a = world.host("a")
+        with pytest.raises(
+            DeadlineExceeded, match="b:1 did not answer within 3 s: the connection to b:1 failed: Too many open files"
+        ):
+            await a.connect("b:1", timeout_s=3.0)
+        await near.close()
+        await connected(world)
+        assert len(a.channels) == 2
+        dial = a.spawn(a.connect("b:7", timeout_s=60.0), name="dial")
+        await until(19.0)
+        listener = await world.host("b").listen("b:7")
+        await dial  # the fault is over
+        assert world.loop.time() >= 20.0
+        await listener.close()
+
+    world.run(main())
+
+
+def test_who_calls_a_host_without_descriptors_is_connected_and_not_answered_until_one_is_free():
+    world = world_with(FewDescriptors(1.0, "a", 1))
+
+    async def main() -> None:
+        near, _ = await listening(world, "a")
+        await until(2.0)
+        b, a = world.host("b"), world.host("a")
+        calls = [await b.connect(f"a:{PORT}", timeout_s=1.0) for _ in range(3)]
+        await calls[1].send(Header(0))
+        assert a.metrics.value("hcsim_accepts_total") == 1
+        await calls[0].close()  # it is given up before it is accepted
+        await until(3.0)
+        await near.close()
+        await until(4.0)
+        assert a.metrics.value("hcsim_accepts_total") == 2
+        assert await is_quiet(calls[2], 1.0)
+
+    world.run(main())
+
+
+def test_attempts_to_connect_need_descriptors_too_and_a_listener_that_closes_resets_who_waits():
+    world = world_with(FewDescriptors(1.0, "a", 1), Partition(1.0, (("a",), ("c",))))
+
+    async def main() -> None:
+        listener = await world.host("a").listen(f"a:{PORT}")
+        await until(2.0)
+        a, b = world.host("a"), world.host("b")
+        dial = a.spawn(a.connect("c:1", timeout_s=5.0), name="dial")
+        await until(2.5)
+        waits = await b.connect(f"a:{PORT}", timeout_s=1.0)
+        assert await is_quiet(waits, 1.0)
+        assert a.metrics.value("hcsim_accepts_total") == 0
+        await listener.close()
+        with pytest.raises(ChannelBroken):
+            await waits.recv(lambda _: None)
+        with pytest.raises(DeadlineExceeded):
+            await dial
+
+    world.run(main())
+
+
+# Strangers on the network.
+
+
+class Heard:
+    """All that a host sees on its network."""
+
+    def __init__(self, host: VirtualHost) -> None:
+        self._host = host
+        self.sightings: list[Sighting] = []
+        host.spawn(self._browse(), name="browse")
+
+    async def _browse(self) -> None:
+        async for sighting in self._host.lan.browse():
+            self.sightings.append(sighting)
+
+
+async def announce_node(world: World, name: str) -> None:
+    host = world.host(name)
+    properties = {"node": name * 4, "namespace": "ours", "at": f"{name}:52415"}
+    await host.spawn(host.lan.advertise(Service(f"{name}-1", f"{name}:52415", properties)), name="advertise")
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_stranger_announces_nodes_that_do_not_exist(knows: bool):
+    world = World(home())
+    world.inject(Stranger(1.0, "home", 4.0, knows_namespace=knows, duration_s=9.9))
+    pro, ben = Heard(world.host("pro")), Heard(world.host("ben"))
+
+    async def main() -> None:
+        await announce_node(world, "mini")
+        await until(30.0)
+
+    world.run(main())
+    ghosts = [one.service for one in pro.sightings if one.service.name != "mini-1" and not one.gone]
+    assert len(ghosts) == len({ghost.properties["node"] for ghost in ghosts}) == 40
+    assert {ghost.properties["namespace"] == "ours" for ghost in ghosts} == {knows}
+    assert {ghost.properties["at"] == ghost.address for ghost in ghosts} == {True}
+    assert [one.service for one in pro.sightings if one.gone] == ghosts  # their records run out
+    assert ben.sightings == []  # in another home
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error", "text"),
+    [
+        ("refuse", PeerRefused, "nobody listens at"),
+        ("silent", DeadlineExceeded, "did not answer within 5 s$"),
+        ("absent", DeadlineExceeded, "did not answer within 5 s: the connection to .* failed: No route to host"),
+    ],
+)
+def test_calls_to_such_a_node_come_to_nothing(addresses: Any, error: type[Exception], text: str):
+    world = World(home())
+    world.inject(Stranger(1.0, "home", 1.0, addresses=addresses))
+    pro = Heard(world.host("pro"))
+
+    async def main() -> None:
+        await until(2.0)
+        with pytest.raises(error, match=text):
+            await world.host("pro").connect(pro.sightings[0].service.address, timeout_s=5.0)
+
+    world.run(main())
+
+
+def test_a_stranger_takes_a_nodes_name_which_it_cannot_announce_when_it_starts_again():
+    world = World(home())
+    world.inject(Stranger(2.0, "home", spoofs="mini", duration_s=9.0))
+    world.inject(Restart(5.0, "mini", down_s=1.0))
+    pro = Heard(world.host("pro"))
+
+    async def main() -> None:
+        await announce_node(world, "mini")
+        await until(4.0)
+        assert [one.service.address for one in pro.sightings] == ["mini:52415", "192.0.2.1:52415"]
+        assert pro.sightings[1].service.properties == {
+            "node": "mini" * 4,
+            "namespace": "ours",
+            "at": "192.0.2.1:52415",
+        }
+        await until(7.0)
+        with pytest.raises(ConfigError, match="another machine announces itself as mini-1"):
+            await announce_node(world, "mini")
+        await until(12.0)
+        assert pro.sightings[-1].gone
+        await announce_node(world, "mini")
+        await until(13.0)
+        assert pro.sightings[-1].service.address == "mini:52415"
+
+    world.run(main())
+
+
+def test_a_stranger_is_in_a_home_and_spoofs_a_node_there():
+    text = HOME + '[[fault]]\nkind = "stranger"\nat = "1 s"\nhome = "{}"\n{}'
+    with pytest.raises(ConfigError, match="a stranger needs ghosts"):
+        parse_scenario(text.format("home", ""), "home")
+    with pytest.raises(ConfigError, match=r'fault\[0\].spoofs = "ben": there is no such node in home'):
+        parse_scenario(text.format("home", 'spoofs = "ben"'), "home")
+    with pytest.raises(ConfigError, match=r'fault\[0\].home = "house": there is no such home'):
+        parse_scenario(text.format("house", "ghosts = 5"), "home")
+
+
+# Clocks.
+
+
+def test_a_clock_can_be_wrong_from_the_start():
+    world = world_with(ClockJump(0.0, "a", -86400.0))
+
+    async def program(host: VirtualHost) -> float:
+        return host.clock.now()
+
+    assert world.run_on_all(program) == [-86400.0, 0.0, 0.0]
 
 
 # Faults that never end.

@@ -21,7 +21,7 @@ from hcsim.config import (
     parse_scenario,
     write_faults,
 )
-from hcsim.config.schedule import random_faults
+from hcsim.config.schedule import DEFAULT_KINDS, random_faults
 from hcsim.errors import ConfigError, UsageError
 from hcsim.virtual.world import HostCrashed, World
 from tests.virtual.faults.arena import HOME, home
@@ -75,10 +75,32 @@ def test_a_schedule_is_written_as_it_is_read(seed):
 
 def test_every_kind_and_every_state_can_be_drawn():
     drawn = [fault for seed in range(600) for fault in schedule(seed)]
-    assert {type(fault) for fault in drawn} == set(FAULTS.values())
+    assert {type(fault) for fault in drawn} == {FAULTS[kind] for kind in DEFAULT_KINDS}
     states = [fault.state for fault in drawn if isinstance(fault, Restart)]
     assert states.count("kept") > states.count("lost") > states.count("stale") > 0
     assert any(fault.slow < 1 for fault in drawn if isinstance(fault, Restart))
+
+
+def test_every_other_kind_is_drawn_when_it_is_named_and_heals_in_time():
+    for kind in FAULTS:
+        for seed in range(20):
+            faults = random_faults(seed, home().nodes, home().media, DURATION_S, kinds=(kind,))
+            assert any(isinstance(fault, FAULTS[kind]) for fault in faults)
+            assert all(end_s(fault) <= 0.6 * DURATION_S + 1e-9 for fault in faults)
+            assert not any(fault.is_for_good for fault in faults)
+            assert parse_scenario(HOME + write_faults(faults), "home").faults == faults
+
+
+def test_a_share_of_the_faults_lasts_for_good_and_all_else_is_drawn_as_before():
+    nodes, media = home().nodes, home().media
+    for seed in range(20):
+        healing = random_faults(seed, nodes, media, DURATION_S, tuple(FAULTS))
+        lasting = random_faults(seed, nodes, media, DURATION_S, tuple(FAULTS), for_good=1.0)
+        for one, other in zip(healing, lasting, strict=True):
+            assert other in (one, replace(one, duration_s=None) if hasattr(one, "duration_s") else one)
+        assert parse_scenario(HOME + write_faults(lasting), "home").faults == lasting
+    drawn = [f for seed in range(200) for f in random_faults(seed, nodes, media, DURATION_S, ("pause",), for_good=0.5)]
+    assert 0.4 < sum(fault.is_for_good for fault in drawn) / len(drawn) < 0.6
 
 
 def test_only_the_kinds_that_are_asked_for_are_drawn():

@@ -29,7 +29,8 @@ from rich.table import Table
 from experiments import asked
 from experiments.faults.trial import Trial, run_trial, scenario_of, shortened, trial_of
 from experiments.workers import starting
-from hcsim.config import FAULTS, write_faults
+from hcsim.config import write_faults
+from hcsim.config.schedule import DEFAULT_KINDS
 
 console = Console(soft_wrap=True)
 
@@ -127,7 +128,7 @@ def _report(trials: list[Trial], wall_s: float) -> None:
     for trial in trials:
         fired.update(trial.fired)
     table = Table("fault", "struck", box=None, pad_edge=False)
-    for kind in FAULTS:
+    for kind in DEFAULT_KINDS:
         table.add_row(kind, str(fired[kind]))
     console.print(table)
     wrong = sum(bool(trial.wrong) for trial in trials)
@@ -137,7 +138,7 @@ def _report(trials: list[Trial], wall_s: float) -> None:
         f"{sum(trial.views for trial in trials)} views, {sum(fired.values())} faults"
     )
     console.print(f"laws broken by {wrong} seeds" if wrong else "every law held in every seed")
-    if never := [kind for kind in FAULTS if not fired[kind]]:
+    if never := [kind for kind in DEFAULT_KINDS if not fired[kind]]:
         console.print(f"never struck: {', '.join(never)}")
 
 

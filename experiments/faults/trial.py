@@ -21,7 +21,7 @@ from hcsim.config import (
     Training,
     parse_scenario,
 )
-from hcsim.config.schedule import random_faults
+from hcsim.config.schedule import DEFAULT_KINDS, random_faults
 from hcsim.launch import simulate_cluster
 from hcsim.rng import stream
 from hcsim.runtime.channel import Phantom
@@ -66,7 +66,7 @@ class Trial(msgspec.Struct, frozen=True):
     trace_sha256: str
 
 
-def scenario_of(seed: int, kinds: tuple[str, ...] = tuple(FAULTS)) -> Scenario:
+def scenario_of(seed: int, kinds: tuple[str, ...] = DEFAULT_KINDS) -> Scenario:
     """A home, its training, and a schedule of faults."""
     draw = stream(seed, "trial")
     count = draw.randint(2, 8)

@@ -10,8 +10,10 @@ from hcsim.config.faults import (
     CopiedIdentity,
     InterfaceChange,
     LinkChange,
+    Misbehave,
     Partition,
     RouterReboot,
+    Stranger,
     WifiGate,
 )
 from hcsim.config.known import check_known, check_pair
@@ -28,7 +30,7 @@ def check_fault(
         for i, side in enumerate(fault.sides):
             for j, name in enumerate(side):
                 check_known(f"{path}.sides[{i}][{j}]", name, nodes, "node")
-    elif isinstance(fault, RouterReboot):
+    elif isinstance(fault, RouterReboot | Stranger):
         homes = dict.fromkeys(medium.home for medium in media.values() if not isinstance(medium, Thunderbolt))
         check_known(f"{path}.home", fault.home, homes, "home with a medium")
     pair: tuple[str, str] | None = getattr(fault, "between", None)
@@ -37,6 +39,13 @@ def check_fault(
     node: str | None = getattr(fault, "node", None)
     if node is not None:
         check_known(f"{path}.node", node, nodes, "node")
+    if isinstance(fault, Stranger) and fault.spoofs is not None:
+        neighbours = [name for name, one in nodes.items() if one.home == fault.home]
+        check_known(f"{path}.spoofs", fault.spoofs, neighbours, f"node in {fault.home}")
+    if isinstance(fault, Misbehave) and fault.to is not None:
+        check_known(f"{path}.to", fault.to, nodes, "node")
+        if fault.to == fault.node:
+            raise ConfigError(f'{path}.to = "{fault.to}": a node sends itself nothing; another one is needed')
     medium: str | None = getattr(fault, "medium", None)
     ways = {name: rates for line in wan for name, rates in line.ways.items()} if isinstance(fault, LinkChange) else {}
     if medium is not None:

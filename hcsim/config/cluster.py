@@ -11,11 +11,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from hcsim.config.table import Count, Table
+from hcsim.config.table import Count, Port, Table
 from hcsim.errors import UsageError
 from hcsim.units import PositiveSeconds
-
-Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Heartbeat(Table, frozen=True):

@@ -88,7 +88,11 @@ def _words(kind: Any) -> tuple[str, ...]:
     if isinstance(kind, inspect.LiteralType):
         return tuple(map(str, kind.values))
     if isinstance(kind, inspect.UnionType):
-        return tuple(str(one.tag) for one in kind.types if isinstance(one, inspect.StructType) and one.tag)
+        tags = [str(one.tag) for one in kind.types if isinstance(one, inspect.StructType) and one.tag]
+        return (
+            *tags,
+            *(str(word) for one in kind.types if isinstance(one, inspect.LiteralType) for word in one.values),
+        )
     return ()
 
 

@@ -5,17 +5,23 @@ whoever crashes comes back, and only a minority comes back without its memory. (
 gradient happens to the next one, whenever that is.) Then what must always hold can be checked at every moment, and
 what must hold in the end, at the end. A schedule depends on the seed and on the
 kinds that it may have; it is an ordinary list of faults, so a failing one can be written down and shortened.
+
+Some kinds are drawn only when they are named, and a share of the faults that could end may last for good: then
+whoever asks for such a schedule has to know what can be asked of the cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import TypeAlias
+from typing import TypeAlias, get_args
+
+import msgspec
 
 from hcsim.config.faults import (
     FAULTS,
     AnyFault,
+    BlockedPort,
     CablePulled,
     ClockDrift,
     ClockJump,
@@ -23,11 +29,15 @@ from hcsim.config.faults import (
     CopiedIdentity,
     Crash,
     Datagrams,
+    FewDescriptors,
     FlippedBit,
+    FullDisk,
     HalfOpen,
     InterfaceChange,
     Lid,
     LinkChange,
+    Misbehave,
+    Misbehaviour,
     MulticastLoss,
     NanGradient,
     OneWayVisibility,
@@ -36,8 +46,11 @@ from hcsim.config.faults import (
     Reset,
     Restart,
     RouterReboot,
+    SlowDisk,
     StaleRecord,
     StaleStep,
+    Stranger,
+    StuckDevice,
     Throttle,
     WifiGate,
     WrongSize,
@@ -65,9 +78,14 @@ def random_faults(
     nodes: Sequence[Node],
     media: Sequence[AnyMedium],
     duration_s: float,
-    kinds: Sequence[str] = tuple(FAULTS),
+    kinds: Sequence[str] | None = None,
+    for_good: float = 0.0,
 ) -> tuple[AnyFault, ...]:
-    """A schedule for a run that lasts that long, in the order of time."""
+    """A schedule for a run that lasts that long, in the order of time.
+
+    `kinds` are those of `DEFAULT_KINDS` unless others are named. A share `for_good` of the faults that have a duration
+    lose it, where a fault of that kind can last for good."""
+    kinds = DEFAULT_KINDS if kinds is None else kinds
     for i, kind in enumerate(kinds):
         check_known(f"kinds[{i}]", kind, FAULTS, "fault")
     if not kinds or len(nodes) < 2 or duration_s < 1:
@@ -76,14 +94,23 @@ def random_faults(
     wanted = draw.rng.randint(FEWEST, MOST)
     faults: list[AnyFault] = []
     for _ in range(100 * MOST):
-        drawn = _KINDS[draw.rng.choice(kinds)](draw)
+        kind = draw.rng.choice(kinds)
+        drawn = (_KINDS if kind in _KINDS else _NAMED_KINDS)[kind](draw)
         if len(faults) + len(drawn) <= wanted or (not faults and drawn):
             faults += drawn
         if len(faults) >= wanted:
             break
     if not faults:
         raise UsageError(f"none of these faults can happen here: {', '.join(kinds)}")
+    lasting = stream(seed, "for good")
+    faults = [_for_good(fault) if lasting.random() < for_good else fault for fault in faults]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _for_good(fault: AnyFault) -> AnyFault:
+    """The fault without its end, where it can do without."""
+    ends = [field for field in msgspec.structs.fields(fault) if field.name == "duration_s" and field.default is None]
+    return msgspec.structs.replace(fault, duration_s=None) if ends else fault
 
 
 class _Draw:
@@ -214,6 +241,32 @@ def _reboots(draw: _Draw) -> tuple[AnyFault, ...]:
     return (RouterReboot(at_s, home, lasts_s),)
 
 
+def _misbehaves(draw: _Draw) -> tuple[AnyFault, ...]:
+    (node, to), (at_s, lasts_s) = draw.pair(), draw.span()
+    how, share = draw.rng.choice(get_args(Misbehaviour)), draw.rng.choice((1.0, 0.5, 0.1, 0.01))
+    return (Misbehave(at_s, node, how, draw.rng.choice((to, None)), PositiveShare(share), lasts_s),)
+
+
+def _strangers(draw: _Draw) -> tuple[AnyFault, ...]:
+    homes = [node.home for node in draw.nodes if node.home in draw.homes]
+    if not homes:
+        return ()
+    home, (at_s, lasts_s) = draw.rng.choice(homes), draw.span()
+    ghosts = draw.rng.choice((0.0, 1.0, 20.0))
+    spoofs = draw.rng.choice([node.name for node in draw.nodes if node.home == home])
+    return (
+        Stranger(
+            at_s,
+            home,
+            ghosts,
+            spoofs if not ghosts or draw.rng.random() < 0.5 else None,
+            draw.rng.random() < 0.75,
+            draw.rng.choice(("refuse", "silent", "absent")),
+            lasts_s,
+        ),
+    )
+
+
 def _share(draw: _Draw, least: float) -> PositiveShare:
     return PositiveShare(round(draw.rng.uniform(least, 0.99), 2))
 
@@ -256,3 +309,25 @@ _KINDS: Mapping[str, Kind] = {
     "one_way_visibility": _lasting(lambda draw, at, lasts: OneWayVisibility(at, draw.pair(), lasts)),
     "copied_identity": _copies,
 }
+
+DEFAULT_KINDS = tuple(_KINDS)
+"""The kinds that are drawn when none are named."""
+
+_NAMED_KINDS: Mapping[str, Kind] = {
+    "stuck_device": _lasting(lambda draw, at, lasts: StuckDevice(at, draw.node(), lasts)),
+    "blocked_port": _lasting(
+        lambda draw, at, lasts: BlockedPort(
+            at, draw.node(), draw.rng.choice(("gradient", "discovery")), draw.rng.choice(("closed", "silent")), lasts
+        )
+    ),
+    "misbehave": _misbehaves,
+    "full_disk": _lasting(lambda draw, at, lasts: FullDisk(at, draw.node(), lasts)),
+    "slow_disk": _lasting(
+        lambda draw, at, lasts: SlowDisk(at, draw.node(), PositiveSeconds(draw.rng.choice((0.1, 1.0, 5.0))), lasts)
+    ),
+    "few_descriptors": _lasting(
+        lambda draw, at, lasts: FewDescriptors(at, draw.node(), draw.rng.randint(1, 2 * len(draw.names)), lasts)
+    ),
+    "stranger": _strangers,
+}
+"""The kinds that are drawn only when they are named."""

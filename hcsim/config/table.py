@@ -10,6 +10,7 @@ from msgspec import Meta
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 Mtu: TypeAlias = Annotated[int, Meta(ge=576, le=65535)]
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Count: TypeAlias = Annotated[int, Meta(ge=1)]
 
 

@@ -62,12 +62,12 @@ class _ScriptWorld(World):
         self._processes = processes
         self._running: dict[str, Process] = {}
 
-    def host_died(self, host: VirtualHost) -> None:
-        """See `World.host_died`."""
+    def host_ended(self, host: VirtualHost, why: str) -> None:
+        """See `World.host_ended`."""
         process = self._running.pop(host.name, None)
         if process is not None:
             self._processes.end(process, at_once=True)
-        super().host_died(host)
+        super().host_ended(host, why)
 
     def end_processes(self) -> None:
         """End those that still run: something went wrong here."""

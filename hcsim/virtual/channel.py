@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
-from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.large import Departure, Large
 from hcsim.virtual.stream import NS, Message, Stream, frame_event
 from hcsim.virtual.tcp import RTO_S
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
 
 MAX_FRAME_BYTES = 64 * 2**20
+NO_FRAME_BYTES = 1 << 62
+"""More than any frame has, and than any limit allows."""
 MAX_RTO_NS = 60 * NS
 """The longest that TCP waits before it sends something again."""
 
@@ -52,18 +54,28 @@ class _Pump:
         self.where: memoryview | Fold | None = None
 
 
+class Undecodable(Header, frozen=True, gc=False):
+    """Bytes where a header should be, and are not one. Its length is `NO_FRAME_BYTES`."""
+
+    raw: bytes = bytes(HEADER_BYTES)
+
+
 class VirtualChannel:
     """One end of a connection."""
 
     __slots__ = (
         "_coming", "_deliver", "_departure", "_end", "_ends", "_far", "_host", "_in", "_inbox", "_largest_whole_bytes",
         "_loop", "_max_frame_bytes", "_out", "_peer", "_pump", "_reader", "_send_buffer_bytes", "_trace",
-        "_unheard_since_ns", "_writers",
+        "_unheard_since_ns", "_writers", "called",
     )  # fmt: skip
     carrier = "the simulated network"
     outlet = None
 
-    def __init__(self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str]) -> None:
+    def __init__(
+        self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str], called: tuple[str, int]
+    ) -> None:
+        self.called = called
+        """The host and its port that the connection was made to."""
         self._host = host
         self._loop = host.loop
         self._trace = host.net.trace
@@ -204,7 +216,8 @@ class VirtualChannel:
 
     def tell_peer(self, why: str) -> None:
         """Send a reset: the peer's end breaks when it arrives."""
-        self._host.signal(self._far._host, "reset", self._far.broken, why)
+        if not self._host.is_silenced(self):
+            self._host.signal(self._far._host, "reset", self._far.broken, why)
 
     def vanish(self, *, answers: bool = True) -> None:
         """Our end is gone without a word.
@@ -251,7 +264,8 @@ class VirtualChannel:
         while due_ns < waited_ns:
             past, due_ns = past + 1, due_ns + min(rto_ns << past, MAX_RTO_NS)
         if due_ns == waited_ns:
-            self._host.signal(there, "again", there.disown, self)  # a partition may swallow it, so we go on
+            if not self._host.is_silenced(self):
+                self._host.signal(there, "again", there.disown, self)  # a partition may swallow it, so we go on
             due_ns += min(rto_ns << past, MAX_RTO_NS)
         self._loop.call_at_ns(since_ns + due_ns, self.retransmit)
 
@@ -385,7 +399,9 @@ class VirtualChannel:
 
     def _refused(self, header: Header) -> RemoteProtocolError:
         limit, end = self._max_frame_bytes, header.offset + header.length
-        if header.length > limit:
+        if isinstance(header, Undecodable):
+            text = _what_is_wrong(header.raw, limit, self._peer)
+        elif header.length > limit:
             text = f"{self._peer} announced a frame of {header.length} bytes where at most {limit} are allowed"
         else:
             text = f"{self._peer} sent a segment that ends at byte {end} of a message of {header.total}"
@@ -497,3 +513,12 @@ class VirtualChannel:
             self._out.on_room = None
         elif self._out.queued_bytes < self._send_buffer_bytes and not self._writers[0].done():
             self._writers[0].set_result(None)
+
+
+def _what_is_wrong(raw: bytes, limit: int, peer: str) -> str:
+    """What a real channel says of these bytes."""
+    try:
+        header = decode_header(raw, max_length=limit, peer=peer)
+    except RemoteProtocolError as error:
+        return str(error)
+    raise UsageError(f"these bytes are a header: {header}")

@@ -77,7 +77,11 @@ class VirtualDevice:
         self._host = host
         self._machine = machine
         self._factors: list[float] = []
+        self._stuck = 0
+        """How many faults keep it from finishing anything."""
         self._pace = Pace(host.loop)
+        self._waited_s: float | None = None
+        """How long the function that is called has waited for something; None while none is called."""
         self._spoilers: list[Spoiler] = []
         self._busy_until_s = 0.0
         self._memory_until_s = 0.0
@@ -104,12 +108,16 @@ class VirtualDevice:
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
         """See `runtime.device.Device.run`."""
-        result = function()
+        self._waited_s = 0.0
+        try:
+            result = function()
+        finally:
+            waited_s, self._waited_s = self._waited_s, None
         if into is not None and self._spoilers:
             self._spoilers = [spoiler for spoiler in self._spoilers if not spoiler(into)]
         # At full speed; but launching kernels takes as long on a machine that is throttled.
-        lasts_s = seconds(self._machine, work, self.throttle) * self.throttle
-        if lasts_s > 0.0:
+        lasts_s = (seconds(self._machine, work, self.throttle) + waited_s) * self.throttle
+        if lasts_s > 0.0 or self._stuck:
             self._busy_until_s = max(self._busy_until_s, self._pace.now()) + lasts_s
             await self._pace.reach(self._busy_until_s)
         return result
@@ -117,7 +125,7 @@ class VirtualDevice:
     async def touch(self, moved_bytes: int) -> None:
         """See `runtime.device.Device.touch`."""
         lasts_s = moved_bytes / self._memory_bytes_ps
-        if lasts_s > 0.0:
+        if lasts_s > 0.0 or self._stuck:
             self._memory_until_s = max(self._memory_until_s, self._pace.now()) + lasts_s
             await self._pace.reach(self._memory_until_s)
 
@@ -138,14 +146,32 @@ class VirtualDevice:
         self._factors.remove(factor)
         self.go_on()
 
+    def hang(self) -> None:
+        """Take work and finish none of it, until as many `unhang` as there were of these."""
+        self._stuck += 1
+        self.go_on()
+
+    def unhang(self) -> None:
+        """Undo one `hang`."""
+        self._stuck -= 1
+        self.go_on()
+
+    def wait(self, seconds: float) -> bool:
+        """Have the function that is called take so much longer; whether there is one."""
+        if self._waited_s is None:
+            return False
+        self._waited_s += seconds
+        return True
+
     def stop(self) -> None:
         """Nothing is computed until it goes on."""
         self._pace.change(0.0)
 
     def go_on(self) -> None:
-        """At the speed that is left, unless the machine is held. One that is down does nothing more in this life."""
+        """At the speed that is left, unless the machine is held or the device stuck. One that is down does nothing
+        more in this life."""
         if self._host.alive:
-            self._pace.change(0.0 if self._host.pauses else self.throttle)
+            self._pace.change(0.0 if self._host.pauses or self._stuck else self.throttle)
 
     def spoil(self, spoiler: Spoiler) -> None:
         """Have something look at all results from now on, until it has done its damage."""
@@ -154,5 +180,6 @@ class VirtualDevice:
     def go_on_from(self, before: VirtualDevice) -> None:
         """Be that device in the machine's next life: as slow, and as faulty."""
         self._factors = list(before._factors)
-        self._pace.change(self.throttle)
+        self._stuck = before._stuck
+        self._pace.change(0.0 if self._stuck else self.throttle)
         self._spoilers = before._spoilers

@@ -23,7 +23,7 @@ from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.listener import VirtualListener
 from hcsim.virtual.loop import OWNER
 from hcsim.virtual.store import VirtualStore
-from hcsim.virtual.stream import NS
+from hcsim.virtual.stream import NEVER_NS, NS
 
 if TYPE_CHECKING:
     from hcsim.config import Machine
@@ -35,6 +35,15 @@ LAST_BACKOFF_S = 1.0
 FIRST_FREE_PORT = 49152
 NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried."""
+NO_NODES: Mapping[str, str] = {"192.0.2.1": "refuse", "192.0.2.2": "silent", "192.0.2.3": "absent"}
+"""Addresses on every local network where no node is, and what a call there comes to."""
+NO_NODE_ANSWERS_S = 1e-3
+NO_ROUTE_S = 3.0
+"""How long a system looks for a machine on the local network that is not there."""
+
+
+class _CannotDial(Exception):
+    """Our own system does not make a connection; the text is its own."""
 
 
 class VirtualHost:
@@ -74,6 +83,11 @@ class VirtualHost:
         """For each time that its lid is closed at the moment, the ways from and to it that are closed with it."""
         self.asleep_until_ns = 0
         self.channels: dict[VirtualChannel, None] = {}
+        self.descriptor_limits: list[int] = before.descriptor_limits if before is not None else []
+        """How many connections there may be at once: the least of them counts, if there is one."""
+        self._dialling = 0
+        self._unaccepted: list[tuple[VirtualListener, VirtualChannel]] = []
+        """Connections that others made and that there is no descriptor for."""
         self._listeners: dict[int, VirtualListener] = {}
         self._answered: dict[str, str] = {}
         """Where a machine with several addresses was last reached."""
@@ -111,17 +125,22 @@ class VirtualHost:
         places, port = hosts_of(address)
         name = places[0].partition("%")[0]
         for place in places:
-            self._world.host(place.partition("%")[0])  # there must be one
+            if place not in NO_NODES:
+                self._world.host(place.partition("%")[0])  # there must be one
         backoff_s = FIRST_BACKOFF_S
-        refused = False
+        refused, why = False, ""
         try:
             async with self.clock.timeout(timeout_s):
                 while True:
-                    channel = await self._dial_one_of(address, places, port)
-                    if channel is not None:
-                        self.metrics.counter("hcsim_connects_total", outcome="opened").add()
-                        return channel
-                    refused = True
+                    try:
+                        channel = await self._dial_one_of(address, places, port)
+                    except _CannotDial as error:
+                        refused, why = False, f": the connection to {address} failed: {error}"
+                    else:
+                        if channel is not None:
+                            self.metrics.counter("hcsim_connects_total", outcome="opened").add()
+                            return channel
+                        refused = True
                     await self.clock.sleep(backoff_s * (0.5 + self._draws(name).random()))
                     backoff_s = min(2.0 * backoff_s, LAST_BACKOFF_S)
         except TimeoutError:
@@ -129,7 +148,7 @@ class VirtualHost:
             self.metrics.counter("hcsim_connects_total", outcome=outcome).add()
             if refused:
                 raise PeerRefused(f"nobody listens at {address} (tried for {timeout_s:g} s)", name) from None
-            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"{address} did not answer within {timeout_s:g} s{why}") from None
 
     def spawn(
         self, work: Coroutine[Any, Any, Any], *, name: str, over: Callable[[asyncio.Task[Any]], None] | None = None
@@ -156,6 +175,10 @@ class VirtualHost:
     def neighbours(self) -> tuple[VirtualHost, ...]:
         """The other hosts that hear our broadcasts."""
         return self._world.wiring.neighbours(self)
+
+    def is_name_taken(self, name: str) -> bool:
+        """Whether a stranger announces a service of that name on a network of ours."""
+        return any(self._world.wiring.is_at_home(self, home) for home in self._world.spoofed.get(name, ()))
 
     def signal(self, target: VirtualHost, what: str, arrive: Callable[..., None], *args: object) -> None:
         """Send a packet of no size; a partition or a crash swallows it."""
@@ -199,7 +222,8 @@ class VirtualHost:
         wiring, target = self._world.wiring, packet.target
         clear_ns = wiring.clogged_until_ns(self._name, target.name)
         if self.loop.now_ns < clear_ns:
-            self.loop.call_at_ns(clear_ns, self._came, packet)
+            if clear_ns < NEVER_NS:
+                self.loop.call_at_ns(clear_ns, self._came, packet)
         elif target.alive and not wiring.is_cut(self._name, target.name):
             packet.note("deliver")
             packet.arrive(*packet.args)
@@ -208,9 +232,14 @@ class VirtualHost:
         """The host of that name, in the life that it has now."""
         return self._world.host(name)
 
+    def is_silenced(self, channel: VirtualChannel) -> bool:
+        """Whether the port that the channel was made to lets nothing pass."""
+        return self._world.wiring.is_silent(*channel.called)
+
     def disown(self, channel: VirtualChannel) -> None:
         """A packet of a connection arrives that nobody here knows: the answer is a reset."""
-        self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
+        if not self.is_silenced(channel):
+            self.signal(channel.host, "reset", channel.broken, f"{self._name} does not know it any more")
 
     def _tell_channels(self) -> None:
         self.metrics.gauge("hcsim_channels_open").set(len(self.channels))
@@ -218,16 +247,36 @@ class VirtualHost:
     def forget(self, channel: VirtualChannel) -> None:
         """The channel has ended."""
         self.channels.pop(channel, None)
+        if self._unaccepted:
+            self._unaccepted = [entry for entry in self._unaccepted if entry[1] is not channel]
+            self.accept_waiting()
 
     def release(self, port: int) -> None:
         """Nobody listens there any more."""
-        self._listeners.pop(port, None)
+        listener = self._listeners.pop(port, None)
+        for channel in [far for waited_for, far in self._unaccepted if waited_for is listener]:
+            _disown(channel)
+
+    def accept_waiting(self) -> None:
+        """Take connections that there is a descriptor for now."""
+        while self._unaccepted and not self._is_out_of_descriptors():
+            listener, channel = self._unaccepted.pop(0)
+            self._accept(listener, channel)
+
+    def _accept(self, listener: VirtualListener, channel: VirtualChannel) -> None:
+        self.metrics.counter("hcsim_accepts_total").add()
+        listener.offer(channel)
+
+    def _is_out_of_descriptors(self) -> bool:
+        if not self.descriptor_limits:
+            return False
+        return len(self.channels) - len(self._unaccepted) + self._dialling >= min(self.descriptor_limits)
 
     async def _dial_one_of(self, address: str, places: Sequence[str], port: int) -> VirtualChannel | None:
         """One attempt at every place; the one that answered last comes first, and for the last one there is time."""
         *others, last = sorted(places, key=lambda place: place != self._answered.get(address))
         for place in others:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, _CannotDial):
                 async with asyncio.timeout(NEXT_PLACE_S):
                     channel = await self._dial(place, port)
                     if channel is not None:
@@ -240,6 +289,26 @@ class VirtualHost:
 
     async def _dial(self, place: str, port: int) -> VirtualChannel | None:
         """A channel, or None when the target says no. Repeats the call while nobody answers."""
+        if self._is_out_of_descriptors():
+            raise _CannotDial("Too many open files")
+        self._dialling += 1
+        try:
+            return await (self._call_nobody(NO_NODES[place]) if place in NO_NODES else self._call(place, port))
+        finally:
+            self._dialling -= 1
+            self.accept_waiting()
+
+    async def _call_nobody(self, how: str) -> None:
+        """What comes of a call to an address where no node is."""
+        if how == "refuse":
+            await asyncio.sleep(NO_NODE_ANSWERS_S)
+        elif how == "silent":
+            await self.loop.create_future()
+        else:
+            await asyncio.sleep(NO_ROUTE_S)
+            raise _CannotDial("No route to host")
+
+    async def _call(self, place: str, port: int) -> VirtualChannel | None:
         name, _, interface = place.partition("%")
         call = Call(self, port, interface)
         try:
@@ -261,19 +330,25 @@ class VirtualHost:
         """A connection request arrives here, or arrives again."""
         if call.given_up or not call.caller.alive:  # nobody would answer our answer
             return
-        listener = self._listeners.get(call.port)
+        wiring = self._world.wiring
+        if wiring.is_silent(self._name, call.port):
+            return
+        listener = None if wiring.is_closed(self._name, call.port) else self._listeners.get(call.port)
         if call.taken_by is not self:
             if listener is None:
                 self.signal(call.caller, "refusal", call.answered, None)
                 return
-            ends = self._world.wiring.join(call.caller, self, call.interface)
+            is_full = self._is_out_of_descriptors()
+            ends = wiring.join(call.caller, self, call.port, call.interface)
             if ends is None:  # the way went away behind the call
                 return
             call.taken_by = self
             _disown(call.near)  # of a life before this one
-            self.metrics.counter("hcsim_accepts_total").add()
             call.near, far = ends
-            listener.offer(far)
+            if is_full:  # the system has taken it; the process does not know of it yet
+                self._unaccepted.append((listener, far))
+            else:
+                self._accept(listener, far)
         self.signal(call.caller, "answer", call.answered, call.near)
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
+from hcsim.errors import ConfigError
 from hcsim.runtime.lan import Service, Sighting
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class VirtualLan:
 
     async def advertise(self, service: Service) -> None:
         """See `runtime.lan.Lan.advertise`."""
+        if service.name not in self._ours and self._host.is_name_taken(service.name):
+            raise ConfigError(
+                f"another machine announces itself as {service.name}: give each its own name and its own node key"
+            )
         self._ours[service.name] = service
         if service not in self.history:
             self.history.append(service)
@@ -54,6 +59,11 @@ class VirtualLan:
                 yield await queue.get()
         finally:
             self._browsers.remove(queue)
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """All that we say at the moment."""
+        return tuple(self._ours.values())
 
     def announced(self, name: str) -> Service | None:
         """What we say under that name at the moment."""

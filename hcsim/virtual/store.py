@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 
 class VirtualStore:
@@ -12,6 +12,8 @@ class VirtualStore:
         self.records = dict(records)
         self._at_start = dict(records)
         self._copies: dict[float, dict[str, bytes]] = before._copies if before is not None else {}
+        self.before_saving: list[Callable[[str], None]] = before.before_saving if before is not None else []
+        """Called with the name of each record that is to be saved; what one raises is what saving comes to."""
 
     def where(self, name: str) -> str:
         """Nobody finds it but whoever has the world."""
@@ -23,6 +25,8 @@ class VirtualStore:
 
     def save(self, name: str, data: bytes) -> None:
         """See `runtime.store.Store.save`."""
+        for act in self.before_saving:
+            act(name)
         self.records[name] = data
 
     def keep_copy(self, as_of_s: float) -> None:

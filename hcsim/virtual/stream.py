@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hcsim.virtual.network import Gate, Network
 
 NS = 1_000_000_000
+NEVER_NS = 1 << 63
+"""A time that does not come."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -148,7 +150,7 @@ class Stream:
         if opened:
             self._not_before_ns = max(self._not_before_ns, self._arrival_ns, when)
             if self._held is not None:
-                self._loop.call_at_ns(self._not_before_ns, self._let_go)
+                self._let_go_in_time()
         if opened or acks_opened:
             self._loop.call_at_ns(when, self._resume)
 
@@ -370,7 +372,7 @@ class Stream:
             if self._held is None:
                 self._held = deque()
                 if not self.blocked:
-                    self._loop.call_at_ns(self._not_before_ns, self._let_go)
+                    self._let_go_in_time()
             self._held.append(message)
             return
         self.outstanding += message.size_bytes
@@ -381,10 +383,14 @@ class Stream:
             self._net.trace.record(frame_event(self._loop.now_ns, "deliver", self.name, header))
             message.arrive(header, message.payload)
 
+    def _let_go_in_time(self) -> None:
+        if self._not_before_ns < NEVER_NS:
+            self._loop.call_at_ns(self._not_before_ns, self._let_go)
+
     def _let_go(self) -> None:
         """What was held arrives, in its order, unless something holds it longer."""
         if self._loop.now_ns < self._not_before_ns:
-            self._loop.call_at_ns(self._not_before_ns, self._let_go)
+            self._let_go_in_time()
         elif not self.blocked and self._held is not None:
             held, self._held = self._held, None
             for message in held:

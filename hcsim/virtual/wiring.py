@@ -40,9 +40,11 @@ class Wiring:
         self._changes: list[Change] = []
         self._cuts: dict[tuple[str, str], int] = {}
         self._clogged_until_ns: dict[tuple[str, str], int] = {}
+        self._blocks: dict[tuple[str, int], list[str]] = {}
+        """By host and port: the ways in which it is blocked."""
 
     def join(
-        self, caller: VirtualHost, callee: VirtualHost, interface: str = ""
+        self, caller: VirtualHost, callee: VirtualHost, port: int, interface: str = ""
     ) -> tuple[VirtualChannel, VirtualChannel] | None:
         """Connect two hosts: the caller's end and the callee's; at an interface of the callee's, where one is named.
         None where no way leads there any more."""
@@ -57,15 +59,16 @@ class Wiring:
         ends = f"{caller.name}%{back.interface}", f"{callee.name}%{there.interface}"
         outgoing = self._stream(f"{caller.name}→{callee.name}#{number}", there, back)
         incoming = self._stream(f"{callee.name}→{caller.name}#{number}", back, there)
-        near = VirtualChannel(caller, callee.name, outgoing, ends)
-        far = VirtualChannel(callee, caller.name, incoming, ends[::-1])
+        called = callee.name, port
+        near = VirtualChannel(caller, callee.name, outgoing, ends, called)
+        far = VirtualChannel(callee, caller.name, incoming, ends[::-1], called)
         VirtualChannel.join(near, far)
         for channel in (near, far):
             source, target = channel.host.name, channel.peer
             outgoing = channel.streams[0]
             channel.host.channels[channel] = None
             self._speaking.setdefault(source, {})[outgoing.number] = channel
-            if self.is_cut(source, target) or self.is_cut(target, source):
+            if self.is_cut(source, target) or self.is_cut(target, source) or self.is_silent(*called):
                 self._obstruct_one(channel)
             outgoing.hold_until(self.clogged_until_ns(source, target))
             if self.on_join is not None:
@@ -91,6 +94,10 @@ class Wiring:
         homes = {node.name: self._domains(node.name) for node in self._scenario.nodes}
         mine = homes[host.name]
         return tuple(other for other in self._hosts.values() if other.name != host.name and mine & homes[other.name])
+
+    def is_at_home(self, host: VirtualHost, home: str) -> bool:
+        """Whether the host is on the home's network at this moment."""
+        return home in self._domains(host.name)
 
     # Partitions and clogs.
 
@@ -119,6 +126,35 @@ class Wiring:
     def clogged_until_ns(self, source: str, target: str) -> int:
         """When the way from the one to the other is clear."""
         return self._clogged_until_ns.get((source, target), 0)
+
+    # Ports.
+
+    def block(self, name: str, port: int, how: str) -> None:
+        """Close a port of a host to the others, or let nothing pass through it."""
+        self._blocks.setdefault((name, port), []).append(how)
+        for channel in self._called(name, port):
+            if how == "closed":
+                channel.reset("connection reset")
+            else:
+                self._obstruct_one(channel)
+
+    def unblock(self, name: str, port: int, how: str) -> None:
+        """Undo one `block`."""
+        self._blocks[name, port].remove(how)
+        for channel in self._called(name, port):
+            self._obstruct_one(channel)
+
+    def is_closed(self, name: str, port: int) -> bool:
+        """Whether calls to the port are refused."""
+        return "closed" in self._blocks.get((name, port), ())
+
+    def is_silent(self, name: str, port: int) -> bool:
+        """Whether nothing passes through the port."""
+        return "silent" in self._blocks.get((name, port), ())
+
+    def _called(self, name: str, port: int) -> list[VirtualChannel]:
+        """Both ends of all connections that were made to the port."""
+        return [channel for host in self._hosts for channel in self.channels_of(host) if channel.called == (name, port)]
 
     # Changes of the links.
 
@@ -165,7 +201,7 @@ class Wiring:
     def _obstruct_one(self, channel: VirtualChannel) -> None:
         """Say what holds back what this end sends, and the acknowledgements of it."""
         source, target = channel.host.name, channel.peer
-        off = None in self._same_way(channel)
+        off = None in self._same_way(channel) or self.is_silent(*channel.called)
         channel.streams[0].obstruct(data=off or self.is_cut(source, target), acks=off or self.is_cut(target, source))
 
     def _same_way(self, channel: VirtualChannel) -> tuple[Path | None, Path | None]:

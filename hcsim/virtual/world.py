@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class HostCrashed(HcsimError):
-    """What a crashed host's program came to."""
+    """What the program of a host came to that crashed, or that is paused for good."""
 
 
 class World:
@@ -50,6 +50,8 @@ class World:
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
         """How often each host is still to be started again."""
+        self.spoofed: dict[str, list[str]] = {}
+        """Names of services that strangers announce, and in which homes."""
         self._hosts: dict[str, VirtualHost] = {}
         self.wiring = Wiring(scenario, self.net, self._hosts)
         self.datagrams = Datagrams()
@@ -140,15 +142,17 @@ class World:
 
     # What hosts and faults ask of their world.
 
-    def later(self, seconds: float, act: Callable[..., None], *args: object) -> None:
-        """Have something happen to the world."""
+    def later(self, seconds: float | None, act: Callable[..., None], *args: object) -> None:
+        """Have something happen to the world after that time; None: never."""
+        if seconds is None:
+            return
         self.loop.call_at_ns(self.loop.now_ns + round(seconds * NS), act, *args)
 
-    def host_died(self, host: VirtualHost) -> None:
-        """Its program will never end by itself, unless it is started again."""
+    def host_ended(self, host: VirtualHost, why: str) -> None:
+        """Its program will never end by itself, unless the host is started again."""
         outcome = self._outcomes.get(host.name)
         if outcome is not None and not outcome.done() and not self.returns.get(host.name):
-            outcome.set_exception(HostCrashed(f"{host.name} crashed"))
+            outcome.set_exception(HostCrashed(f"{host.name} {why}"))
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias, get_args
 
 from hcsim.config.faults.clock import ClockDrift, ClockJump
-from hcsim.config.faults.data import FlippedBit, NanGradient, StaleStep, WrongSize
-from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord
+from hcsim.config.faults.data import FlippedBit, Misbehave, Misbehaviour, NanGradient, StaleStep, WrongSize
+from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.config.faults.network import (
+    BlockedPort,
     CablePulled,
     Clog,
     Datagrams,
@@ -19,7 +20,17 @@ from hcsim.config.faults.network import (
     RouterReboot,
     WifiGate,
 )
-from hcsim.config.faults.node import Crash, Lid, Pause, Restart, Throttle
+from hcsim.config.faults.node import (
+    Crash,
+    FewDescriptors,
+    FullDisk,
+    Lid,
+    Pause,
+    Restart,
+    SlowDisk,
+    StuckDevice,
+    Throttle,
+)
 
 AnyFault: TypeAlias = (
     Crash | Restart | Pause | Lid | Throttle
@@ -28,6 +39,8 @@ AnyFault: TypeAlias = (
     | FlippedBit | WrongSize | StaleStep | NanGradient
     | ClockJump | ClockDrift
     | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
+    | StuckDevice | BlockedPort | Misbehave
+    | FullDisk | SlowDisk | FewDescriptors | Stranger
 )  # fmt: skip
 
 FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
@@ -36,6 +49,7 @@ FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind i
 __all__ = [
     "FAULTS",
     "AnyFault",
+    "BlockedPort",
     "CablePulled",
     "ClockDrift",
     "ClockJump",
@@ -43,11 +57,15 @@ __all__ = [
     "CopiedIdentity",
     "Crash",
     "Datagrams",
+    "FewDescriptors",
     "FlippedBit",
+    "FullDisk",
     "HalfOpen",
     "InterfaceChange",
     "Lid",
     "LinkChange",
+    "Misbehave",
+    "Misbehaviour",
     "MulticastLoss",
     "NanGradient",
     "OneWayVisibility",
@@ -56,8 +74,11 @@ __all__ = [
     "Reset",
     "Restart",
     "RouterReboot",
+    "SlowDisk",
     "StaleRecord",
     "StaleStep",
+    "Stranger",
+    "StuckDevice",
     "Throttle",
     "WifiGate",
     "WrongSize",

@@ -11,7 +11,7 @@ from hcsim.units import PositiveSeconds, SignedSeconds
 
 
 class ClockJump(Fault, frozen=True, tag="clock_jump"):
-    """The node's clock is set forwards or backwards."""
+    """The node's clock is set forwards or backwards; at 0 s: it is wrong from the start."""
 
     node: str
     by_s: SignedSeconds

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from hcsim.config.faults.fault import Fault
 from hcsim.config.table import Count
 from hcsim.errors import UsageError
-from hcsim.units import PositiveBytes
+from hcsim.units import PositiveBytes, PositiveSeconds, PositiveShare
 
 _LONGEST_FRAME_BYTES = 2**32 - 1
 """Its header says its length in 32 bits."""
@@ -45,3 +45,23 @@ class NanGradient(Fault, frozen=True, tag="nan_gradient"):
     node: str
     nth: Count = 1
     """Which block's gradients, counted from the time of the fault."""
+
+
+Misbehaviour: TypeAlias = Literal[
+    "duplicate", "other_epoch", "old_epoch", "huge_operation", "huge_step", "huge_offset", "giant_total", "unasked",
+    "raw_bytes", "wrong_signature", "short", "noise", "lie",
+]  # fmt: skip
+"""How a member can break the protocol; docs/scenarios.md says what each one is."""
+
+
+class Misbehave(Fault, frozen=True, tag="misbehave"):
+    """A member breaks the protocol in what it sends: in frames of data, or for `lie` in messages about membership."""
+
+    node: str
+    how: Misbehaviour
+    to: str | None = None
+    """Who gets such frames; left out: everybody."""
+    share: PositiveShare = PositiveShare(1)
+    """How many of the frames that this can be done to."""
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""

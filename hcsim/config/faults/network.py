@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hcsim.config.faults.fault import Fault
+from hcsim.config.table import Port
 from hcsim.errors import UsageError
 from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
 
@@ -11,7 +14,8 @@ class Partition(Fault, frozen=True, tag="partition"):
     """Nothing passes between the two sides; `oneway`: nothing from the first to the second."""
 
     sides: tuple[tuple[str, ...], tuple[str, ...]]
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
     oneway: bool = False
 
     def __post_init__(self) -> None:
@@ -53,17 +57,19 @@ class HalfOpen(Fault, frozen=True, tag="half_open"):
 
 
 class Clog(Fault, frozen=True, tag="clog"):
-    """What two nodes send to each other is taken, and arrives only when the clog is gone."""
+    """What two nodes send to each other is taken, and arrives only when the clog is gone: if it stays, never."""
 
     between: tuple[str, str]
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class Datagrams(Fault, frozen=True, tag="datagrams"):
     """Datagrams that cross a medium (announcements, questions who is there) are lost, late, doubled or overtaken."""
 
     medium: str
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
     loss: Share = Share(0)
     delay_s: Seconds = Seconds(0)
     duplicate: Share = Share(0)
@@ -82,13 +88,14 @@ class WifiGate(Fault, frozen=True, tag="wifi_gate"):
 
 
 class CablePulled(Fault, frozen=True, tag="cable_pulled"):
-    """A node is off an Ethernet or Thunderbolt medium, until the cable is plugged in again.
+    """A node is off an Ethernet or Thunderbolt medium, until the cable is plugged in again, if ever.
 
     Connections over it stall; new ones go another way if there is one."""
 
     node: str
     medium: str
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
     to: str | None = None
     """Thunderbolt: where the cable leads; left out, all cables of the node are pulled."""
 
@@ -111,4 +118,19 @@ class RouterReboot(Fault, frozen=True, tag="router_reboot"):
     """All Ethernet and Wi-Fi of a home are down for a while, and so is its way out; Thunderbolt is not."""
 
     home: str
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
+
+
+class BlockedPort(Fault, frozen=True, tag="blocked_port"):
+    """One port of a node is not reached by the others; whatever the node calls itself is.
+
+    `closed`: calls to it are refused, and connections that were made to it are reset. `silent`: calls to it get no
+    answer, and nothing passes on connections that were made to it, in both directions; nobody is told."""
+
+    node: str
+    port: Port | Literal["gradient", "discovery"]
+    """A number, or which port of the scenario's `[cluster]`."""
+    how: Literal["closed", "silent"]
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hcsim.config.faults.fault import Fault
+from hcsim.config.table import Count
 from hcsim.errors import UsageError
 from hcsim.units import PositiveSeconds, PositiveShare, Seconds
 
@@ -42,7 +43,8 @@ class Pause(Fault, frozen=True, tag="pause"):
     """The node is alive and does nothing."""
 
     node: str
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class Throttle(Fault, frozen=True, tag="throttle"):
@@ -50,7 +52,8 @@ class Throttle(Fault, frozen=True, tag="throttle"):
 
     node: str
     factor: PositiveShare
-    duration_s: PositiveSeconds
+    duration_s: PositiveSeconds | None = None
+    """None: for good."""
 
 
 class Lid(Fault, frozen=True, tag="lid"):
@@ -60,3 +63,42 @@ class Lid(Fault, frozen=True, tag="lid"):
     duration_s: PositiveSeconds
     connections: Literal["kept", "dead"] = "kept"
     """Whether its connections are still there when it wakes up."""
+
+
+class StuckDevice(Fault, frozen=True, tag="stuck_device"):
+    """The node's device takes work and does not finish it; all else of the node goes on."""
+
+    node: str
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""
+
+
+class FullDisk(Fault, frozen=True, tag="full_disk"):
+    """The node's disk is full: nothing can be saved; what was saved before can be read."""
+
+    node: str
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""
+
+
+class SlowDisk(Fault, frozen=True, tag="slow_disk"):
+    """Whatever the node saves takes that much longer.
+
+    Where its device saves (a checkpoint), the device is busy for so long; else all of the node waits meanwhile."""
+
+    node: str
+    takes_s: PositiveSeconds
+    """For each record."""
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""
+
+
+class FewDescriptors(Fault, frozen=True, tag="few_descriptors"):
+    """The node can have only so many connections at once, those that it tries to make included.
+
+    More calls of its own fail. Who calls it has a connection, and gets no answer until another one has ended."""
+
+    node: str
+    connections: Count
+    duration_s: PositiveSeconds | None = None
+    """None: for good, also after a restart."""

@@ -5,24 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hcsim.config import ClockDrift, ClockJump
-from hcsim.virtual.faults.apply import apply, note
+from hcsim.virtual.faults.apply import apply, note, prepare
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
 
 
+@prepare.register(ClockJump)
+def be_wrong(fault: ClockJump, world: World) -> None:
+    """A clock that is wrong from the start is so before the first line of a program runs."""
+    if fault.at_s == 0.0:
+        world.host(fault.node).clock.offset_s += fault.by_s
+
+
 @apply.register(ClockJump)
 def jump(fault: ClockJump, world: World) -> None:
     """The host's clock is set forward or back."""
-    world.host(fault.node).clock.offset_s += fault.by_s
+    if fault.at_s > 0.0:
+        world.host(fault.node).clock.offset_s += fault.by_s
 
 
 @apply.register(ClockDrift)
 def drift(fault: ClockDrift, world: World) -> None:
     """The host's clock runs fast or slow, and its timers with it."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
-    if fault.duration_s is not None:
-        world.later(fault.duration_s, _steady, world, fault)
+    world.later(fault.duration_s, _steady, world, fault)
 
 
 def _steady(world: World, fault: ClockDrift) -> None:

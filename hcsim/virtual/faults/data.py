@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from hcsim.config import FlippedBit, NanGradient, StaleStep, WrongSize
+from hcsim.config import FlippedBit, Misbehave, NanGradient, StaleStep, WrongSize
 from hcsim.runtime.channel import Payload, Phantom
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
+from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable
 from hcsim.virtual.faults.apply import apply, draws, note
 from hcsim.virtual.tampering import FLIP
 
 if TYPE_CHECKING:
     from hcsim.virtual.channel import VirtualChannel
-    from hcsim.virtual.tampering import Frame
+    from hcsim.virtual.tampering import Frame, Rule
     from hcsim.virtual.world import World
 
 
@@ -92,3 +96,116 @@ class _Spoiler:
         np.asarray(gradients)[self._rng.randrange(len(gradients))] = np.nan
         note(self._world, "spoil", self._node)
         return True
+
+
+@apply.register(Misbehave)
+def misbehave(fault: Misbehave, world: World) -> None:
+    """What the node sends breaks the protocol. It is drawn for each frame whether this happens to it."""
+    rng = draws(world, fault)
+    ways = [
+        (fault.node, host.name) for host in world.hosts if host.name != fault.node and fault.to in (None, host.name)
+    ]
+
+    def rule(channel: VirtualChannel, header: Header, payload: Payload) -> tuple[Frame, ...] | None:
+        if header.kind is not (Kind.CONTROL if fault.how == "lie" else Kind.DATA):
+            return None
+        return _DEEDS[fault.how](rng, header, payload) if rng.random() < fault.share else None
+
+    for way in ways:
+        world.tampering.add_rule("misbehave", *way, rule)
+    world.later(fault.duration_s, _behave, world, ways, rule)
+
+
+def _behave(world: World, ways: list[tuple[str, str]], rule: Rule) -> None:
+    note(world, "behave", ways[0][0])
+    for way in ways:
+        world.tampering.remove_rule(*way, rule)
+
+
+_Deed: TypeAlias = Callable[[Random, Header, Payload], "tuple[Frame, ...] | None"]
+"""Given a frame of the kind that it is about: what is sent instead, or None where it cannot be done to this frame."""
+
+_MOST_32_BITS, _MOST_64_BITS = 2**32 - 1, 2**64 - 1
+_ELEMENT_BYTES = 4
+
+
+def _change(rng: Random, header: Header, payload: Payload, **fields: int) -> tuple[Frame, ...]:
+    return ((replace(header, **fields), payload),)
+
+
+def _change_epoch(rng: Random, header: Header, payload: Payload, by: int) -> tuple[Frame, ...] | None:
+    epoch = header.epoch + by
+    return ((replace(header, epoch=epoch), payload),) if 0 <= epoch <= _MOST_32_BITS else None
+
+
+def _change_signature(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...]:
+    return ((replace(header, signature=header.signature ^ rng.randint(1, _MOST_32_BITS)), payload),)
+
+
+def _send_twice(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...]:
+    return (header, payload), (header, payload)
+
+
+def _send_unasked(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...]:
+    """Data of an operation that nobody has begun, before the right ones."""
+    return (replace(header, operation=header.operation + rng.randint(1000, 9999)), payload), (header, payload)
+
+
+def _send_garbage(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...]:
+    raw = bytes([rng.randrange(128, 256)]) + rng.randbytes(HEADER_BYTES - 1)  # which is not how a header begins
+    return ((Undecodable(NO_FRAME_BYTES, raw=raw), payload),)
+
+
+def _shorten(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...] | None:
+    length = header.length - _ELEMENT_BYTES
+    if length < 0:
+        return None
+    rest = Phantom(length) if isinstance(payload, Phantom) else payload[:length]
+    return ((replace(header, length=length), rest),)
+
+
+def _make_noise(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...] | None:
+    if isinstance(payload, Phantom) or not payload.nbytes:
+        return None
+    return ((header, memoryview(rng.randbytes(payload.nbytes))),)
+
+
+def _lie(rng: Random, header: Header, payload: Payload) -> tuple[Frame, ...] | None:
+    """A message about membership says another epoch, wherever it says one."""
+    if isinstance(payload, Phantom):
+        return None
+    try:
+        message = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError:
+        return None
+    lied = _with_other_epochs(message, rng.randint(1, 1000))
+    if lied == message:
+        return None
+    data = msgspec.msgpack.encode(lied)
+    return ((replace(header, length=len(data), total=len(data) if header.total else 0), memoryview(data)),)
+
+
+def _with_other_epochs(message: Any, by: int) -> Any:
+    if isinstance(message, dict):
+        return {
+            key: value + by if key == "epoch" and isinstance(value, int) else _with_other_epochs(value, by)
+            for key, value in message.items()
+        }
+    return [_with_other_epochs(each, by) for each in message] if isinstance(message, list) else message
+
+
+_DEEDS: dict[str, _Deed] = {
+    "duplicate": _send_twice,
+    "other_epoch": partial(_change_epoch, by=1),
+    "old_epoch": partial(_change_epoch, by=-1),
+    "huge_operation": partial(_change, operation=_MOST_64_BITS),
+    "huge_step": partial(_change, step=_MOST_32_BITS),
+    "huge_offset": partial(_change, offset=_MOST_64_BITS),
+    "giant_total": partial(_change, total=_MOST_64_BITS),
+    "unasked": _send_unasked,
+    "raw_bytes": _send_garbage,
+    "wrong_signature": _change_signature,
+    "short": _shorten,
+    "noise": _make_noise,
+    "lie": _lie,
+}

@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord
+from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.datagrams import LOST, PASSES, Datagram, Rule
 from hcsim.virtual.faults.apply import apply, draws, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
+from hcsim.virtual.host import NO_NODES
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
     from hcsim.virtual.world import World
 
+ID_BYTES = 32
+"""Of a node's id, and of a namespace's."""
+SPOOFED_EVERY_S = 1.0
 STRAGGLER_S = 2.0
 """The most by which a datagram that is overtaken, or a second copy of one, is late."""
 
@@ -64,7 +68,7 @@ def hide(fault: OneWayVisibility, world: World) -> None:
     _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: World, rule: Rule, duration_s: float) -> None:
+def _have_rule(world: World, rule: Rule, duration_s: float | None) -> None:
     world.datagrams.add(rule)
     world.later(duration_s, _drop_rule, world, rule)
 
@@ -116,3 +120,90 @@ def copy_identity(fault: CopiedIdentity, world: World) -> None:
 
 def _start_copy(world: World, fault: CopiedIdentity) -> None:
     bring_back(world, fault.node, world.host(fault.of).store.records)
+
+
+@apply.register(Stranger)
+def announce_strangers(fault: Stranger, world: World) -> None:
+    """Somebody else's records come into view, in a rhythm, until the fault ends."""
+    stranger = _Stranger(world, fault)
+    if fault.ghosts:
+        stranger.announce_ghost()
+    if fault.spoofs is not None:
+        stranger.spoof()
+    world.later(fault.duration_s, stranger.leave)
+
+
+class _Stranger:
+    """A machine on a home's network. What it knows of a cluster it has heard there."""
+
+    def __init__(self, world: World, fault: Stranger) -> None:
+        self._world = world
+        self._fault = fault
+        self._rng = draws(world, fault)
+        self._address = next(place for place, answer in NO_NODES.items() if answer == fault.addresses)
+        self._ghosts: list[Service] = []
+        self._spoofed: dict[str, Service] = {}
+        self._is_gone = False
+
+    def announce_ghost(self) -> None:
+        """A node that does not exist, and after a while the next one."""
+        if self._is_gone:
+            return
+        ghost, address = self._rng.randbytes(ID_BYTES).hex(), f"{self._address}:{self._rng.randint(1024, 65535)}"
+        properties = {"node": ghost, "namespace": self._namespace(), "boot": f"{self._rng.getrandbits(32):x}"}
+        service = Service(f"ghost-{ghost[:8]}", address, {**properties, "at": address})
+        self._ghosts.append(service)
+        note(self._world, "ghost", service.name)
+        self._cast(Sighting(service))
+        self._world.later(1.0 / self._fault.ghosts, self.announce_ghost)
+
+    def spoof(self) -> None:
+        """All that a node has announced is at our address now, again and again."""
+        if self._is_gone:
+            return
+        for service in self._world.host(self._fault.spoofs or "").lan.history:
+            port = service.address.rpartition(":")[2]
+            address = f"{self._address}:{port}"
+            properties = {**service.properties, "at": address, "namespace": self._namespace()}
+            if service.name not in self._spoofed:
+                self._world.spoofed.setdefault(service.name, []).append(self._fault.home)
+            self._spoofed[service.name] = Service(service.name, address, properties)
+        for ours in self._spoofed.values():
+            note(self._world, "spoof", ours.name)
+            self._cast(Sighting(ours))
+        self._world.later(SPOOFED_EVERY_S, self.spoof)
+
+    def leave(self) -> None:
+        """Its records run out; what is true is heard again."""
+        self._is_gone = True
+        note(self._world, "leave", self._fault.home)
+        for ghost in self._ghosts:
+            self._cast(Sighting(ghost, gone=True))
+        for name, ours in self._spoofed.items():
+            self._world.spoofed[name].remove(self._fault.home)
+            host = self._world.host(self._fault.spoofs or "")
+            truth = host.lan.announced(name) if host.alive else None
+            self._cast(Sighting(ours, gone=True) if truth is None else Sighting(truth))
+
+    def _namespace(self) -> str:
+        """The cluster's, if it is to be known and somebody has said it; else another one."""
+        if self._fault.knows_namespace:
+            for host in self._hearers():
+                for service in host.lan.services:
+                    if said := service.properties.get("namespace"):
+                        return said
+        return self._rng.randbytes(ID_BYTES).hex()
+
+    def _cast(self, sighting: Sighting) -> None:
+        for host in self._hearers():
+            datagram = Datagram("stranger", host.name, (self._fault.home, self._fault.home), question=False)
+            for delay_s in self._world.datagrams.delays_s(datagram):
+                self._world.later(delay_s, _hear, host, sighting)
+
+    def _hearers(self) -> list[VirtualHost]:
+        return [host for host in self._world.hosts if self._world.wiring.is_at_home(host, self._fault.home)]
+
+
+def _hear(host: VirtualHost, sighting: Sighting) -> None:
+    if host.alive:
+        host.lan.hear(sighting)

@@ -6,8 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hcsim.config import (
+    BlockedPort,
     CablePulled,
     Clog,
+    Cluster,
     HalfOpen,
     InterfaceChange,
     LinkChange,
@@ -17,6 +19,7 @@ from hcsim.config import (
     WifiGate,
 )
 from hcsim.virtual.faults.apply import apply, note
+from hcsim.virtual.stream import NEVER_NS, NS
 
 if TYPE_CHECKING:
     from hcsim.virtual.changes import Change
@@ -43,7 +46,7 @@ def _heal(world: World, pairs: list[tuple[str, str]]) -> None:
 def clog(fault: Clog, world: World) -> None:
     """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
     a, b = fault.between
-    until_ns = world.loop.now_ns + round(fault.duration_s * 1e9)
+    until_ns = NEVER_NS if fault.duration_s is None else world.loop.now_ns + round(fault.duration_s * NS)
     world.wiring.clog(a, b, until_ns)
     world.wiring.clog(b, a, until_ns)
     world.later(fault.duration_s, note, world, "unclog", f"{a} {b}")
@@ -106,8 +109,7 @@ def change_interface(fault: InterfaceChange, world: World) -> None:
     """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told."""
     _drop(world, fault.node, fault.medium)
     _change(world, fault, None)
-    if fault.duration_s is not None:
-        world.later(fault.duration_s, _move_back, world, fault)
+    world.later(fault.duration_s, _move_back, world, fault)
 
 
 def _move_back(world: World, fault: InterfaceChange) -> None:
@@ -126,10 +128,24 @@ def _drop(world: World, node: str, medium: str) -> None:
 
 def _change(world: World, change: Change, duration_s: float | None) -> None:
     world.wiring.change(change)
-    if duration_s is not None:
-        world.later(duration_s, _restore, world, change)
+    world.later(duration_s, _restore, world, change)
 
 
 def _restore(world: World, change: Change) -> None:
     note(world, "restore", repr(change))
     world.wiring.restore(change)
+
+
+@apply.register(BlockedPort)
+def block_port(fault: BlockedPort, world: World) -> None:
+    """A port is closed to the others, or nothing passes through it."""
+    cluster = world.scenario.cluster or Cluster()
+    named = {"gradient": cluster.gradient_port, "discovery": cluster.discovery_port}
+    port = named[fault.port] if isinstance(fault.port, str) else fault.port
+    world.wiring.block(fault.node, port, fault.how)
+    world.later(fault.duration_s, _unblock_port, world, fault.node, port, fault.how)
+
+
+def _unblock_port(world: World, node: str, port: int, how: str) -> None:
+    note(world, "unblock", f"{node} {port}")
+    world.wiring.unblock(node, port, how)

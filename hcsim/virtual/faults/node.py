@@ -1,12 +1,12 @@
-"""Faults of machines: they crash and come back, hang, sleep, get slow."""
+"""Faults of machines: they crash and come back, hang, sleep, get slow, run out of room or of descriptors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hcsim.config import Crash, Lid, Pause, Restart, Throttle
-from hcsim.errors import UsageError
+from hcsim.config import Crash, FewDescriptors, FullDisk, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
+from hcsim.errors import ConfigError, UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
 from hcsim.virtual.stream import NS
 
@@ -39,7 +39,7 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
         world.wiring.mend(ways)
     host.sleeps.clear()
     world.loop.discard(host)
-    world.host_died(host)
+    world.host_ended(host, "crashed")
 
 
 @prepare.register(Restart)
@@ -96,12 +96,14 @@ def pause(fault: Pause, world: World) -> None:
     hold(world, world.host(fault.node), fault.duration_s)
 
 
-def hold(world: World, host: VirtualHost, duration_s: float) -> None:
-    """Stop all of the host's code for a while."""
+def hold(world: World, host: VirtualHost, duration_s: float | None) -> None:
+    """Stop all of the host's code for a while; None: for good, as long as the host has this life."""
     host.pauses += 1
     world.loop.freeze(host)
     host.device.stop()
     world.later(duration_s, _thaw, world, host)
+    if duration_s is None:
+        world.host_ended(host, "is paused for good")
 
 
 def _thaw(world: World, host: VirtualHost) -> None:
@@ -149,8 +151,8 @@ def throttle(fault: Throttle, world: World) -> None:
     slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
-def slow_down(world: World, node: str, factor: float, duration_s: float) -> None:
-    """Let the node compute at that part of its speed for a while."""
+def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> None:
+    """Let the node compute at that part of its speed for a while; None: for good."""
     world.host(node).device.slow_down(factor)
     world.later(duration_s, _recover, world, node, factor)
 
@@ -158,3 +160,71 @@ def slow_down(world: World, node: str, factor: float, duration_s: float) -> None
 def _recover(world: World, node: str, factor: float) -> None:
     note(world, "recover", node)
     world.host(node).device.recover(factor)
+
+
+@apply.register(StuckDevice)
+def hang_device(fault: StuckDevice, world: World) -> None:
+    """What the device computes is not finished: a driver or a chip that hangs."""
+    world.host(fault.node).device.hang()
+    world.later(fault.duration_s, _unhang_device, world, fault.node)
+
+
+def _unhang_device(world: World, node: str) -> None:
+    note(world, "unhang", node)
+    world.host(node).device.unhang()
+
+
+@apply.register(FullDisk)
+def fill_disk(fault: FullDisk, world: World) -> None:
+    """Saving fails as it does where a real disk is full."""
+    store = world.host(fault.node).store
+
+    def refuse(name: str) -> None:
+        raise ConfigError(f"{store.where(name)}: cannot be written: No space left on device")
+
+    _before_saving(world, fault, refuse)
+
+
+@apply.register(SlowDisk)
+def slow_disk(fault: SlowDisk, world: World) -> None:
+    """Saving takes its time, during which whoever saves does nothing else.
+
+    A record that a device's function saves makes its work longer. Otherwise the process itself waits: all of the host
+    is held from the end of the callback that saves. What that callback sends behind the save leaves before the wait."""
+    free_at_ns = 0
+
+    def wait(name: str) -> None:
+        nonlocal free_at_ns
+        host = world.host(fault.node)
+        if not host.device.wait(fault.takes_s):
+            free_at_ns = max(free_at_ns, world.loop.now_ns) + round(fault.takes_s * NS)
+            hold(world, host, (free_at_ns - world.loop.now_ns) / NS)
+
+    _before_saving(world, fault, wait)
+
+
+def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> None:
+    acts = world.host(fault.node).store.before_saving  # the machine's, in all of its lives
+    acts.append(act)
+    world.later(fault.duration_s, _mend_disk, world, fault, acts, act)
+
+
+def _mend_disk(
+    world: World, fault: FullDisk | SlowDisk, acts: list[Callable[[str], None]], act: Callable[[str], None]
+) -> None:
+    note(world, "mend", fault.node)
+    acts.remove(act)
+
+
+@apply.register(FewDescriptors)
+def take_descriptors(fault: FewDescriptors, world: World) -> None:
+    """The process may not have more connections than that, as with a low `ulimit -n`."""
+    limits = world.host(fault.node).descriptor_limits  # the machine's, in all of its lives
+    limits.append(fault.connections)
+    world.later(fault.duration_s, _give_descriptors, world, fault, limits)
+
+
+def _give_descriptors(world: World, fault: FewDescriptors, limits: list[int]) -> None:
+    note(world, "give", fault.node)
+    limits.remove(fault.connections)
+    world.host(fault.node).accept_waiting()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from hcsim.config import (
     FAULTS,
     AnyFault,
+    BlockedPort,
     CablePulled,
     ClockDrift,
     ClockJump,
@@ -17,11 +18,14 @@ from hcsim.config import (
     CopiedIdentity,
     Crash,
     Datagrams,
+    FewDescriptors,
     FlippedBit,
+    FullDisk,
     HalfOpen,
     InterfaceChange,
     Lid,
     LinkChange,
+    Misbehave,
     MulticastLoss,
     NanGradient,
     OneWayVisibility,
@@ -30,15 +34,18 @@ from hcsim.config import (
     Reset,
     Restart,
     RouterReboot,
+    SlowDisk,
     StaleRecord,
     StaleStep,
+    Stranger,
+    StuckDevice,
     Throttle,
     WifiGate,
     WrongSize,
     parse_scenario,
     write_faults,
 )
-from hcsim.errors import ChannelError, DeadlineExceeded
+from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
 from hcsim.runtime.lan import Service
@@ -72,6 +79,13 @@ EACH: tuple[tuple[AnyFault, str | None], ...] = (
     (StaleRecord(1.0, "pro", 0.5, "mini:9"), "correct"),
     (OneWayVisibility(1.0, ("pro", "mini"), 0.5), "clear"),
     (CopiedIdentity(1.0, "pro", "mini", 0.5), "start"),
+    (StuckDevice(1.0, "pro", 0.5), "unhang"),
+    (BlockedPort(1.0, "mini", 1000, "silent", 0.5), "unblock"),
+    (Misbehave(1.0, "studio", "duplicate", "mini", 0.5, 0.5), "misbehave"),
+    (FullDisk(1.0, "pro", 0.5), "mend"),
+    (SlowDisk(1.0, "pro", 0.25, 0.5), "thaw"),
+    (FewDescriptors(1.0, "pro", 1, 0.5), "give"),
+    (Stranger(1.0, "home", 10.0, "pro", False, "silent", 0.5), "ghost"),
 )
 """One of each kind, and what the trace says when it has healed or found its prey."""
 
@@ -81,7 +95,7 @@ def named(case: Any) -> str:
 
 
 async def busy(host: VirtualHost) -> None:
-    """Announce, compute, and send to the next host ten times a second; whoever has a bad time goes on."""
+    """Announce, compute, save, and send to the next host ten times a second; whoever has a bad time goes on."""
     names = [node.name for node in home().nodes]
     listener = await host.listen(f"{host.name}:1000")
     await host.lan.advertise(Service(host.name, listener.address))
@@ -92,10 +106,11 @@ async def busy(host: VirtualHost) -> None:
         await host.clock.sleep(0.1)
         await host.device.run(Work(), lambda: None, gradients)
         try:
+            host.store.save("step", bytes([step]))
             if channel is None:
                 channel = await host.connect(f"{after}:1000", timeout_s=0.2)
             await channel.send(Header(8, operation=step), memoryview(b"8 bytes."))
-        except (ChannelError, DeadlineExceeded):
+        except (ChannelError, DeadlineExceeded, ConfigError):
             channel = None
 
 

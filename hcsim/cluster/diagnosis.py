@@ -31,12 +31,16 @@ from itertools import combinations
 
 import msgspec
 
+FINDINGS_S = 1.0
+"""How long a member may take to tell what it found without checks: that of one may show that there have to be some."""
 CHECKS_S = 6.0
 """How long a member may take to tell what its checks found."""
 FRUITLESS = 2
 """Views in a row without a step, after which members are checked whatever the reason was."""
 ELIMINATE = 3
 """The same, after which members are left out in turn."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 _FEW = 12
 """Members among which all sets are compared; in a larger view the most accused are taken, one by one."""
 
@@ -75,6 +79,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     """Whether members have to be checked before the next view."""
     checked: bool = False
     """Whether the accusations contain what its own checks found."""
+    ended: bool = False
+    """Whether its own work in the view has ended; otherwise it was only told that others' has."""
     waited_for: str = ""
     accusations: tuple[Accusation, ...] = ()
 
@@ -100,33 +106,36 @@ class Diagnosis:
             self._accuse([Accusation(failure.violator, failure.reason)])
         self.stalled_s = failure.stalled_s
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
-        return self._tell(lineage, epoch, self._fruitless, failure.waited_for, now, checking=checking)
+        told = Findings(lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for)
+        return self._tell(told, now)
 
     def heard(self, source: str, findings: Findings, lineage: str, epoch: int, now: float) -> bool:
         """A member tells what it found; whether our checks have to begin. The lineage and epoch are our view's."""
         self._theirs[source] = findings
         if (findings.lineage, findings.epoch) != (lineage, epoch):
             return False
-        waited_for = self.ours.waited_for if self.ours is not None else ""
-        return self._tell(lineage, epoch, findings.fruitless, waited_for, now, checking=findings.checking)
+        return self._tell(Findings(lineage, epoch, findings.fruitless, findings.checking), now)
 
-    def _tell(self, lineage: str, epoch: int, fruitless: int, waited_for: str, now: float, *, checking: bool) -> bool:
+    def _tell(self, news: Findings, now: float) -> bool:
         """Bring what we tell up to date; whether our checks have to begin."""
-        before = self.ours
-        if self._since_s is None:
-            self._since_s = now
-        begun = before is not None and before.checking
-        checking = checking or begun
+        before = self.ours or Findings(news.lineage, news.epoch)
+        self._noticed(now)
+        checking = news.checking or before.checking
         self.ours = Findings(
-            lineage,
-            epoch,
-            max(fruitless, before.fruitless if before is not None else 0),
+            news.lineage,
+            news.epoch,
+            max(news.fruitless, before.fruitless),
             checking,
-            before.checked if before is not None and begun else not checking,
-            waited_for,
+            before.checked if before.checking else not checking,
+            news.ended or before.ended,
+            news.waited_for or before.waited_for,
             self._accusations,
         )
-        return checking and not begun
+        return checking and not before.checking
+
+    def _noticed(self, now: float) -> None:
+        if self._since_s is None:
+            self._since_s = now
 
     def checked(self, epoch: int, accusations: Iterable[Accusation]) -> bool:
         """Our checks are over; whether that is news."""
@@ -136,11 +145,23 @@ class Diagnosis:
         self.ours = msgspec.structs.replace(self.ours, checked=True, accusations=self._accusations)
         return True
 
-    def pending_until_s(self, lineage: str, epoch: int, nodes: Sequence[str]) -> float | None:
-        """When checks of these members have to be over, if some are not; None: nothing has to be waited for."""
-        if self._since_s is None or not self._unchecked(lineage, epoch, nodes):
-            return None
-        return self._since_s + CHECKS_S
+    @property
+    def pause_s(self) -> float:
+        """How long to wait for the next view: longer for each one that came to nothing."""
+        if self.ours is None or self.ours.fruitless < FRUITLESS:
+            return 0.0
+        return min(_FIRST_PAUSE_S * 2.0 ** (self.ours.fruitless - FRUITLESS), _LONGEST_PAUSE_S)
+
+    def pending_until_s(self, lineage: str, epoch: int, nodes: Sequence[str], now: float) -> float | None:
+        """When these members of a view in which work failed have to have told what they found, if some have not; None:
+        all have."""
+        self._noticed(now)
+        assert self._since_s is not None
+        known = self._known(lineage, epoch, nodes)
+        if self._unchecked(lineage, epoch, nodes):
+            return self._since_s + CHECKS_S
+        ended = sum(findings.ended for findings in known.values())
+        return self._since_s + FINDINGS_S if ended < len(nodes) else None
 
     def culprits(self, lineage: str, epoch: int, nodes: Sequence[str], now: float) -> dict[str, str]:
         """Of these members of that view, by rank, those that the next one has to do without, and why."""

@@ -45,6 +45,8 @@ class Membership:
         self._diagnosis = Diagnosis(us.node)
         self._told: Findings | None = None
         """What we have told the other members of what we found."""
+        self._tried_without: list[str] = []
+        """Members that the present view has left out: if it does not work either, they were not the reason."""
         self._departed: dict[int, tuple[float, str]] = {}
         """By epoch: when a view ends, and why, that a member has left which is gone now."""
         self._qualifying = ""
@@ -121,6 +123,10 @@ class Membership:
         if epoch == view.epoch:
             failure = Failure(failure) if isinstance(failure, str) else failure
             self._fail(failure.reason)
+            if not failure.progressed:
+                for node in self._tried_without:
+                    self.roster.pardon(node)
+            self._tried_without = []
             if self._diagnosis.failed(view.lineage, view.epoch, failure, now):
                 self.effects.append(Check(view.epoch))
             self._review(now)
@@ -364,6 +370,7 @@ class Membership:
                 self.effects.append(Waiting(f"left out by the others: {view.reason}"))
             else:
                 self.roster.quarantine(node, self._diagnosis.stalled_s, now)
+                self._tried_without.append(node)
 
     def _yield_to(self, view: View) -> None:
         """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""

@@ -70,6 +70,10 @@ class Roster:
         self._quarantined[node] = Quarantine.after(self._quarantined.get(node), stalled_s, now)
         return self._quarantined[node]
 
+    def pardon(self, node: str) -> None:
+        """A view did not work without it either."""
+        self._quarantined.pop(node, None)
+
     def qualify(self, node: str, lineage: str, boot: int) -> None:
         """A node says that it can work with the members of that lineage."""
         self._qualified[node] = lineage, boot

@@ -82,10 +82,11 @@ class Stance:
         absence = next(filter(None, [self._complaint_about(member, need, now) for member in view.members]), "")
         failure = self.failure(view)
         if failure and not absence:
-            checks_until_s = self._diagnosis.pending_until_s(view.lineage, view.epoch, view.nodes)
-            if checks_until_s is not None and now < checks_until_s:
-                need.look_again(checks_until_s)
+            findings_until_s = self._diagnosis.pending_until_s(view.lineage, view.epoch, view.nodes, now)
+            if findings_until_s is not None and now < findings_until_s:
+                need.look_again(findings_until_s)
                 return need
+            need.delay_s = self._diagnosis.pause_s
         need.reason = failure or absence
         need.reason = need.reason or self._departure(view)
         if not need.reason and (joiners := self._roster.joiners(view, now)):

@@ -169,8 +169,9 @@ class Fate:
             before, blame = None, work.blame
             text = f"{ticket} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
             late = CollectiveTimeout(text, peer=peer, phase=phase)
+            late.__cause__ = self._skipped(ticket, peer)
             await self._broken(late)
-            raise late from None
+            raise late from late.__cause__
         except asyncio.CancelledError:
             await self._broken(_cancelled(ticket))
             raise
@@ -182,6 +183,15 @@ class Fate:
             del self._running[work]
             self._meter.end(ticket.name, began_s, sent_bytes)
         return result()
+
+    def _skipped(self, ticket: Ticket, peer: int | None) -> RemoteProtocolError | None:
+        """Frames come in the order of the plan: a peer that sent others of this operation left out what we wait for."""
+        link = None if peer is None else self.mesh.links.get(peer)
+        if link is None or not link.holds(ticket.group, ticket.operation, ticket.bucket):
+            return None
+        return RemoteProtocolError(
+            f"rank {peer} sent frames that {ticket} does not have, and not what it has", str(peer)
+        )
 
     async def _heard_out(self, ticket: Ticket, error: CollectiveError) -> CollectiveError:
         """A peer that hangs up may have said why just before, and that its hanging up is not the reason."""
@@ -264,6 +274,7 @@ class Fate:
     def _look_at(self, link: Link, header: Header) -> None:
         trouble = self.agreement.objection(link.peer_rank, header)
         if trouble is not None:
+            trouble.__cause__ = RemoteProtocolError(str(trouble), str(link.peer_rank))
             self.fail(trouble)
 
     def cutting(self) -> None:

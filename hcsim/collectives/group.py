@@ -189,9 +189,9 @@ class Group:
         """The rank that the oldest operation here was waiting for when the group failed, if it was waiting."""
         return self._fate.waited_for
 
-    def fail(self, reason: str, peer: int | None = None) -> None:
+    def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
         """End it here and at the others, for a reason that it cannot see by itself."""
-        self._fate.fail(CollectiveError(reason, peer=peer))
+        self._fate.fail(CollectiveError(reason, peer=peer) if isinstance(reason, str) else reason)
 
     async def close(self) -> None:
         """Leave. Operations that are still under way fail, here and at the others.

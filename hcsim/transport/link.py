@@ -209,6 +209,10 @@ class Link:
         if yes:
             self._let_in()
 
+    def holds(self, group: int, operation: int, bucket: int) -> bool:
+        """Whether frames of that operation have come that nobody has asked for."""
+        return any(tag[:3] == (group, operation, bucket) for tag in self._early)
+
     def check_over(self, group: int, operation: int, bucket: int) -> None:
         """An operation is over here: whatever else has come for it shows that the peer does another one."""
         for tag, (header, _) in self._early.items():

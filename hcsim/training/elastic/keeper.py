@@ -143,7 +143,7 @@ class Keeper:
 
     def adopt(self, parcel: Parcel) -> None:
         """Hold what another keeper did, or we ourselves before we were started anew."""
-        self.state = msgspec.msgpack.decode(parcel.about, type=State)
+        self.state = parcel.told(State)
         self._model.adopt(parcel.arrays, self.state.step)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
-from hcsim.errors import CollectiveError
+from hcsim.errors import UNDECODABLE, CollectiveError, RemoteProtocolError
 from hcsim.runtime.channel import Phantom
 
 PIECE_BYTES = 8 << 20
+LABEL_MOST_BYTES = 16 << 20
+T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, "npt.NDArray[np.generic] | Phantom"]
 Route: TypeAlias = tuple[int, int]
 """From whom to whom."""
@@ -46,6 +48,15 @@ class Parcel(msgspec.Struct, frozen=True):
 
     about: bytes
     arrays: Arrays
+    giver: int = -1
+    """The rank that it came from, if it came from one."""
+
+    def told(self, kind: type[T]) -> T:
+        """What there is to say about them, of that type."""
+        try:
+            return msgspec.msgpack.decode(self.about, type=kind)
+        except UNDECODABLE as error:
+            raise unreadable(self.giver, error) from None
 
     def packed(self) -> tuple[bytes, list[npt.NDArray[np.uint8] | Phantom]]:
         """A label, and the content in pieces."""
@@ -62,12 +73,21 @@ class Parcel(msgspec.Struct, frozen=True):
 class _Taking:
     """A parcel that arrives."""
 
-    def __init__(self, label: bytes) -> None:
-        self._label = msgspec.msgpack.decode(label, type=_Label)
-        total = sum(item.size_bytes for item in self._label.items)
+    def __init__(self, label: bytes, giver: int) -> None:
+        try:
+            self._label = msgspec.msgpack.decode(label, type=_Label)
+            total = sum(item.size_bytes for item in self._label.items)
+        except (*UNDECODABLE, TypeError, ValueError) as error:
+            raise unreadable(giver, error) from None
+        self._giver = giver
         self._phantom = any(not item.dtype for item in self._label.items)
         self._joined = np.empty(0 if self._phantom else total, np.uint8)
         self._cuts = _cuts(total)
+
+    @property
+    def pieces(self) -> int:
+        """How many make all of it."""
+        return len(self._cuts)
 
     def piece(self, number: int) -> npt.NDArray[np.uint8] | Phantom:
         lo, hi = self._cuts[number]
@@ -78,12 +98,15 @@ class _Taking:
         at = 0
         for item in self._label.items:
             end = at + item.size_bytes
-            if self._phantom:
-                arrays[item.name] = Phantom(item.size_bytes)
-            else:
-                arrays[item.name] = self._joined[at:end].view(item.dtype).reshape(item.shape)
+            try:
+                flat = self._joined[at:end]
+                arrays[item.name] = (
+                    Phantom(item.size_bytes) if self._phantom else flat.view(item.dtype).reshape(item.shape)
+                )
+            except (TypeError, ValueError) as error:
+                raise unreadable(self._giver, error) from None
             at = end
-        return Parcel(self._label.about, arrays)
+        return Parcel(self._label.about, arrays, self._giver)
 
 
 async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parcel]) -> list[Parcel]:
@@ -94,12 +117,18 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
         sizes[taker] = len(label), len(pieces)
     everyone = [array_of(each) for each in await group.all_gather(sizes)]
     ours = [(giver, everyone[giver][group.rank]) for giver, taker in routes if taker == group.rank]
+    for giver, (length, _) in ours:
+        if not 0 <= length <= LABEL_MOST_BYTES:
+            raise unreadable(giver, f"its label would have {length} bytes")
     labels = [np.empty(int(length), np.uint8) for _, (length, _) in ours]
     await _carried(
         [group.send(np.frombuffer(label, np.uint8), taker) for taker, (label, _) in packed.items()]
         + [group.recv(label, giver) for label, (giver, _) in zip(labels, ours, strict=True)]
     )
-    arriving = [_Taking(label.tobytes()) for label in labels]
+    arriving = [_Taking(label.tobytes(), giver) for label, (giver, _) in zip(labels, ours, strict=True)]
+    for taking, (giver, (_, count)) in zip(arriving, ours, strict=True):
+        if count != taking.pieces:
+            raise unreadable(giver, f"it announced {count} pieces, and its label says {taking.pieces}")
     rounds = max((int(everyone[giver][taker][1]) for giver, taker in routes), default=0)
     for number in range(rounds):
         await _carried(
@@ -112,6 +141,14 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
         )
         await group.barrier()
     return [taking.parcel() for taking in arriving]
+
+
+def unreadable(giver: int, error: object) -> CollectiveError:
+    """What a member handed over cannot be what a correct one hands over."""
+    text = f"rank {giver} handed over a state that cannot be read: {error}"
+    failure = CollectiveError(text, peer=giver, phase="synchronising")
+    failure.__cause__ = RemoteProtocolError(text, str(giver))
+    return failure
 
 
 async def _carried(operations: list[asyncio.Task[Any]]) -> None:

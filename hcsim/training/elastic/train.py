@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -43,9 +42,6 @@ from hcsim.transport.hello import Membership
 from hcsim.transport.reception import Reception, check_all
 from hcsim.transport.wire import Wire
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
-
 
 async def elastic_train(
     host: Host,
@@ -64,14 +60,14 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     # A newcomer calls while the others are still busy with their step.
     patience_s = max(wire.connect_timeout_s, part.settings.timeout_s)
     wire = msgspec.structs.replace(wire, connect_timeout_s=patience_s)
-    epoch, patience = -1, _Patience(host, part)
+    epoch, progress = -1, _Progress(host, part)
     reception = Reception(host, await host.listen(conductor.us.address))
     conductor.check_with(partial(check_all, host))
     try:
         while (view := await next_view(host, conductor, epoch, part.leaving)) is not None:
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
-            if await _follow(conductor, view, wire, part, patience, reception):
+            if await _follow(conductor, view, wire, part, progress, reception):
                 break
     finally:
         conductor.check_with(None)
@@ -87,7 +83,7 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
 
 
 async def _follow(
-    conductor: Conductor, view: View, wire: Wire, part: Part, patience: _Patience, reception: Reception
+    conductor: Conductor, view: View, wire: Wire, part: Part, progress: _Progress, reception: Reception
 ) -> bool:
     """Take part in a view; whether that was all."""
     host, rank = reception.host, view.rank(conductor.us)
@@ -101,20 +97,18 @@ async def _follow(
     watching = host.spawn(_watch(group, over), name=f"watch over view {view.epoch}")
     host.trace("follows", view.epoch, rank, len(addresses))
     ways = conductor.ways
-    patience.begin()
+    progress.begin()
     try:
         if ways is not None:
             ways.in_use = lambda: {view.nodes[other]: ends for other, ends in group.ends.items()}
             await survey(group, view, ways, over)
         return await part.train(group, view)
     except CollectiveError as error:
-        group.fail(str(error), error.peer)
+        group.fail(error)
         host.trace("view failed", view.epoch, str(error))
         if ways is not None and error.peer is not None:
             ways.forget(view.nodes[error.peer])
-        failure = patience.failure(view, group, error)
-        await patience.hold_back(over)
-        conductor.broken(view.epoch, failure)
+        conductor.broken(view.epoch, progress.failure(view, group))
         return False
     except HcsimError as error:
         group.fail(f"{conductor.us.name} ended: {error}", rank)
@@ -126,52 +120,37 @@ async def _follow(
             ways.in_use = dict
 
 
-class _Patience:
-    """What came of the views so far. Members that get nowhere would ask for one view after the other, as fast as they
-    can."""
+class _Progress:
+    """Whether a view comes to anything."""
 
     def __init__(self, host: Host, part: Part) -> None:
         self._host = host
         self._part = part
         self._step = -1
-        """The step that the last view began with."""
-        self._fruitless = 0
-        """Views in a row that failed at the same step."""
+        """The step that the view began with."""
 
     def begin(self) -> None:
         """A view begins."""
         self._part.observer.began()
         self._step = self._steps()
 
-    def failure(self, view: View, group: Group, error: CollectiveError) -> Failure:
-        """What a failed view should be known by."""
-        progressed = self._steps() != self._step
-        self._fruitless = 1 if progressed else self._fruitless + 1
-        waited_for, progress_s = group.waited_for, self._part.observer.progress_s
+    def failure(self, view: View, group: Group) -> Failure:
+        """What there is to know of a view whose group failed."""
+        error, waited_for, progress_s = group.error, group.waited_for, self._part.observer.progress_s
+        peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
+        seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
+        violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
         return Failure(
             named(str(error), view),
-            view.nodes[error.peer] if error.peer not in (None, group.rank) and _is_violation(error) else "",
+            view.nodes[peer] if violation and peer is not None else "",
             isinstance(error, CollectiveTimeout),
             view.nodes[waited_for] if waited_for is not None else "",
-            progressed,
+            self._steps() != self._step,
             0.0 if progress_s is None else self._host.clock.elapsed() - progress_s,
         )
 
-    async def hold_back(self, over: asyncio.Future[str]) -> None:
-        """Wait before a failure is reported, unless somebody else has done so: longer each time."""
-        if self._fruitless > 1:
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._fruitless - 2), _LONGEST_PAUSE_S)
-            with suppress(TimeoutError):
-                async with self._host.clock.timeout(pause_s):
-                    await asyncio.shield(over)
-
     def _steps(self) -> int:
         return self._part.run.step if self._part.has_begun else -1
-
-
-def _is_violation(error: CollectiveError) -> bool:
-    """Whether we saw ourselves that the peer sent what no correct member sends."""
-    return error.phase != TOLD and isinstance(error.__cause__, RemoteProtocolError)
 
 
 def named(text: str, view: View) -> str:

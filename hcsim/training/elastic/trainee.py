@@ -198,7 +198,7 @@ class Trainee:
 
     def adopt(self, parcel: Parcel) -> None:
         """Go on from there. What error feedback owes is kept if all that it followed from counts."""
-        about = msgspec.msgpack.decode(parcel.about, type=About)
+        about = parcel.told(About)
         own = self._own_that_counts(about)
         if "parameters" in parcel.arrays:
             self.method.adopt(parcel.arrays, about.step)

@@ -54,6 +54,11 @@ STRANGERS: Mapping[str, str] = {
         for answer in ("refuse", "silent", "absent")
     },
     "ghosts of another cluster": _fault("stranger", home="home", ghosts=20, knows_namespace=False) + _NEW_VIEW,
+    "ghosts, and few descriptors": "".join(
+        _fault("few_descriptors", node=f"mac-{number}", connections=100) for number in range(1, 5)
+    )
+    + _fault("stranger", home="home", ghosts=20, addresses="silent")
+    + _fault("restart", at="15 s", node="mac-4"),
     "a spoofed name": _fault("stranger", home="home", spoofs="mac-2"),
     "a spoofed name of a machine that starts again": _fault("stranger", home="home", spoofs="mac-2", addresses="silent")
     + _fault("restart", at="5 s", node="mac-2"),

@@ -40,6 +40,8 @@ GONE = "it has gone"
 """Why a node is not there that has said goodbye."""
 _MEASURE_S = 10.0
 """How long a newcomer may measure its ways to the members before it joins them."""
+_READY_S = 0.1
+"""How often members that have finished look whether newcomers are ready."""
 QUALIFY_AGAIN_S = 2.0
 QUALIFY_AGAIN_MOST_S = 60.0
 """How long a machine that cannot join waits before it checks again: at first, and at most."""
@@ -165,6 +167,15 @@ class Node:
     def superseded(self, epoch: int) -> bool:
         """Whether a later view is known."""
         return self._membership.view.epoch > epoch
+
+    async def newcomers_ready(self, epoch: int) -> None:
+        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline."""
+        membership = self._membership
+        until_s = self._now() + _MEASURE_S
+        while self._now() < until_s and not self.superseded(epoch) and not self.over(epoch).done():
+            if not membership.roster.preparing(membership.view, self._now()):
+                return
+            await self._host.clock.sleep(_READY_S)
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""

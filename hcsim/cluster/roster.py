@@ -129,9 +129,19 @@ class Roster:
             and (not view.formed or self._may_work(peer.status.us, view, now))
         ]
 
+    def preparing(self, view: View, now: float) -> bool:
+        """Whether a node that would like to be in the view has not found out yet whether it qualifies."""
+        return any(
+            peer.status.joins == view.lineage and not peer.status.leaving and not self._is_quarantined(node, now)
+            for node, peer in self.peers.items()
+            if not peer.suspected and view.member(node) is None
+        )
+
+    def _is_quarantined(self, node: str, now: float) -> bool:
+        return node in self._quarantined and now < self._quarantined[node].until_s
+
     def _may_work(self, member: Member, view: View, now: float) -> bool:
-        quarantine = self._quarantined.get(member.node)
-        if quarantine is not None and now < quarantine.until_s:
+        if self._is_quarantined(member.node, now):
             return False
         return self._qualified.get(member.node) == (view.lineage, member.boot)
 

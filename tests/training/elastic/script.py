@@ -167,6 +167,9 @@ class Scripted:
     def check_with(self, check: Checker | None) -> None:
         pass
 
+    async def newcomers_ready(self, epoch: int) -> None:
+        pass
+
     async def leave(self) -> None:
         self._cluster.left(self._name)
 

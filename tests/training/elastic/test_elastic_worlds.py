@@ -75,6 +75,9 @@ class Reader:
     def check_with(self, check: Checker | None) -> None:
         pass
 
+    async def newcomers_ready(self, epoch: int) -> None:
+        pass
+
     async def leave(self) -> None:
         await self._board.show()
 

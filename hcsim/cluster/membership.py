@@ -85,6 +85,17 @@ class Membership:
 
     # Events.
 
+    def started(self, now: float) -> None:
+        """Our process was started. If it continues a view of an earlier process, that view has to change.
+
+        No peer's message may ever come, so this does not wait for one. Other members get time to be found first."""
+        if self.view.rank(self.us) is not None:
+            return
+        if len(self.view.members) == 1:
+            self._review(now)
+        else:
+            self._wake(now + self._rules.answer_s)
+
     def heard(self, status: Status, now: float) -> None:
         """A node says how it stands."""
         self._bring_up_to_date(self.roster.heard(status), now)

@@ -110,6 +110,7 @@ class Node:
     async def start(self) -> None:
         """Take calls, and look for the others."""
         listener = await self._host.listen(self._me.control)
+        self._membership.started(self._now())
         self._carry_out()
         for name, work in (
             ("control", self._lines.serve(listener)),

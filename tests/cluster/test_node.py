@@ -269,3 +269,24 @@ def test_one_that_was_refused_while_a_copy_of_it_was_there_comes_in_once_the_cop
     assert ["b", "c", "d"] in joined
     assert joined[-1] == ["b", "c", "a"]
     assert any("give each machine its own node key" in what for name, what in party.told if name == "a")
+
+
+def test_a_sole_member_that_is_started_anew_is_in_a_view_at_once():
+    party = Party("a", [back(3, "a", "kept")]).run(5)
+    assert party.members("a") == [("a",), ("a",)]
+    first, second = party.views["a"]
+    assert (second.lineage, second.previous) == (first.lineage, first.epoch)
+    assert party.when_s["a", second.epoch] < 3.6
+
+
+def test_the_last_member_is_in_a_view_again_when_the_others_left_before_it():
+    async def leave(node: Node) -> None:
+        await party.world.host(node.us.name).clock.sleep({"b": 4, "c": 3}[node.us.name])
+        await node.leave()
+        await node.stop("it has left")
+
+    party = Party(ABC, [back(7, "a", "kept")])
+    party.meanwhile = {"b": leave, "c": leave}
+    party.run(12)
+    assert party.members("a") == [ABC, ("a", "b"), ("a",), ("a",)]
+    assert party.when_s["a", party.views["a"][-1].epoch] < 8

@@ -19,6 +19,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
+from hcsim.training.elastic.checkpoint import fitting
 from hcsim.training.elastic.fingerprint import of_all
 from hcsim.training.elastic.method import Held, InHomes, Method, Replicated, StandingBy, Tally, Travelling
 from hcsim.training.elastic.parcel import Parcel
@@ -215,8 +216,9 @@ class Trainee:
         return Parcel(saved.about, {**saved.arrays, **self.owed()})
 
     def _reload(self, checkpoint: Parcel) -> None:
-        self.adopt(checkpoint)
-        self.take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
+        with fitting():
+            self.adopt(checkpoint)
+            self.take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
         self.reloaded = True
 
     def take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:

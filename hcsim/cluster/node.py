@@ -90,6 +90,8 @@ class Node:
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
         self._waiting = ""
+        self._unsaved = False
+        """Whether our last record could not be written."""
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
         self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
@@ -452,4 +454,11 @@ class Node:
         return self._host.clock.elapsed()
 
     def _save(self, record: Record) -> None:
-        keep(self._host.store, self._record, record)
+        try:
+            keep(self._host.store, self._record, record)
+        except HcsimError as error:
+            if not self._unsaved:
+                self._tell(f"{error}; until it can be written, this machine has no vote on who is in the cluster")
+            self._unsaved = True
+            raise
+        self._unsaved = False

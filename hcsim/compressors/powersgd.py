@@ -48,7 +48,7 @@ from hcsim.compressors.encoding import (
 )
 from hcsim.compressors.kernels import plain
 from hcsim.compressors.memory import Memory
-from hcsim.errors import CompressionError
+from hcsim.errors import NotFinite
 
 THIN = 8
 """The highest rank at which BLAS is slower than our loops."""
@@ -99,8 +99,7 @@ class PowerSGD(BaseCompressor):
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """P, then Q'."""
         if (factors := self.factors(tensor.shape)) is None:
-            check_input(tensor.reshape(-1), of.name)
-            yield from exchange_dense(tensor, total)
+            yield from exchange_dense(tensor, total, of)
             return
         rows, columns, rank = factors
         matrix = tensor.reshape(rows, columns)
@@ -201,7 +200,7 @@ class PowerSGD(BaseCompressor):
         for one, other in zip(p.astype(np.float64), q.astype(np.float64), strict=True):
             product += np.multiply.outer(one, other)
         if not np.abs(product).max() < LARGEST:
-            raise CompressionError("the product of the factors is too large for float32", of.name)
+            raise NotFinite("the product of the factors is too large for float32", of.name)
         np.copyto(out, product, casting="same_kind") if mix is None else mix(out, product.astype(np.float32), out=out)
 
 
@@ -210,8 +209,8 @@ def _check_factor(factor: Array, of: Ident) -> None:
         raise _too_large(of)
 
 
-def _too_large(of: Ident) -> CompressionError:
-    return CompressionError("the sum of a factor is too large for float32", of.name)
+def _too_large(of: Ident) -> NotFinite:
+    return NotFinite("the sum of a factor is too large for float32", of.name)
 
 
 def _bound(p: Array, q: Array) -> float:

@@ -102,6 +102,7 @@ class Served:
         """Begin with what was saved, if nobody has anything newer."""
         with fitting():
             self._keeper.adopt(checkpoint)
+        self._keeper.reloaded = True
         self._remembered = remembered(checkpoint)
 
     @property

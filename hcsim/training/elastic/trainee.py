@@ -172,7 +172,8 @@ class Trainee:
     def header(self) -> Header:
         """What the others are told first."""
         run = self.run
-        return Header.of(self.era, run.step, run.pending.step if run.pending is not None else -1, self.intent)
+        pending = run.pending.step if run.pending is not None else -1
+        return Header.of(self.era, run.step, pending, self.intent, live=run.step > 0 and not self.reloaded)
 
     async def resolve(self, truth: Header) -> None:
         """What we hold of an update counts if those who know say so. Of another era we hear more later."""

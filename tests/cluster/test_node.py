@@ -10,12 +10,10 @@ from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
-from hcsim.config import AnyFault, Cluster, Crash, Heartbeat, Partition, Pause, Reset, Restart
-from hcsim.errors import ConfigError
+from hcsim.config import Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart
 from hcsim.runtime.store import kept
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.store import VirtualStore
 from hcsim.virtual.world import HostCrashed
 from tests.cluster.nodes import Party
 
@@ -296,37 +294,15 @@ def test_the_last_member_is_in_a_view_again_when_the_others_left_before_it():
     assert party.when_s["a", party.views["a"][-1].epoch] < 8
 
 
-class Filling(VirtualStore):
-    """A disk on which there is no room for a while."""
-
-    full = False
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.full:
-            raise ConfigError(f"{self.where(name)}: cannot be written: No space left on device")
-        super().save(name, data)
-
-
-def with_full_disk(names: str, full: str, *faults: AnyFault, **changes: object) -> tuple[Party, Filling]:
-    """From 3 s on there is no room on that host's disk."""
-
-    async def fill(node: Node) -> None:
-        await party.world.host(full).clock.sleep(3)
-        disk.full = True
-
-    disk = Filling({})
-    party = Party(names, faults, **changes)
-    party.world.host(full).store = disk
-    party.meanwhile = {full: fill}
-    return party, disk
+def full_disk(node: str, duration_s: float = 100) -> FullDisk:
+    return FullDisk(at_s=Seconds(3), node=node, duration_s=PositiveSeconds(duration_s))
 
 
 @pytest.mark.parametrize("full", ["a", "b"])
 def test_a_member_with_a_full_disk_has_no_vote_and_stays(full):
-    party, disk = with_full_disk("abcde", full, Crash(at_s=Seconds(5), node="e"))
-    party.run(12)
+    party = Party("abcde", [full_disk(full), Crash(at_s=Seconds(5), node="e")]).run(12)
     assert [party.members(name) for name in "abcd"] == [[tuple("abcde"), tuple("abcd")]] * 4
-    record = kept(disk, "membership", Record)
+    record = kept(party.world.host(full).store, "membership", Record)
     assert record is not None
     assert record.view == party.views[full][0]  # as it was when there was room
     said = [what for name, what in party.told if name == full and "cannot be written" in what]
@@ -337,20 +313,12 @@ def test_a_member_with_a_full_disk_has_no_vote_and_stays(full):
 
 
 def test_no_word_is_given_that_would_not_outlive_a_crash():
-    party, _ = with_full_disk("abc", "a", Crash(at_s=Seconds(5), node="c"))
-    party.run(12)
+    party = Party(ABC, [full_disk("a"), Crash(at_s=Seconds(5), node="c")]).run(12)
     assert party.members("a") == party.members("b") == [ABC]  # b's vote is one of three
     waiting = "waiting for c: a cannot write to its disk and has no vote, and b cannot decide alone (quorum = tiebreak)"
     assert any(name == "b" and what.startswith(waiting) for name, what in party.told)
 
 
 def test_a_member_votes_again_when_there_is_room():
-    party, disk = with_full_disk("abc", "a", Crash(at_s=Seconds(5), node="c"))
-
-    async def clear(node: Node) -> None:
-        await party.world.host("b").clock.sleep(12)
-        disk.full = False
-
-    party.meanwhile["b"] = clear
-    party.run(20)
+    party = Party(ABC, [full_disk("a", 9), Crash(at_s=Seconds(5), node="c")]).run(20)
     assert party.members("a") == party.members("b") == [ABC, ("a", "b")]

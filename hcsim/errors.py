@@ -92,6 +92,10 @@ class CompressionError(HcsimError):
         self.tensor = tensor
 
 
+class NotFinite(CompressionError):
+    """A tensor has a NaN or an infinity, here or on another rank, or its sum has. After an exchange all ranks know."""
+
+
 class TrainingError(HcsimError):
     """Training cannot go on, whoever takes part; the text names the node, the step and the tensor."""
 

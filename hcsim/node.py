@@ -19,7 +19,7 @@ from hcsim.config.training import Training
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, InStore
+from hcsim.training.elastic.checkpoint import Checkpoints, Origin, in_store
 from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Observer, Report
@@ -106,10 +106,17 @@ def _terms(plan: Plan) -> dict[str, str]:
 
 def _checkpoints(host: Host, plan: Plan, what: Task | None, tell: Callable[[str], None]) -> Checkpoints | None:
     """Shapes alone have nothing to save. What a parameter server saves is of no use to the other strategies."""
-    if (what or task(plan.training.task)).phantom:
+    trained = what or task(plan.training.task)
+    if trained.phantom:
         return None
     name = "server_checkpoint" if isinstance(strategy(plan.training.strategy), ParameterServer) else "checkpoint"
-    return Checkpoints(plan.cluster.checkpoint_every, InStore(host.store, name), tell)
+    return Checkpoints(
+        plan.cluster.checkpoint_every,
+        in_store(host.store, name),
+        tell,
+        keep=plan.cluster.checkpoint_keep,
+        origin=Origin(trained.name, trained.fingerprint),
+    )
 
 
 def _report(verdict: Verdict, tell: Callable[[str], None]) -> None:

@@ -10,8 +10,9 @@ taken for each other's, each call has a bucket of the group to itself, the next 
 one order, and so agree on it. Bucket 0 is for what is not compressed. Whether they also agree on how to compress they
 find out in the first call of a key, or of a way to compress.
 
-Encoded are float32s: a tensor of another dtype is converted, and the sum converted back. A NaN or an infinity is
-refused, and ends the group.
+Encoded are float32s: a tensor of another dtype is converted, and the sum converted back. Where
+a rank's array has a NaN or an infinity, all ranks get NaNs, and the step leaves no trace in what is remembered: so a
+gradient scaler skips the step on all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hcsim.compressors.base import Compressor, State
 from hcsim.compressors.feedback import Feedback
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
-from hcsim.errors import CollectiveError, UsageError
+from hcsim.errors import CollectiveError, NotFinite, UsageError
 from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import Ledger
@@ -162,6 +163,8 @@ class Compressing:
         try:
             await OneLevel(group, self._ledger, compressor).total(flat, bucket, weight, step)
             done = True
+        except NotFinite:
+            flat.fill(np.nan)
         finally:
             if kept is not None:
                 kept.leave(failed=not done)

@@ -9,8 +9,10 @@ view has one successor, whoever proposes it and whoever fails meanwhile; a side 
     decided(next view)             →    adopts it
 
 What a proposer must propose where somebody has accepted a view already is that view; otherwise it is free.
-An acceptor's word outlives a crash: `record` is saved before it is given. So the promise of one successor stands on
-disks that are not set back to an earlier day; a backup that is put in the place of a newer record may break it.
+An acceptor's word outlives a crash: `record` is saved before it is given. One that cannot save it (a full disk) gives
+none: it abstains, and the others decide without its vote. A view that was decided needs no word, so it is adopted also
+where it cannot be saved; after a crash its members tell it again. So the promise of one successor stands on disks that
+are not set back to an earlier day; a backup that is put in the place of a newer record may break it.
 
 Pure: messages in, messages out.
 """
@@ -23,6 +25,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.cluster.view import Member, Quorum, View, enough
+from hcsim.errors import HcsimError
 
 Ballot: TypeAlias = tuple[int, str]
 """A number, and the node that uses it: no two are the same."""
@@ -47,6 +50,14 @@ class Promise(msgspec.Struct, frozen=True, tag="promise"):
     reaches: tuple[str, ...] = ()
     """The nodes that we have a living connection to."""
     accepted: tuple[Ballot, View] | None = None
+
+
+class Abstained(msgspec.Struct, frozen=True, tag="abstained"):
+    """We take part in the view, and our word would not outlive a crash: decide without it."""
+
+    ballot: Ballot
+    us: Member
+    reaches: tuple[str, ...] = ()
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
@@ -106,39 +117,51 @@ class Acceptor:
         self.votes = {"promised": 0, "accepted": 0, "refused": 0}
         """How often we answered a proposer, our own proposals included."""
         self._save = save
+        self._unsaved = False
+        """Whether the disk has an older record than we."""
 
     def adopt(self, view: View) -> None:
         """Go on to a view that was decided."""
         record = self.record
         left = (record.view,) if record.view.lineage and record.view.lineage != view.lineage else ()
         past = (*left, *(each for each in record.past if each.lineage != view.lineage))
-        self._remember(Record(view, record.promised, past=past[:_PAST]))
+        adopted = Record(view, record.promised, past=past[:_PAST])
+        self._unsaved = not self._remember(adopted)
+        self.record = adopted
 
-    def prepare(self, asked: Prepare, us: Member, reaches: tuple[str, ...]) -> Promise | Refused:
+    def prepare(self, asked: Prepare, us: Member, reaches: tuple[str, ...]) -> Promise | Refused | Abstained:
         """Answer a proposer; it speaks of our present view."""
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
             return Refused(asked.ballot, record.promised)
+        if not self._remember(msgspec.structs.replace(record, promised=asked.ballot)):
+            return Abstained(asked.ballot, us, reaches)
         self.votes["promised"] += 1
-        self._remember(msgspec.structs.replace(record, promised=asked.ballot))
         return Promise(asked.ballot, us, reaches, record.accepted)
 
-    def accept(self, asked: Accept) -> Accepted | Refused:
-        """Accept a view, unless we have promised not to."""
+    def accept(self, asked: Accept) -> Accepted | Refused | None:
+        """Accept a view, unless we have promised not to. None: we cannot save that we did, and say nothing."""
         record = self.record
         if asked.ballot < record.promised:
             self.votes["refused"] += 1
             return Refused(asked.ballot, record.promised)
-        self.votes["accepted"] += 1
         accepted = (asked.ballot, asked.view)
-        self._remember(msgspec.structs.replace(record, promised=asked.ballot, accepted=accepted))
+        if not self._remember(msgspec.structs.replace(record, promised=asked.ballot, accepted=accepted)):
+            return None
+        self.votes["accepted"] += 1
         return Accepted(asked.ballot)
 
-    def _remember(self, record: Record) -> None:
-        if record != self.record:
-            self._save(record)
+    def _remember(self, record: Record) -> bool:
+        """Whether the record is on the disk, and counts from now on."""
+        if record != self.record or self._unsaved:
+            try:
+                self._save(record)
+            except HcsimError:
+                return False
             self.record = record
+            self._unsaved = False
+        return True
 
 
 class Proposal:
@@ -151,6 +174,8 @@ class Proposal:
         self.chosen: View | None = None
         """What we propose, once we know what we may."""
         self.promises: dict[str, Promise] = {}
+        self.abstained: dict[str, Abstained] = {}
+        """Members that are there and have no vote."""
         self._accepted: list[str] = []
         self._rule = rule
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hcsim.cluster.agreement import Accept, Accepted, Acceptor, Declined, Prepare, Promise, Record, Refused
+from hcsim.cluster.agreement import Abstained, Accept, Accepted, Acceptor, Declined, Prepare, Promise, Record, Refused
 from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
 from hcsim.cluster.effects import Adopted, Check, Effect, Over, Qualify, Send, Waiting
 from hcsim.cluster.messages import Decided, Message, Qualified, Status
@@ -84,6 +84,17 @@ class Membership:
         )  # fmt: skip
 
     # Events.
+
+    def started(self, now: float) -> None:
+        """Our process was started. If it continues a view of an earlier process, that view has to change.
+
+        No peer's message may ever come, so this does not wait for one. Other members get time to be found first."""
+        if self.view.rank(self.us) is not None:
+            return
+        if len(self.view.members) == 1:
+            self._review(now)
+        else:
+            self._wake(now + self._rules.answer_s)
 
     def heard(self, status: Status, now: float) -> None:
         """A node says how it stands."""
@@ -174,11 +185,12 @@ class Membership:
         if isinstance(message, Prepare):
             self._asked_to_promise(source, message, now)
         elif isinstance(message, Accept):
-            if self._concerns_us(source, message.lineage, message.after, now):
-                self._send(source, self._acceptor.accept(message), now)
+            concerns_us = self._concerns_us(source, message.lineage, message.after, now)
+            if concerns_us and (answer := self._acceptor.accept(message)) is not None:
+                self._send(source, answer, now)
         elif isinstance(message, Decided):
             self._learn(message.view, now)
-        elif isinstance(message, Promise | Accepted | Refused):
+        elif isinstance(message, Promise | Abstained | Accepted | Refused):
             self._answered(source, message, now)
         elif isinstance(message, Declined):
             self.roster.decline(source, message.lineage, message.epoch)
@@ -229,7 +241,7 @@ class Membership:
             self._send(source, Decided(view), now)
         return epoch == view.epoch
 
-    def _answered(self, source: str, answer: Promise | Accepted | Refused, now: float) -> None:
+    def _answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> None:
         decided = self._proposer.answered(source, answer, now)
         if decided is not None:
             self._learn(decided, now)
@@ -239,8 +251,8 @@ class Membership:
             self.effects.append(Send(to, message))
         elif isinstance(message, Prepare):
             self._answered(to, self._acceptor.prepare(message, self.us, self.roster.reaches()), now)
-        elif isinstance(message, Accept):
-            self._answered(to, self._acceptor.accept(message), now)
+        elif isinstance(message, Accept) and (answer := self._acceptor.accept(message)) is not None:
+            self._answered(to, answer, now)
 
     # What is to be done.
 

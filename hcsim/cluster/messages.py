@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.cluster.agreement import Accept, Accepted, Declined, Prepare, Promise, Refused
+from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.errors import UNDECODABLE, RemoteProtocolError
@@ -148,6 +148,7 @@ Message: TypeAlias = (
     | Goodbye
     | Prepare
     | Promise
+    | Abstained
     | Accept
     | Accepted
     | Refused

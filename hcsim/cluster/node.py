@@ -92,6 +92,8 @@ class Node:
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
         self._waiting = ""
+        self._unsaved = False
+        """Whether our last record could not be written."""
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
         self._record = f"membership-{me.namespace[:16]}" if me.namespace else "membership"
@@ -112,6 +114,7 @@ class Node:
     async def start(self) -> None:
         """Take calls, and look for the others."""
         listener = await self._host.listen(self._me.control)
+        self._membership.started(self._now())
         self._carry_out()
         for name, work in (
             ("control", self._lines.serve(listener)),
@@ -462,4 +465,11 @@ class Node:
         return self._host.clock.elapsed()
 
     def _save(self, record: Record) -> None:
-        keep(self._host.store, self._record, record)
+        try:
+            keep(self._host.store, self._record, record)
+        except HcsimError as error:
+            if not self._unsaved:
+                self._tell(f"{error}; until it can be written, this machine has no vote on who is in the cluster")
+            self._unsaved = True
+            raise
+        self._unsaved = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hcsim.cluster.agreement import Absence, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
+from hcsim.cluster.agreement import Absence, Abstained, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
 from hcsim.cluster.diagnosis import Diagnosis
 from hcsim.cluster.messages import Decided, Message
 from hcsim.cluster.roster import Roster
@@ -83,7 +83,7 @@ class Proposer:
             else:
                 self._send(node, Prepare(proposal.ballot, proposal.present), now)
 
-    def answered(self, source: str, answer: Promise | Accepted | Refused, now: float) -> View | None:
+    def answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> View | None:
         """A member answered; the view that is decided by that, if one is."""
         proposal = self._proposal
         if isinstance(answer, Refused):
@@ -94,6 +94,10 @@ class Proposer:
             member = proposal.present.member(source)
             if member is not None and not member.elsewhere(answer.us):  # a copy does not speak for it
                 proposal.promises[source] = answer
+                proposal.abstained.pop(source, None)
+        elif isinstance(answer, Abstained):
+            if proposal.present.member(source) is not None:
+                proposal.abstained[source] = answer
         elif isinstance(answer, Refused):
             self._give_up(proposal, now)
         elif proposal.chosen is not None and proposal.accepted(source, self._absence(proposal.present)):
@@ -113,7 +117,8 @@ class Proposer:
         if proposal is None:
             return ""
         view, roster = proposal.present, self._roster
-        silent = [node for node in view.nodes if node not in proposal.promises and roster.well(node, view)]
+        answered = (*proposal.promises, *proposal.abstained)
+        silent = [node for node in view.nodes if node not in answered and roster.well(node, view)]
         hopeless = silent and not any(roster.answers(node, now) for node in silent)
         late = now >= self._deadline_s
         enough_s = self._asked_s + HOPELESS_S if hopeless else self._deadline_s
@@ -141,11 +146,15 @@ class Proposer:
     def _obstacle(self, proposal: Proposal) -> str:
         """Why those who answered may not decide."""
         view = proposal.present
+        answers: dict[str, Promise | Abstained] = {**proposal.promises, **proposal.abstained}
         if proposal.heard(self._absence(view)):
-            absent = orphaned(view, proposal.promises, self._roster.gone(view))
+            absent = orphaned(view, answers, self._roster.gone(view))
             return f"waiting for {absent}, which may still have the model{GONE_FOR_GOOD}" if absent else ""
         here = ", ".join(m.name for m in view.members if m.node in proposal.promises) or "nobody"
-        rest = ", ".join(m.name for m in view.members if m.node not in proposal.promises)
+        rest = ", ".join(m.name for m in view.members if m.node not in answers)
+        if full := ", ".join(m.name for m in view.members if m.node in proposal.abstained):
+            rest = rest or "room on its disk"
+            here = f"{full} cannot write to its disk and has no vote, and {here}"
         return f"waiting for {rest}: {here} cannot decide alone (quorum = {self._rules.quorum}){GONE_FOR_GOOD}"
 
     def _absence(self, view: View) -> Absence:
@@ -161,12 +170,14 @@ class Proposer:
         if roster.better(view) is not None:
             return dissolved(view, proposal.reason)
         reaches = {node: peer.status.reaches for node, peer in roster.peers.items()}
-        reaches |= {node: promise.reaches for node, promise in proposal.promises.items()}
-        well = {node: promise for node, promise in proposal.promises.items() if roster.well(node, view)}
+        answers: dict[str, Promise | Abstained] = {**proposal.promises, **proposal.abstained}
+        reaches |= {node: answer.reaches for node, answer in answers.items()}
+        well = [node for node in answers if roster.well(node, view)]
         failed = self._stance.failure(view)
-        staying = [m.node for m in view.members if m.node in well and well[m.node].us == m]
+        staying = [m.node for m in view.members if m.node in well and answers[m.node].us == m]
         situation = Situation(
-            well,
+            {node: promise for node, promise in proposal.promises.items() if node in well},
+            {node: answer for node, answer in proposal.abstained.items() if node in well},
             tuple(roster.joiners(view, now)),
             (*((self._us.node,) if self._stance.leaving else ()), *roster.leavers(view)),
             reaches | {self._us.node: roster.reaches()},

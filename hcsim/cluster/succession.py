@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from hcsim.cluster.agreement import Promise
+from hcsim.cluster.agreement import Abstained, Promise
 from hcsim.cluster.view import Member, Quorum, View, enough
 
 
@@ -15,6 +15,8 @@ class Situation(msgspec.Struct, frozen=True):
 
     promises: Mapping[str, Promise]
     """Who answered, by node; only those that are well."""
+    abstained: Mapping[str, Abstained]
+    """Who answered without a vote."""
     joiners: tuple[Member, ...]
     leavers: tuple[str, ...]
     reaches: Mapping[str, tuple[str, ...]]
@@ -34,8 +36,9 @@ def successor(view: View, now: Situation, proposer: Member) -> View | None:
 
     Members keep their order, so ranks are stable and seniority holds; newcomers follow by node id. Two that do not
     reach each other cannot compute together: the later one stays out."""
-    stay = [m for m in view.members if m.node in now.promises and now.promises[m.node].us == m]
-    anew = [promise.us for promise in now.promises.values() if promise.us not in stay]
+    answers: Mapping[str, Promise | Abstained] = {**now.promises, **now.abstained}
+    stay = [m for m in view.members if m.node in answers and answers[m.node].us == m]
+    anew = [answer.us for answer in answers.values() if answer.us not in stay]
     chosen: list[Member] = []
     for member in (*stay, *sorted([*anew, *now.joiners], key=lambda m: m.node)):
         if member.node in now.culprits:
@@ -71,13 +74,13 @@ def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, propos
     return f"{view.lineage}/{epoch}.{proposer.node[:8]}"
 
 
-def orphaned(view: View, promises: Mapping[str, Promise], gone: tuple[str, ...]) -> str:
+def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple[str, ...]) -> str:
     """Which member's memory a formed cluster has to wait for: without it, what was learned would be lost.
 
     Empty when somebody who answered still has it, or when nobody of the view can have it any more."""
-    if not view.formed or any(promises[m.node].us == m for m in view.members if m.node in promises):
+    if not view.formed or any(answers[m.node].us == m for m in view.members if m.node in answers):
         return ""
-    absent = [m.name for m in view.members if m.node not in promises and m.node not in gone]
+    absent = [m.name for m in view.members if m.node not in answers and m.node not in gone]
     return ", ".join(absent)
 
 

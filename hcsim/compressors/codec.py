@@ -93,7 +93,8 @@ class BaseCompressor(ABC):
         check_header(payload, self._header(flat.size), of.name)
         if self.sized:
             check_size(payload, self.size_bytes(out.shape), of.name)
-        self._mix_body(payload[HEADER_BYTES:], flat, out.shape, of, mix)
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum that is too large is found when it is used
+            self._mix_body(payload[HEADER_BYTES:], flat, out.shape, of, mix)
 
     def _header(self, elements: int) -> bytes:
         return header(self.codec, self.parameter, elements)

@@ -39,16 +39,17 @@ class Dense(ChunkedCompressor):
 
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """The sum of the tensors; nothing is left unsent."""
-        check_input(tensor.reshape(-1), of.name)
-        yield from exchange_dense(tensor, total)
+        yield from exchange_dense(tensor, total, of)
 
     def round_bytes(self, shape: Shape) -> tuple[int, ...]:
         """All elements, at once."""
         return (FLOAT_BYTES * prod(shape),)
 
 
-def exchange_dense(tensor: Array, total: Array | None) -> Rounds:
-    """Sum the tensors, without a copy where the sum comes in the factor's own memory."""
+def exchange_dense(tensor: Array, total: Array | None, of: Ident) -> Rounds:
+    """Sum the tensors, without a copy where the sum comes in the factor's own memory.
+
+    The sum is checked rather than the tensor: it is the same on all ranks, and so is what they find."""
     if total is not None:
         np.copyto(total, tensor)
         tensor.fill(0)
@@ -56,3 +57,4 @@ def exchange_dense(tensor: Array, total: Array | None) -> Rounds:
     summed = yield factor
     if not np.may_share_memory(summed, factor):
         np.copyto(factor, summed)
+    check_input(factor, of.name)

@@ -5,6 +5,9 @@
             3  1  codec           8  8  elements   of the tensor
             4  1  dtype, 1: float32
 
+A payload of codec 0 says that the tensor has a NaN or an infinity; what follows has no meaning. It has the size of one
+that says more, so that receivers need not know before.
+
 All numbers are little-endian, and so are the arrays behind the header, which start at a multiple of 16 bytes.
 Both sides know the codec, its parameter and the shape, so a receiver compares the header with the one that
 it would have written itself: nothing that a peer claims decides how much memory is taken.
@@ -21,7 +24,7 @@ import numpy.typing as npt
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes
-from hcsim.errors import CompressionError, UsageError
+from hcsim.errors import CompressionError, NotFinite, UsageError
 
 MAGIC = b"hz"
 VERSION = 2
@@ -57,6 +60,21 @@ def header(codec: Codec, parameter: int, elements: int) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, codec, FLOAT32, 0, parameter, elements)
 
 
+NOT_FINITE = _HEADER.pack(MAGIC, VERSION, 0, FLOAT32, 0, 0, 0)
+
+
+def without_values(size_bytes: int) -> Bytes:
+    """A payload for a tensor that is not finite."""
+    payload = np.zeros(size_bytes, np.uint8)
+    payload[:HEADER_BYTES] = np.frombuffer(NOT_FINITE, np.uint8)
+    return payload
+
+
+def has_values(payload: Bytes) -> bool:
+    """Whether it is another payload than `without_values`."""
+    return payload[:HEADER_BYTES].tobytes() != NOT_FINITE
+
+
 def check_header(payload: Bytes, expected: bytes, name: str) -> None:
     """Refuse a payload that another codec wrote, or for another tensor."""
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1 or payload.strides != (1,):
@@ -90,10 +108,10 @@ def check_input(array: Array, name: str) -> None:
         raise not_finite(array, name)
 
 
-def not_finite(array: Array, name: str) -> CompressionError:
+def not_finite(array: Array, name: str) -> NotFinite:
     """Says where the first NaN or infinity of the input is."""
     at = int(np.argmin(np.isfinite(array)))
-    return CompressionError(
+    return NotFinite(
         f"element {at} of the tensor is {array[at]}, which cannot be sent; has the training diverged?", name
     )
 

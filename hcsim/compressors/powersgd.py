@@ -13,8 +13,13 @@ Cost: 4 m n r FLOPs and two passes over M to encode, half of that to decode; (m 
 that this does not make smaller, or that has fewer than two dimensions, is sent as it is.
 
 Factors are kept and sent transposed, r × m and r × n: long rows are quick to multiply with. Up to rank 8 our own loops
-do that, in 0.6 of BLAS's time at rank 4; above, BLAS is quicker. P̂ and the total are computed by each rank: on machines
-of one kind they are the same bits, on unlike ones they may differ in the last.
+do that, in 0.6 of BLAS's time at rank 4; above, BLAS is quicker. Each rank's own P and Q' may be rounded as its
+processor likes, since only their sums are used. P̂, the total and the next Q are computed by every rank from these sums,
+and must be the same bits on all, on unlike processors too: so they are made of single additions, multiplications,
+divisions and square roots in an order that the shapes alone decide, not by BLAS or LAPACK, and no product is fused with
+a sum.
+
+A factor or a total that is too large for float32 is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +48,19 @@ from hcsim.compressors.encoding import (
 )
 from hcsim.compressors.kernels import plain
 from hcsim.compressors.memory import Memory
-from hcsim.errors import CompressionError
+from hcsim.errors import NotFinite
 
 THIN = 8
 """The highest rank at which BLAS is slower than our loops."""
+LARGEST = 0.999 * float(np.finfo(np.float32).max)
+"""Sums of products that are less than this in exact arithmetic are finite in float32."""
+DEPENDENT = 2.0**-46
+"""A column of whose square no more than this share is left depends on those before it: float32 has rounded as much."""
 SIGNS: dict[Mix, int] = {None: 0, np.add: 1, np.subtract: -1}
 """How a product meets what is there."""
+
+
+Doubles: TypeAlias = npt.NDArray[np.float64]
 
 
 class PowerSGD(BaseCompressor):
@@ -56,10 +69,12 @@ class PowerSGD(BaseCompressor):
     codec = Codec.POWERSGD
     kind = Kind.LINEAR
 
-    def __init__(self, rank: int, seed: int) -> None:
+    def __init__(self, rank: int, seed: int, loops: ModuleType = kernels) -> None:
+        """Other loops than those of this machine are for comparing: the total does not depend on them."""
         super().__init__(f"powersgd:{rank}")
         self.parameter = rank
         self._seed = seed
+        self._loops = loops
         self._memory = Memory("shared/q/")
 
     def factors(self, shape: Shape) -> tuple[int, int, int] | None:
@@ -84,21 +99,21 @@ class PowerSGD(BaseCompressor):
     def rounds(self, tensor: Array, of: Ident, total: Array | None = None) -> Rounds:
         """P, then Q'."""
         if (factors := self.factors(tensor.shape)) is None:
-            check_input(tensor.reshape(-1), of.name)
-            yield from exchange_dense(tensor, total)
+            yield from exchange_dense(tensor, total, of)
             return
         rows, columns, rank = factors
         matrix = tensor.reshape(rows, columns)
         p = self._first_factor(matrix, rank, of)
         p = _orthonormal((yield p.reshape(-1)).reshape(rank, rows), of)
         ours = np.empty((rank, columns), np.float32)
-        _loops(rank).sums(p, matrix, ours, rank)
+        self._quickest(rank).sums(p, matrix, ours, rank)
         if total is not None:
-            _mix_product(matrix, p, ours, np.subtract)
+            _check_factor(ours, of)
+            self._mix_product(matrix, p, ours, np.subtract, of)
         q = (yield ours.reshape(-1)).reshape(rank, columns)
         _check_factor(q, of)
         self._remember(q, of)
-        _mix_product(matrix if total is None else total.reshape(rows, columns), p, q, None)
+        self._mix_product(matrix if total is None else total.reshape(rows, columns), p, q, None, of)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         """P̂ and Q' of this tensor alone, for a receiver that sums what it decodes."""
@@ -113,7 +128,7 @@ class PowerSGD(BaseCompressor):
         p = _orthonormal(self._first_factor(matrix, rank, of), of)
         values[: p.size] = p.reshape(-1)
         q = values[p.size :].reshape(rank, columns)
-        _loops(rank).sums(p, matrix, q, rank)
+        self._quickest(rank).sums(p, matrix, q, rank)
         _check_factor(q, of)
         self._remember(q, of)
         return payload
@@ -126,12 +141,12 @@ class PowerSGD(BaseCompressor):
             return
         rows, columns, rank = factors
         p, q = values[: rows * rank].reshape(rank, rows), values[rows * rank :].reshape(rank, columns)
-        _mix_product(flat.reshape(rows, columns), p, q, mix)
+        self._mix_product(flat.reshape(rows, columns), p, q, mix, of)
 
     def _first_factor(self, matrix: Array, rank: int, of: Ident) -> Array:
         """P. A NaN or an infinity of the matrix is in its row of P too, so the matrix is read no more than once."""
         p = np.empty((rank, matrix.shape[0]), np.float32)
-        _loops(rank).dots(self._start(matrix.shape[1], rank, of), matrix, p, rank)
+        self._quickest(rank).dots(self._start(matrix.shape[1], rank, of), matrix, p, rank)
         if not is_finite(p.reshape(-1)):
             check_input(matrix.reshape(-1), of.name)
             raise _too_large(of)
@@ -170,10 +185,23 @@ class PowerSGD(BaseCompressor):
         """Start from there."""
         self._memory.restore(state)
 
+    def _quickest(self, rank: int) -> ModuleType:
+        """For products that only this rank sees."""
+        return plain if rank > THIN and self._loops is kernels else self._loops
 
-def _loops(rank: int) -> ModuleType:
-    """Those that are quicker at such a rank."""
-    return kernels if rank <= THIN else plain
+    def _mix_product(self, out: Array, p: Array, q: Array, mix: Mix, of: Ident) -> None:
+        """Put, add or subtract P Qᵀ."""
+        rank = p.shape[0]
+        if _bound(p, q) < LARGEST:
+            self._loops.outer(p, q, out, rank, SIGNS[mix])
+            return
+        # Sums on the way may be too large where the product is not.
+        product = np.zeros(out.shape, np.float64)
+        for one, other in zip(p.astype(np.float64), q.astype(np.float64), strict=True):
+            product += np.multiply.outer(one, other)
+        if not np.abs(product).max() < LARGEST:
+            raise NotFinite("the product of the factors is too large for float32", of.name)
+        np.copyto(out, product, casting="same_kind") if mix is None else mix(out, product.astype(np.float32), out=out)
 
 
 def _check_factor(factor: Array, of: Ident) -> None:
@@ -181,18 +209,47 @@ def _check_factor(factor: Array, of: Ident) -> None:
         raise _too_large(of)
 
 
-def _too_large(of: Ident) -> CompressionError:
-    return CompressionError("the sum of a factor is too large for float32", of.name)
+def _too_large(of: Ident) -> NotFinite:
+    return NotFinite("the sum of a factor is too large for float32", of.name)
+
+
+def _bound(p: Array, q: Array) -> float:
+    """No sum of products of their elements is larger than this."""
+    largest = np.abs(p).max(axis=1).astype(np.float64) * np.abs(q).max(axis=1)
+    return float(_added(largest))
 
 
 def _orthonormal(p: Array, of: Ident) -> Array:
-    """Columns that span what the given ones span, and more where those depend on each other."""
+    """Columns that span what the given ones span, and more where those depend on each other.
+
+    By the modified Gram-Schmidt process. In float64 its error is far below float32's, since no column is kept of which
+    less is left than float32 has rounded."""
     _check_factor(p, of)
     largest = np.abs(p).max(axis=1, keepdims=True)
-    scaled = p / np.where(largest > 0, largest, np.float32(1))
-    return np.ascontiguousarray(np.linalg.qr(scaled.T)[0].T)
+    columns = p.astype(np.float64) / np.where(largest > 0, largest, np.float32(1))
+    squares = _added(columns * columns)
+    for number, column in enumerate(columns):
+        square = _added(column * column)
+        if not square > DEPENDENT * squares[number]:
+            column[:] = _axis_beside(columns[:number])
+            square = _added(column * column)
+        column /= np.sqrt(square)
+        rest = columns[number + 1 :]
+        rest -= _added(rest * column)[:, None] * column
+    return columns.astype(np.float32)
 
 
-def _mix_product(out: Array, p: Array, q: Array, mix: Mix) -> None:
-    """Put, add or subtract P Qᵀ."""
-    _loops(p.shape[0]).outer(p, q, out, p.shape[0], SIGNS[mix])
+def _axis_beside(columns: Doubles) -> Doubles:
+    """The axis that is furthest from some orthonormal columns, less its parts along them: fewer than there are rows."""
+    axis = np.zeros(columns.shape[1])
+    axis[int(np.argmin(_added((columns * columns).T)))] = 1
+    for column in columns:
+        axis -= _added(axis * column) * column
+    return axis
+
+
+def _added(x: Doubles) -> Doubles:
+    """Sums over the last axis, one element after the other; `np.sum` may add in any order."""
+    if x.shape[-1] == 0:
+        return np.zeros(x.shape[:-1])
+    return np.add.accumulate(x, axis=-1)[..., -1]

@@ -23,7 +23,7 @@ from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.draws import Chooser, Listed, Marked, bits
 from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input
 from hcsim.compressors.sparse import count_of, scatter
-from hcsim.errors import CompressionError
+from hcsim.errors import NotFinite
 
 
 class RandomK(BaseCompressor):
@@ -67,6 +67,7 @@ class RandomK(BaseCompressor):
         if total is not None:
             flat[indices] -= factor
         summed = yield factor
+        check_input(summed, of.name)
         scatter(flat if total is None else total.reshape(-1), indices, summed, None)
 
     def _take(self, flat: Array, chosen: Marked | Listed, values: Array, of: Ident, *, rest_matters: bool) -> None:
@@ -75,7 +76,7 @@ class RandomK(BaseCompressor):
         if not isfinite(largest) or (rest_matters and not chosen.checks_all):
             check_input(flat, of.name)
         if not isfinite(largest):
-            raise CompressionError("scaled by n / k, an element is too large for float32", of.name)
+            raise NotFinite("scaled by n / k, an element is too large for float32", of.name)
 
     def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
         payload = self._payload(of.name, shape)

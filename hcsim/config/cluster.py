@@ -76,6 +76,8 @@ class Cluster(Table, frozen=True):
 
     checkpoint_every: Count = 100
     """Steps after which the first member saves, where it has a place that outlives a crash."""
+    checkpoint_keep: Annotated[int, Meta(ge=1, le=16)] = 3
+    """How many of its checkpoints a member keeps: when the newest is damaged, it goes on from the one before."""
 
     measure: Literal["nothing", "links", "order"] = "links"
     """What members of a view measure of the links between them, once for each pair; see docs/clusters.md.

@@ -82,14 +82,18 @@ class LocalPending:
 class LocalLine:
     """Our side of a group."""
 
-    def __init__(self, engine: LocalEngine, group: Group, *, part: bool = False, counted: Sequence[int] = ()) -> None:
-        """`part`: of another group, with which it ends. `counted`: the program's numbers of the ranks that errors of
-        the group name, if they are others."""
+    def __init__(
+        self, engine: LocalEngine, group: Group, *, whole: LocalLine | None = None, counted: Sequence[int] = ()
+    ) -> None:
+        """`whole`: the line of the group that this is a part of, with which it ends. `counted`: the program's numbers
+        of the ranks that errors of the group name, if they are others."""
         self._engine = engine
         self._group = group
-        self._part = part
+        self._part = whole is not None
         self._counted = counted
         self._under_way = 0
+        self._given: dict[asyncio.Task[Any], None] = {} if whole is None else whole._given
+        """What is under way that others wait for, in this group or a part of it: all but what is to be received."""
         self.rank = group.rank
         self.size = group.size
 
@@ -105,18 +109,26 @@ class LocalLine:
         async def make() -> Group:
             return self._group.subgroup(ranks)
 
-        return LocalLine(self._engine, self._engine.run(make()), part=True)
+        return LocalLine(self._engine, self._engine.run(make()), whole=self)
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `Line.close`. What nobody takes from us is given up after the group's timeout."""
         if not self._part:
+            if not self._engine.forked:
+                self._engine.run(self._flush())
             self._engine.close(self._group)
+
+    async def _flush(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._group.options.timeout_s):
+                await asyncio.gather(*self._given, return_exceptions=True)
 
     def abort(self) -> None:
         """See `Line.abort`; where nothing is under way, nothing is given up."""
         if not self._engine.forked:
             self._engine.run(self._give_up())
-        self.close()
+        if not self._part:
+            self._engine.close(self._group)
 
     async def _give_up(self) -> None:
         if self._under_way:
@@ -130,9 +142,12 @@ class LocalLine:
             pending.finish(0, error)
             return
         self._under_way += 1
+        if call.operation != "recv":
+            self._given[task] = None
 
         def ended(task: asyncio.Task[Any]) -> None:
             self._under_way -= 1
+            self._given.pop(task, None)
             if task.cancelled():
                 pending.finish(0, CollectiveError("the process group was shut down"))
             elif (error := task.exception()) is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from hcsim.cluster.agreement import Record
 from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
-from hcsim.config import Cluster, Crash, Heartbeat, Partition, Pause, Reset, Restart
+from hcsim.config import Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart
+from hcsim.runtime.store import kept
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed
@@ -269,3 +271,54 @@ def test_one_that_was_refused_while_a_copy_of_it_was_there_comes_in_once_the_cop
     assert ["b", "c", "d"] in joined
     assert joined[-1] == ["b", "c", "a"]
     assert any("give each machine its own node key" in what for name, what in party.told if name == "a")
+
+
+def test_a_sole_member_that_is_started_anew_is_in_a_view_at_once():
+    party = Party("a", [back(3, "a", "kept")]).run(5)
+    assert party.members("a") == [("a",), ("a",)]
+    first, second = party.views["a"]
+    assert (second.lineage, second.previous) == (first.lineage, first.epoch)
+    assert party.when_s["a", second.epoch] < 3.6
+
+
+def test_the_last_member_is_in_a_view_again_when_the_others_left_before_it():
+    async def leave(node: Node) -> None:
+        await party.world.host(node.us.name).clock.sleep({"b": 4, "c": 3}[node.us.name])
+        await node.leave()
+        await node.stop("it has left")
+
+    party = Party(ABC, [back(7, "a", "kept")])
+    party.meanwhile = {"b": leave, "c": leave}
+    party.run(12)
+    assert party.members("a") == [ABC, ("a", "b"), ("a",), ("a",)]
+    assert party.when_s["a", party.views["a"][-1].epoch] < 8
+
+
+def full_disk(node: str, duration_s: float = 100) -> FullDisk:
+    return FullDisk(at_s=Seconds(3), node=node, duration_s=PositiveSeconds(duration_s))
+
+
+@pytest.mark.parametrize("full", ["a", "b"])
+def test_a_member_with_a_full_disk_has_no_vote_and_stays(full):
+    party = Party("abcde", [full_disk(full), Crash(at_s=Seconds(5), node="e")]).run(12)
+    assert [party.members(name) for name in "abcd"] == [[tuple("abcde"), tuple("abcd")]] * 4
+    record = kept(party.world.host(full).store, "membership", Record)
+    assert record is not None
+    assert record.view == party.views[full][0]  # as it was when there was room
+    said = [what for name, what in party.told if name == full and "cannot be written" in what]
+    assert said == [
+        "membership, on a virtual disk: cannot be written: No space left on device; until it can be written, this "
+        "machine has no vote on who is in the cluster"
+    ]
+
+
+def test_no_word_is_given_that_would_not_outlive_a_crash():
+    party = Party(ABC, [full_disk("a"), Crash(at_s=Seconds(5), node="c")]).run(12)
+    assert party.members("a") == party.members("b") == [ABC]  # b's vote is one of three
+    waiting = "waiting for c: a cannot write to its disk and has no vote, and b cannot decide alone (quorum = tiebreak)"
+    assert any(name == "b" and what.startswith(waiting) for name, what in party.told)
+
+
+def test_a_member_votes_again_when_there_is_room():
+    party = Party(ABC, [full_disk("a", 9), Crash(at_s=Seconds(5), node="c")]).run(20)
+    assert party.members("a") == party.members("b") == [ABC, ("a", "b")]

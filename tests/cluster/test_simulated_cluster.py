@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hcsim.config import AnyFault, Cluster, Crash, Pause, Restart, Scenario, Training
+from hcsim.config import AnyFault, Cluster, Crash, Pause, Restart, Scenario, Training, load_scenario
 from hcsim.errors import TrainingError
 from hcsim.launch import Outcome, simulate_cluster
 from hcsim.training.run import Report
+from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
 
@@ -97,3 +98,27 @@ def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
     resumed = [what for what in said if "goes on after step" in what]
     assert resumed
     assert int(resumed[0].split()[-1]) % 20 == 0
+
+
+def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():
+    told: list[str] = []
+    mac = load_scenario("four-macs-1gbe").nodes[0].machine
+    scenario = home(Restart(Seconds(0.03), "a"), steps=200)
+    scenario = replace(
+        scenario,
+        nodes=(replace(scenario.nodes[0], machine=mac),),
+        cluster=Cluster(nodes=1, preset="low_latency", checkpoint_every=20),
+    )
+    outcome = simulate_cluster(scenario, what=task("digits"), tell=lambda host, what: told.append(what), limit_s=60)
+    assert [report.steps for report in outcome.values()] == [200]
+    assert told[-1] == "view 2: training goes on after step 80"
+    without = simulate_cluster(replace(scenario, faults=()), what=task("digits"))
+    assert digests(outcome) == digests(without)
+
+
+def test_one_that_is_started_anew_without_the_others_says_for_whom_it_waits():
+    told: list[str] = []
+    faults = Crash(Seconds(3), "c"), Crash(Seconds(6), "b"), Crash(Seconds(6), "a"), Restart(Seconds(8), "a")
+    simulate_cluster(home(*faults, steps=400), tell=lambda host, what: told.append(what), limit_s=60)
+    waiting = "waiting for b, which may still have the model; for one that is gone for good, and only then: "
+    assert told[-1] == f"{waiting}hcsim cluster forget NAME"

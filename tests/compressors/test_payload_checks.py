@@ -13,7 +13,7 @@ from sample_tensors import ALL
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
 from hcsim.compressors.encoding import HEADER_BYTES, as_array
 from hcsim.compressors.registry import make
-from hcsim.errors import CompressionError, UsageError
+from hcsim.errors import CompressionError, NotFinite, UsageError
 
 OF = Ident("layer.weight", 3)
 SHAPE = (12, 10)
@@ -104,12 +104,22 @@ def test_a_tensor_with_a_nan_or_an_infinity_is_refused(spec, value, elements):
             compressor(spec).encode(x, OF)
 
 
-@pytest.mark.parametrize("spec", ["none", "randomk:0.3", "powersgd:2"])
+@pytest.mark.parametrize("spec", ["randomk:0.3", "powersgd:2"])
 def test_rounds_refuse_a_nan_too(spec):
     x = tensor()
     x[3, 4] = np.nan
-    with pytest.raises(CompressionError, match=r"^layer.weight: element 34 of the tensor is nan"):
+    with pytest.raises(NotFinite, match=r"^layer.weight: element 34 of the tensor is nan"):
         next(compressor(spec).rounds(x, OF))
+
+
+@pytest.mark.parametrize("spec", ["none", "randomk:0.3", "powersgd:2"])
+def test_rounds_refuse_sums_with_a_nan(spec):
+    """All ranks get the same sums, so all refuse them."""
+    rounds = compressor(spec).rounds(tensor(), OF)
+    factor = next(rounds)
+    factor[-1] = np.nan
+    with pytest.raises(NotFinite, match=r"^layer.weight: "):
+        rounds.send(factor)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+
 import numpy as np
 import pytest
-from sample_tensors import exchanged
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_tensors import exchanged, quick
 
+from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Ident
-from hcsim.compressors.powersgd import PowerSGD
+from hcsim.compressors.kernels import plain
+from hcsim.compressors.powersgd import PowerSGD, _orthonormal
 from hcsim.errors import CompressionError, UsageError
 
 
@@ -59,6 +66,97 @@ def test_all_ranks_hold_the_same_bits():
         assert len({total.tobytes() for total in totals}) == 1
         for compressor in each:
             compressor.commit(step)
+
+
+class Backwards:
+    """The loops of another processor: its products are added from the other end, in float64."""
+
+    @staticmethod
+    def dots(thin: Array, matrix: Array, out: Array, rank: int) -> None:
+        out[:] = (thin.astype(np.float64)[:, ::-1] @ matrix.astype(np.float64).T[::-1]).reshape(out.shape)
+
+    @staticmethod
+    def sums(thin: Array, matrix: Array, out: Array, rank: int) -> None:
+        out[:] = (thin.astype(np.float64)[:, ::-1] @ matrix.astype(np.float64)[::-1]).reshape(out.shape)
+
+    outer = staticmethod(plain.outer)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 9])
+def test_ranks_on_unlike_processors_hold_the_same_bits(rank):
+    loops = [kernels, plain, Backwards]
+    each = [PowerSGD(rank, seed=4, loops=one) for one in loops]
+    alone = [PowerSGD(rank, seed=4, loops=one) for one in loops]
+    for step, inputs in enumerate(gradients(3, 4, shape=(40, 60))):
+        of = Ident("w", step)
+        totals = exchanged(each, inputs, of)
+        assert len({total.tobytes() for total in totals}) == 1
+        factors = [next(one.rounds(inputs[0].copy(), of)) for one in alone]
+        assert len({factor.tobytes() for factor in factors}) > 1, "these processors are alike"
+        for one in each:
+            one.commit(step)
+        assert len({one.state()["shared/q/w"].tobytes() for one in each}) == 1
+
+
+def test_every_processor_comes_to_these_bits():
+    """From the sums that crossed the wire: what is computed from them is what a Mac and a PC must have in common."""
+    draws = np.random.default_rng(5)
+
+    def numbers(size: int) -> Array:
+        return (draws.integers(-(2**20), 2**20, size) / 2**17).astype(np.float32)
+
+    digest = hashlib.sha256()
+    for rank, rows, columns in ((1, 30, 40), (4, 50, 1100), (9, 33, 70)):
+        compressor, tensor = PowerSGD(rank, seed=1), np.zeros((rows, columns), np.float32)
+        rounds = compressor.rounds(tensor, Ident("w", 0))
+        next(rounds)
+        p = numbers(rank * rows)
+        p[-rows:] = p[:rows]  # columns that depend on each other too
+        rounds.send(p)
+        with pytest.raises(StopIteration):
+            rounds.send(numbers(rank * columns))
+        compressor.commit(0)
+        digest.update(tensor.tobytes())
+        digest.update(compressor.state()["shared/q/w"].tobytes())
+    assert digest.hexdigest()[:16] == "35a3e8b4d6038add"
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 9]), st.integers(-149, 127), st.integers(0, 276))
+@quick
+def test_columns_are_orthonormal_whatever_their_magnitudes(seed, rank, exponent, spread):
+    draws = np.random.default_rng(seed)
+    magnitudes = np.ldexp(1.0, np.clip(exponent + draws.integers(-spread, spread + 1, (rank, 40)), -149, 127))
+    p = (draws.uniform(-1, 1, (rank, 40)) * magnitudes).astype(np.float32)
+    found = _orthonormal(p, Ident("w"))
+    np.testing.assert_allclose(found.astype(np.float64) @ found.T, np.eye(rank), atol=1e-6)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 9]), st.integers(-149, 127), st.integers(0, 276))
+@quick
+def test_what_is_decoded_is_finite_or_refused(seed, rank, exponent, spread):
+    draws = np.random.default_rng(seed)
+    shape = (24, 40)
+    magnitudes = np.ldexp(1.0, np.clip(exponent + draws.integers(-spread, spread + 1, shape), -149, 127))
+    x = (draws.uniform(-1.99, 1.99, shape) * magnitudes).astype(np.float32)
+    compressor, out = PowerSGD(rank, seed=0), np.empty(shape, np.float32)
+    with contextlib.suppress(CompressionError) if np.abs(x).max() > 1e36 else contextlib.nullcontext():
+        payload = compressor.encode(x, Ident("w"))
+        out.fill(np.nan)
+        compressor.decode(payload, out, Ident("w"))
+        assert np.isfinite(out).all()
+    size = rank * sum(shape)
+    magnitudes = np.ldexp(1.0, np.clip(exponent + draws.integers(-spread, spread + 1, size), -149, 127))
+    factors = (draws.uniform(-1.99, 1.99, size) * magnitudes).astype(np.float32)
+    forged = PowerSGD(rank, seed=0).encode(np.ones(shape, np.float32), Ident("w")).copy()
+    forged[-factors.nbytes :] = factors.view(np.uint8)
+    p, q = factors[: rank * 24].reshape(rank, 24), factors[rank * 24 :].reshape(rank, 40)
+    exact = p.T.astype(np.float64) @ q.astype(np.float64)
+    if np.abs(exact).max() > 3.41e38:
+        with pytest.raises(CompressionError, match="too large for float32"):
+            compressor.decode(forged, out, Ident("w"))
+    elif np.abs(exact).max() < 3.39e38:
+        compressor.decode(forged, out, Ident("w"))
+        assert np.isfinite(out).all()
 
 
 def test_what_was_sent_and_what_is_left_add_up():

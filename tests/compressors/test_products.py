@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from sample_tensors import COMPILED_LOOPS, LOOPS, quick
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Ident
+from hcsim.compressors.kernels import plain
 from hcsim.compressors.powersgd import THIN, PowerSGD
 from hcsim.errors import CompressionError
 
@@ -70,6 +73,18 @@ def test_bits_do_not_depend_on_where_the_arrays_lie(loops, rows, columns, rank, 
         loops.outer(p, q, out, rank, -1)
         results.append((dots.tobytes(), sums.tobytes(), out.tobytes()))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("loops", COMPILED_LOOPS)
+@pytest.mark.parametrize("sign", [0, 1, -1])
+def test_the_product_of_both_factors_is_the_same_bits_compiled_and_plain(loops, sign):
+    """Each rank computes it, and replicas must not part."""
+    for rank, (rows, columns) in itertools.product(RANKS, SHAPES):
+        p, q = drawn(rank, rows, 2), drawn(rank, columns, 3)
+        found = [drawn(rows, columns, 4) for _ in range(2)]
+        loops.outer(p, q, found[0], rank, sign)
+        plain.outer(p, q, found[1], rank, sign)
+        assert found[0].tobytes() == found[1].tobytes()
 
 
 @pytest.mark.parametrize("loops", LOOPS)

@@ -218,22 +218,49 @@ def test_a_group_refuses_what_it_cannot_do(tmp_path: Path, spec: str, word: str)
         )
 
 
-def _with_a_nan() -> str:
+def _with_a_nan(spec: str, spoiled: int) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+    """Steps with other gradients each; in one, a rank's have an infinity, as when a scale is too high."""
     model = _model()
-    ddp, _ = _hooked(model, "topk:0.1+ef")
-    gradients = _gradients(dist.get_rank(), 0, model)
-    if dist.get_rank() == 1:
-        gradients["1.weight"][3, 4] = float("nan")
-    try:
-        _step(ddp, gradients)
-    except (CallFailed, ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
+    ddp, state = _hooked(model, spec)
+    averages = []
+    for step in range(STEPS):
+        gradients = _gradients(dist.get_rank(), step, model)
+        if step == spoiled and dist.get_rank() == 1:
+            gradients["1.weight"][3, 4] = float("inf")
+        averages.append(_step(ddp, gradients))
+    return averages, _remembered(state.state_dict())
 
 
-def test_a_gradient_that_is_no_number_ends_the_step_everywhere_and_is_named(ranks: Ranks) -> None:
-    for said in ranks.run(_with_a_nan, size=2):
-        assert "1.weight" in said
+@pytest.mark.parametrize("spec", [*WITH_FEEDBACK, "zstd", "fp16"])
+def test_all_ranks_get_a_gradient_that_is_not_finite_and_go_on(ranks: Ranks, spec: str) -> None:
+    answers = ranks.run(_with_a_nan, spec, 1, size=2)
+    for averages, _ in answers:
+        assert np.isnan(averages[1]["1.weight"]).any()  # so that a gradient scaler skips the step on all of them
+        assert all(np.isfinite(average).all() for step in (0, 2, 3) for average in averages[step].values())
+    assert all(np.array_equal(answers[0][0][3][name], average) for name, average in answers[1][0][3].items())
+    for _, remembered in answers:
+        assert all(np.isfinite(array).all() for array in remembered.values())
+
+
+def _scaled_steps(spec: str) -> tuple[float, list[bytes]]:
+    """Steps with a gradient scaler whose scale is too high for one rank at first."""
+    model = _model()
+    ddp, _ = _hooked(model, spec)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.full((1, 40), 1.0 + 20 * dist.get_rank())
+        scaler.scale(ddp(x).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), [each.detach().numpy().tobytes() for each in model.parameters()]
+
+
+def test_a_gradient_scaler_skips_the_same_steps_on_all_ranks(ranks: Ranks) -> None:
+    (scale, ours), (other_scale, theirs) = ranks.run(_scaled_steps, "int8+ef", size=2)
+    assert scale == other_scale < 2.0**126
+    assert ours == theirs
 
 
 def _one_after_the_other(before: str) -> tuple[dict[str, Array], str]:

@@ -211,14 +211,16 @@ def destroy_in_one() -> tuple[str, str] | None:
     dist.barrier()
     if dist.get_rank() == 1:
         work = dist.all_reduce(torch.ones(LARGE), async_op=True)
-        dist.destroy_process_group()
+        group = dist.group.WORLD
+        assert group is not None
+        group.abort()
         with pytest.raises(CallFailed):
             work.wait()
         return None
     return seen(lambda: [dist.all_reduce(torch.ones(LARGE)), dist.all_reduce(torch.ones(LARGE))])
 
 
-def test_who_destroys_its_group_in_the_middle_of_a_call_tells_the_others(ranks: Ranks) -> None:
+def test_who_aborts_its_group_in_the_middle_of_a_call_tells_the_others(ranks: Ranks) -> None:
     first, _, second = ranks.run(destroy_in_one, size=3)
     for _, text in (first, second):
         assert "rank 1" in text
@@ -299,6 +301,35 @@ def end_twice(how: str) -> float:
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 def test_a_group_that_was_ended_by_itself_can_still_be_destroyed(ranks: Ranks, how: str) -> None:
     assert ranks.run(end_twice, how, size=2) == [2.0, 2.0]
+
+
+def send_and_leave(length: int, partly: bool) -> float:
+    """Rank 0 waits for nothing that it started, and the others take their time."""
+    group = dist.new_group([0, 1]) if partly else None
+    received = torch.zeros(length)
+    if dist.get_rank() == 0:
+        dist.isend(torch.full((length,), 3.0), 1, group=group)
+        dist.isend(torch.full((length,), 4.0), 1, group=group)
+        dist.irecv(torch.zeros(1), 2)  # which never comes, and is not waited for
+        dist.all_reduce(torch.ones(length), async_op=True)
+        dist.destroy_process_group()
+        return 0.0
+    if dist.get_rank() == 1:
+        dist.recv(received, 0, group=group)
+        again = torch.zeros(length)
+        dist.recv(again, 0, group=group)
+        received += again
+    total = torch.ones(length)
+    dist.all_reduce(total)
+    return float(received.min() + total.min())
+
+
+@pytest.mark.parametrize("length", [1, LARGE])
+@pytest.mark.parametrize("partly", [False, True])
+def test_what_was_started_arrives_although_its_sender_destroys_its_group(
+    ranks: Ranks, length: int, partly: bool
+) -> None:
+    assert ranks.run(send_and_leave, length, partly, size=3) == [0.0, 10.0, 3.0]
 
 
 def leave_early() -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import hcsim
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
 from hcsim.compressors.registry import make
-from hcsim.errors import CompressionError
+from hcsim.errors import CompressionError, NotFinite
 from hcsim.rng import generator
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.layout import Layout
@@ -152,18 +153,36 @@ def test_stochastic_rounding_is_right_on_average_through_both_encodings() -> Non
     assert error < 0.04  # three roundings of at most half a scale each: about 0.5 · √3 / √300
 
 
-def test_a_gradient_that_is_not_a_number_ends_the_exchange_on_all_ranks_and_names_the_tensor() -> None:
-    async def program(group: Group) -> None:
-        flat = gradient(group.rank)
-        if group.rank == 1:
-            flat[LAYOUT.tensors[0].span.start] = np.nan
-        aggregator = OneLevel(group, Ledger(group.host), make("int8", seed=3, rank=group.rank))
-        await aggregator.total(flat, LAYOUT.buckets(1 << 20)[0], 1.0, 0)
+@pytest.mark.parametrize("spec", ["none", "zstd", *LOSSY, *(f"{spec}+ef" for spec in LOSSY)])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
+def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks_and_the_group_goes_on(spec: str, value: float) -> None:
+    """3e38 is finite on every rank, and the sum is not: those that sum what they encode refuse it, too."""
 
-    results = hcsim.simulate(quiet_cluster(3), program).results
-    assert isinstance(results[1], CompressionError)
-    assert LAYOUT.tensors[0].name in str(results[1])
-    assert all(isinstance(result, hcsim.HcsimError) for result in results)
+    def program(*steps: int) -> Callable[[Group], Coroutine[Any, Any, tuple[str, bytes]]]:
+        async def run(group: Group) -> tuple[str, bytes]:
+            compressor, said = make(spec, seed=3, rank=group.rank), ""
+            for step in steps:
+                flat = gradient(group.rank)
+                if step == 1 and (group.rank == 1 or value > 0):
+                    flat[LAYOUT.tensors[0].span] = value
+                try:
+                    aggregator = OneLevel(group, Ledger(group.host), compressor)
+                    await aggregator.total(flat, LAYOUT.buckets(1 << 20)[0], 1.0, step)
+                    compressor.commit(step)
+                except NotFinite as error:
+                    said = str(error)
+                    compressor.abandon(step)
+            return said, flat.tobytes()
+
+        return run
+
+    results = hcsim.simulate(quiet_cluster(3), program(0, 1, 2)).values()
+    refused = {bool(said) for said, _ in results}
+    assert len(refused) == 1, "some ranks know, and others do not"
+    assert refused == {True} or np.isfinite(value)
+    if refused == {True}:
+        without = hcsim.simulate(quiet_cluster(3), program(0, 2)).values()
+        assert [flat for _, flat in results] == [flat for _, flat in without]
 
 
 @pytest.mark.parametrize("claimed", [40 << 30, -1])

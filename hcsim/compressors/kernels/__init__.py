@@ -1,7 +1,7 @@
 """The inner loops of the compressors: compiled where the install found a compiler, else by numpy and torch.
 
-All give the same bits and refuse the same; only their speed differs. Products of matrices (`dots`, `sums`, `outer`)
-are added in another order, so that their last bits differ too, as they do between unlike machines.
+All give the same bits and refuse the same; only their speed differs. Products with matrices of one rank's own (`dots`,
+`sums`) are added in another order, so that their last bits differ too, as they do between unlike machines.
 """
 
 try:

@@ -1,9 +1,9 @@
 """The inner loops of the compressors, with numpy and torch: what they do, and what stands in without a compiler.
 
-`loops.h` and `choice.h` say the same in C, in one pass each and to the same bits; only the products of `products.h` are
-added in another order than BLAS adds them. Here a piece is converted and checked while it is in the cache. Arrays are
-flat and contiguous; sizes fit each other. Where a function says that not all was finite, what it wrote is not to be
-used.
+`loops.h` and `choice.h` say the same in C, in one pass each and to the same bits, as does `outer` of `products.h`; only
+its `dots` and `sums` are added in another order than BLAS adds them. Here a piece is converted and checked while it is
+in the cache. Arrays are flat and contiguous; sizes fit each other. Where a function says that not all was finite, what
+it wrote is not to be used.
 """
 
 from __future__ import annotations
@@ -254,17 +254,19 @@ def sums(thin: Array, matrix: Array, out: Array, rank: int, /) -> None:
 
 
 def outer(left: Array, right: Array, out: Array, rank: int, sign: int, /) -> None:
-    """Lᵀ R, where both have `rank` rows: put into `out` where the sign is 0, else added (1) or subtracted (-1)."""
+    """Lᵀ R, where both have `rank` rows: put into `out` where the sign is 0, else added (1) or subtracted (-1).
+
+    Products are rounded and then added one after the other, as in C: all ranks must come to the same bits."""
     rows, columns = left.size // rank, right.size // rank
-    p, q, there = left.reshape(rank, rows).T, right.reshape(rank, columns), out.reshape(rows, columns)
+    p, q, there = left.reshape(rank, rows), right.reshape(rank, columns), out.reshape(rows, columns)
+    step = max(1, ROWS_BYTES // (FLOAT_BYTES * max(1, columns)))
     with np.errstate(over="ignore", invalid="ignore"):
-        if sign == 0:
-            np.matmul(p, q, out=there)
-            return
-        step = max(1, ROWS_BYTES // (FLOAT_BYTES * max(1, columns)))
         for row in range(0, rows, step):
             some = there[row : row + step]
-            (np.add if sign > 0 else np.subtract)(some, p[row : row + step] @ q, out=some)
+            if sign == 0:
+                some.fill(0)
+            for one, other in zip(p[:, row : row + step], q, strict=True):
+                (np.subtract if sign < 0 else np.add)(some, np.multiply.outer(one, other), out=some)
 
 
 def _mark(drawn: Words, seen: Words) -> int:

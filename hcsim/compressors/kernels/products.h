@@ -5,15 +5,18 @@
    in the cache: where they are longer than that, a stretch of columns is done at a time. In which order sums are added
    depends on the shapes alone, not on addresses nor on threads.
 
-   On ARM a product and its sum are rounded once, on x86 twice. A NaN or an infinity goes into all
+   In `dots` and `sums` a product and its sum are rounded once on ARM, and twice on x86: one rank's own factors need not be
+   those of another processor. What `outer` gives must be, so there they are rounded twice everywhere. A NaN or an infinity goes into all
    sums that it belongs to, whatever it is multiplied with. */
 
 #if defined(__aarch64__)
 typedef float32x4_t lanes;
 static inline lanes add_product(lanes sum, lanes a, lanes b) { return vfmaq_f32(sum, a, b); }
+static inline lanes add_rounded(lanes sum, lanes a, lanes b) { return vaddq_f32(sum, vmulq_f32(a, b)); }
 #else
 typedef float lanes __attribute__((vector_size(16)));
 static inline lanes add_product(lanes sum, lanes a, lanes b) { return sum + a * b; }
+static inline lanes add_rounded(lanes sum, lanes a, lanes b) { return sum + a * b; }
 #endif
 
 #define STRETCH 32768 /* floats of a thin matrix that stay in a second-level cache while the large one passes through */
@@ -108,7 +111,7 @@ static void dots(const byte *restrict q, const byte *restrict m, byte *restrict 
 /* ---- Rows weighted and added: out[a] (+)= Σ w[a][b] x[b]. ---- */
 
 SPECIAL void weigh(lanes (*restrict w)[4], const byte *restrict x, byte *restrict out, count n, count pitch, int onto,
-                   int outs, int ins)
+                   int rounded, int outs, int ins)
 {
     count whole = n - n % 4;
     for (count j = 0; j < whole; j += 4) {
@@ -116,41 +119,47 @@ SPECIAL void weigh(lanes (*restrict w)[4], const byte *restrict x, byte *restric
         EACH(a, outs) sums[a] = onto ? load4(out, a * pitch + j) : all(0);
         EACH(b, ins) {
             lanes v = load4(x, b * pitch + j);
-            EACH(a, outs) sums[a] = add_product(sums[a], v, w[a][b]);
+            EACH(a, outs) sums[a] = rounded ? add_rounded(sums[a], v, w[a][b]) : add_product(sums[a], v, w[a][b]);
         }
         EACH(a, outs) store4(out, a * pitch + j, sums[a]);
     }
     if (whole < n) EACH(a, outs) {
         lanes sum = onto ? load_some(out, a * pitch + whole, n - whole) : all(0);
-        EACH(b, ins) sum = add_product(sum, load_some(x, b * pitch + whole, n - whole), w[a][b]);
+        EACH(b, ins) {
+            lanes v = load_some(x, b * pitch + whole, n - whole);
+            sum = rounded ? add_rounded(sum, v, w[a][b]) : add_product(sum, v, w[a][b]);
+        }
         store_some(out, a * pitch + whole, sum, n - whole);
     }
 }
 
 SPECIAL void weigh_some(const byte *restrict p, count of_out, count of_in, float sign, const byte *restrict x,
-                        byte *restrict out, count n, count pitch, int onto, int outs, int ins)
+                        byte *restrict out, count n, count pitch, int onto, int rounded, int outs, int ins)
 {
     lanes w[4][4];
     EACH(a, outs)
         EACH(b, ins) w[a][b] = all(sign * loadf(p, a * of_out + b * of_in));
-    if (onto) weigh(w, x, out, n, pitch, 1, outs, ins);
-    else weigh(w, x, out, n, pitch, 0, outs, ins);
+    if (onto && rounded) weigh(w, x, out, n, pitch, 1, 1, outs, ins);
+    else if (onto) weigh(w, x, out, n, pitch, 1, 0, outs, ins);
+    else if (rounded) weigh(w, x, out, n, pitch, 0, 1, outs, ins);
+    else weigh(w, x, out, n, pitch, 0, 0, outs, ins);
 }
 
 #define WEIGH(outs, ins)                                                                                          \
     static void weigh_##outs##_##ins(const byte *restrict p, count of_out, count of_in, float sign,               \
-                                     const byte *restrict x, byte *restrict out, count n, count pitch, int onto)  \
+                                     const byte *restrict x, byte *restrict out, count n, count pitch, int onto,  \
+                                     int rounded)                                                                 \
     {                                                                                                             \
-        weigh_some(p, of_out, of_in, sign, x, out, n, pitch, onto, outs, ins);                                    \
+        weigh_some(p, of_out, of_in, sign, x, out, n, pitch, onto, rounded, outs, ins);                           \
     }
 FOR_PAIRS(WEIGH)
 
 static void weigh_rows(const byte *restrict p, count of_out, count of_in, float sign, const byte *restrict x,
-                       byte *restrict out, count n, count pitch, int onto, count outs, count ins)
+                       byte *restrict out, count n, count pitch, int onto, int rounded, count outs, count ins)
 {
-    static void (*const some[4][4])(const byte *, count, count, float, const byte *, byte *, count, count, int) =
+    static void (*const some[4][4])(const byte *, count, count, float, const byte *, byte *, count, count, int, int) =
         TABLE_OF(weigh);
-    some[up_to_four(outs)][up_to_four(ins)](p, of_out, of_in, sign, x, out, n, pitch, onto);
+    some[up_to_four(outs)][up_to_four(ins)](p, of_out, of_in, sign, x, out, n, pitch, onto, rounded);
 }
 
 /* q[k] = Σ p[k][i] m[i]. */
@@ -161,7 +170,7 @@ static void sums(const byte *restrict p, const byte *restrict m, byte *restrict 
         for (count i = 0; i < rows; i += 4)
             for (count k = 0; k < rank; k += 4)
                 weigh_rows(p + 4 * (k * rows + i), rows, 1, 1.0f, m + 4 * (i * columns + lo), q + 4 * (k * columns + lo),
-                           least_of(stretch, columns - lo), columns, i > 0, rank - k, rows - i);
+                           least_of(stretch, columns - lo), columns, i > 0, 0, rank - k, rows - i);
 }
 
 /* out[i] = Σ p[k][i] q[k]; or that is added to it, or subtracted. */
@@ -173,6 +182,6 @@ static void outer(const byte *restrict p, const byte *restrict q, byte *restrict
         for (count i = 0; i < rows; i += step)
             for (count k = 0; k < rank; k += 4)
                 weigh_rows(p + 4 * (k * rows + i), 1, rows, sign < 0 ? -1.0f : 1.0f, q + 4 * (k * columns + lo),
-                           out + 4 * (i * columns + lo), least_of(stretch, columns - lo), columns, sign != 0 || k > 0,
+                           out + 4 * (i * columns + lo), least_of(stretch, columns - lo), columns, sign != 0 || k > 0, 1,
                            least_of(step, rows - i), rank - k);
 }

@@ -14,6 +14,7 @@ import numpy as np
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array, Compressor, Kind, Linear
 from hcsim.compressors.dense import Dense
+from hcsim.errors import NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench
 from hcsim.training.aggregation.linear import LinearExchange
@@ -28,7 +29,9 @@ class Aggregator(Protocol):
     """Sums arrays over a group."""
 
     async def total(self, flat: Flat, bucket: Bucket, weight: float, step: int) -> None:
-        """Replace the bucket's part of the array by the sum of all ranks', each times its rank's weight."""
+        """Replace the bucket's part of the array by the sum of all ranks', each times its rank's weight.
+
+        Where a rank's array is not finite, all ranks hear of it by a `NotFinite` once the exchange is over."""
 
 
 class Exchange(Protocol):
@@ -80,9 +83,19 @@ class Hierarchical:
             part = flat[bucket.span]
             part *= np.float32(weight)
         await self._near.reduce(part, bucket=bucket.number)
+        refused: NotFinite | None = None
         if self._far is not None:
-            await self._far.total(flat, bucket, 1.0, step)
+            try:
+                await self._far.total(flat, bucket, 1.0, step)
+            except NotFinite as error:
+                assert not isinstance(part, Phantom)
+                refused = error
+                part.fill(np.nan)
         await self._near.broadcast(part, bucket=bucket.number)
+        if refused is not None:
+            raise refused
+        if not isinstance(part, Phantom) and part.size and np.isnan(part[0]):
+            raise NotFinite("the tensor of some rank has a NaN or an infinity, or the sum has", bucket.tensors[0].name)
 
 
 def _exchange(group: Group, bench: Bench, compressor: Compressor, algorithm: str) -> Exchange:

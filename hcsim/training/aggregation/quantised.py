@@ -8,6 +8,9 @@ lies across a cut is encoded in pieces, each with its own scale.
 With error feedback both errors are kept: each rank keeps what its own encoding lost, and the owner of a
 part keeps what the encoding of the sum lost. Sum of inputs = what was delivered + sum of residuals.
 (Tang et al., "DoubleSqueeze", 2019, compress twice in the same way, at a server.)
+
+A rank whose tensors are not finite says so to the owner of each part, which says so to all in place of its sum.
+So all ranks know once the exchange is over, and refuse the sum.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets, split
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.encoding import HEADER_BYTES, has_values, without_values
 from hcsim.compressors.feedback import Feedback
-from hcsim.errors import CompressionError
+from hcsim.errors import CompressionError, NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench, nothing
 from hcsim.training.layout import Tensor
@@ -56,8 +60,8 @@ class QuantisedExchange:
         theirs = [array_of(p) for p in await group.all_to_all(payloads, received, bucket=bucket)]
 
         part_shapes = [piece.shape for piece in ours]
-        await bench.decode(part_shapes, lambda: self._sum(theirs, flat, ours, step), group.size)
-        payload = await bench.encode(part_shapes, lambda: self._encode(flat, ours, step, " of all"))
+        complete = await bench.decode(part_shapes, lambda: self._sum(theirs, flat, ours, step), group.size)
+        payload = await bench.encode(part_shapes, lambda: self._encode_sum(flat, ours, step, complete=complete))
         counts = await self._counts(payload, parts, bucket)
         sums = [array_of(p) for p in await group.all_gather(payload, counts, bucket=bucket)]
         await bench.decode(shapes, lambda: self._deliver(sums, flat, parts, lost, step))
@@ -96,26 +100,49 @@ class QuantisedExchange:
     ) -> tuple[list[Bytes], Array | None]:
         """A payload for each rank, and what is lost by them if that is to be kept."""
         if self._feedback is None:
-            return [self._encode(flat, part, step) for part in parts], None
+            try:
+                return [self._encode(flat, part, step) for part in parts], None
+            except NotFinite:
+                return [self._without_values(part) for part in parts], None
         for tensor in tensors:
             view = tensor.view(flat)
             view[...] = self._feedback.compensated(view, Ident(tensor.name, step))
-        payloads = [self._encode(flat, part, step) for part in parts]
+        try:
+            payloads = [self._encode(flat, part, step) for part in parts]
+        except NotFinite:
+            return [self._without_values(part) for part in parts], None
         lost = flat.copy()
         for part, payload in zip(parts, payloads, strict=True):
             self._decode(payload, lost, part, step, self._coder.subtract)
         return payloads, lost
 
-    def _sum(self, payloads: list[Bytes], flat: Array, ours: list[Tensor], step: int) -> None:
+    def _sum(self, payloads: list[Bytes], flat: Array, ours: list[Tensor], step: int) -> bool:
+        """Sum our part; whether it is finite on all ranks."""
+        if ours and not all(has_values(payload) for payload in payloads):
+            return False
         for piece in ours:
             piece.view(flat).fill(0.0)
         for payload in payloads:
             self._decode(payload, flat, ours, step, self._coder.add)
+        return True
+
+    def _encode_sum(self, flat: Array, ours: list[Tensor], step: int, *, complete: bool) -> Bytes:
+        try:
+            return self._encode(flat, ours, step, " of all") if complete else self._without_values(ours)
+        except NotFinite:
+            return self._without_values(ours)
+
+    def _without_values(self, pieces: Sequence[Tensor]) -> Bytes:
+        sizes = [self._coder.size_bytes(p.shape) if self._coder.sized else HEADER_BYTES for p in pieces]
+        return np.concatenate([*map(without_values, sizes), np.empty(0, np.uint8)])
 
     def _deliver(
         self, sums: list[Bytes], flat: Array, parts: list[list[Tensor]], lost: Array | None, step: int
     ) -> None:
         """Decode the sums, our own too: all ranks must hold the same. What our encoding of it lost is ours to keep."""
+        for part, payload in zip(parts, sums, strict=True):
+            if part and not has_values(payload):
+                raise NotFinite("the tensor of some rank has a NaN or an infinity, or the sum has", part[0].name)
         ours = parts[self._group.rank]
         if lost is not None:
             for piece in ours:

@@ -1,4 +1,6 @@
-"""Sparse compressors: everybody gets everybody's payload, decodes it and adds it up, in the order of ranks."""
+"""Sparse compressors: everybody gets everybody's payload, decodes it and adds it up, in the order of ranks.
+
+A rank whose tensors are not finite says so in their place, and all ranks refuse the sum once the exchange is over."""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.encoding import has_values, without_values
+from hcsim.errors import NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.bench import Bench, nothing
 from hcsim.training.layout import Tensor
@@ -29,7 +33,7 @@ class SparseExchange:
         shapes = [tensor.shape for tensor in tensors]
 
         def encoded() -> Bytes:
-            return np.concatenate([self._compressor.encode(t.view(flat), Ident(t.name, step)) for t in tensors])
+            return np.concatenate([self._encoded(tensor, flat, step) for tensor in tensors])
 
         payload = await self._bench.encode(shapes, encoded)
         payloads = [array_of(theirs) for theirs in await self._group.all_gather(payload, bucket=bucket)]
@@ -39,10 +43,18 @@ class SparseExchange:
             for tensor, (lo, hi) in zip(tensors, pairwise(cuts), strict=True):
                 place = tensor.view(flat)
                 place.fill(0.0)
-                for theirs in payloads:
+                for rank, theirs in enumerate(payloads):
+                    if not has_values(theirs[lo:hi]):
+                        raise NotFinite(f"the tensor of rank {rank} has a NaN or an infinity", tensor.name)
                     self._compressor.add(theirs[lo:hi], place, Ident(tensor.name, step))
 
         await self._bench.decode(shapes, summed, self._group.size)
+
+    def _encoded(self, tensor: Tensor, flat: Array, step: int) -> Bytes:
+        try:
+            return self._compressor.encode(tensor.view(flat), Ident(tensor.name, step))
+        except NotFinite:
+            return without_values(self._compressor.size_bytes(tensor.shape))
 
     async def phantom_total(self, tensors: Sequence[Tensor], bucket: int) -> None:
         """The same without data: only time passes."""

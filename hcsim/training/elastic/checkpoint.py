@@ -5,14 +5,21 @@ training goes on from the newest state that one of them holds: a checkpoint says
 members compare those when a view begins. What the saver's error feedback owed is in it, unless others owe it now.
 What those owed who did not save is lost with them.
 
-The file is safetensors: everything that reads those finds the parameters under "parameters".
+A member keeps the last few checkpoints, each in a record of its own. Each is numbered, and a new one takes the place of
+the oldest, so the others stay whole whatever happens meanwhile. The newest that is not damaged is loaded. A checkpoint
+that cannot be written (a full disk) is tried again when the next one is due, and training goes on.
+
+The file is safetensors: everything that reads those finds the parameters under "parameters". Its metadata name the
+task, and its SHA-256 covers them and every array with its name, type and shape. Checkpoints of format 1, whose digest
+covered less, are refused.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -20,14 +27,18 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from hcsim.errors import ConfigError, HcsimError
+from hcsim.errors import UNDECODABLE, ConfigError, HcsimError, UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import Store
 from hcsim.training.elastic.parcel import Parcel
 
-_FORMAT = "hcsim checkpoint 1"
+MOST_KEPT = 16
+"""So many records are looked for when a checkpoint is loaded, however few are kept now."""
+ANOTHER_FOLDER = "give another folder (--state), or remove it"
+_FORMAT = "hcsim checkpoint 2"
+_EARLIER = "hcsim checkpoint 1"
 
 
 class Vault(Protocol):
@@ -62,64 +73,177 @@ class InStore:
         return self._store.load(self._name)
 
 
-class Checkpoints(msgspec.Struct, frozen=True):
+def in_store(store: Store, name: str = "checkpoint") -> tuple[InStore, ...]:
+    """Places for as many checkpoints as may be kept."""
+    return tuple(InStore(store, f"{name}.{number}" if number else name) for number in range(MOST_KEPT))
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a checkpoint is of."""
+
+    task: str = ""
+    fingerprint: str = ""
+    """Of the task's data and shapes."""
+
+
+class Checkpoints:
     """When to save, and where."""
 
-    every: int
-    """Steps."""
-    vault: Vault
-    tell: Callable[[str], None] = lambda what: None
-    """Hears what became of the state of a member that left before the end."""
+    def __init__(
+        self,
+        every: int,
+        vaults: Sequence[Vault],
+        tell: Callable[[str], None] = lambda what: None,
+        *,
+        keep: int = 1,
+        origin: Origin | None = None,
+    ) -> None:
+        """Save after so many steps each, and keep the last few; `tell` hears what a person should know."""
+        self._every = every
+        self._vaults = tuple(vaults)
+        self._tell = tell
+        self._keep = min(keep, len(self._vaults))
+        self._origin = origin or Origin()
+        self._numbers = [0] * len(self._vaults)
+        """Of the checkpoint in each vault; 0: there is none, or it is damaged."""
+        self._failed = False
 
     def after(self, step: int) -> int:
         """The next step to save after."""
-        return step - step % self.every + self.every
+        return step - step % self._every + self._every
 
-    async def save(self, host: Host, state: Parcel) -> None:
-        """Save a state, in the host's time."""
-        work = Work(0.0, 3.0 * sum(array.nbytes for array in state.arrays.values()))
-        await host.device.run(work, lambda: self.vault.save(encode(state)))
+    def load(self) -> Parcel | None:
+        """The newest state that was saved, if there is one; refuses what is not that, or of another task.
+
+        Where the newest is damaged, the one before it is used, and a person hears of it."""
+        damaged: list[str] = []
+        newest: tuple[Vault, Loaded] | None = None
+        for place, vault in enumerate(self._vaults):
+            if (data := vault.load()) is None:
+                continue
+            try:
+                loaded = decode(data)
+            except ConfigError as error:
+                damaged.append(f"{vault}: {error}")
+                continue
+            self._numbers[place] = loaded.number
+            if newest is None or loaded.number > newest[1].number:
+                newest = vault, loaded
+        if newest is None:
+            if damaged:
+                raise ConfigError(damaged[0])
+            return None
+        vault, loaded = newest
+        if loaded.origin != self._origin:
+            raise ConfigError(f"{vault}: {_unlike(loaded.origin, self._origin)}")
+        for text in damaged:
+            self._tell(f"{text}; going on from {vault}")
+        return loaded.parcel
+
+    async def save(self, host: Host, state: Parcel, step: int) -> None:
+        """Save a state, after that step, in the host's time. If it cannot be written, training goes on."""
+        error = await self._save(host, state)
+        if error and not self._failed:
+            self._tell(f"the checkpoint after step {step} could not be saved ({error}); training goes on, and the next "
+                       "one is tried when it is due")  # fmt: skip
+        elif not error and self._failed:
+            self._tell(f"checkpoints are saved again, as of step {step}")
+        self._failed = bool(error)
 
     async def save_last(self, host: Host, state: Parcel, step: int) -> None:
         """Save the state of a member that leaves, after that step. A full disk does not keep it from leaving."""
-        try:
-            await self.save(host, state)
-        except HcsimError as error:
-            self.tell(f"what was trained until step {step} could not be saved: {error}")
+        error = await self._save(host, state)
+        if error:
+            self._tell(f"what was trained until step {step} could not be saved: {error}")
         else:
-            self.tell(f"saved after step {step}: {self.vault}")
+            newest = self._vaults[self._numbers.index(max(self._numbers))]
+            self._tell(f"saved after step {step}: {newest}")
+
+    async def _save(self, host: Host, state: Parcel) -> str:
+        """Why it could not be saved; empty if it was."""
+        number = max(self._numbers) + 1
+        oldest = min(range(self._keep), key=self._numbers.__getitem__)
+
+        def write() -> str:
+            data = encode(state, self._origin, number)
+            try:
+                self._vaults[oldest].save(data)
+            except HcsimError as error:
+                return str(error)
+            self._numbers[oldest] = number
+            return ""
+
+        work = Work(0.0, 3.0 * sum(array.nbytes for array in state.arrays.values()))
+        return await host.device.run(work, write)
 
 
-def encode(parcel: Parcel) -> bytes:
+class Loaded(NamedTuple):
+    """What a file holds."""
+
+    parcel: Parcel
+    origin: Origin
+    number: int
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """What a file says of itself."""
+
+    format: str
+    about: str = ""
+    sha256: str = ""
+    task: str = ""
+    fingerprint: str = ""
+    number: str = "0"
+
+    @property
+    def digested(self) -> bytes:
+        return msgspec.msgpack.encode([self.format, self.about, self.task, self.fingerprint, self.number])
+
+
+class _Header(msgspec.Struct, frozen=True):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def encode(parcel: Parcel, origin: Origin | None = None, number: int = 1) -> bytes:
     """A state as a file."""
-    arrays = _arrays(parcel)
-    metadata = {"format": _FORMAT, "about": parcel.about.hex(), "sha256": _digest(parcel.about, arrays)}
-    return safetensors.numpy.save(arrays, metadata)
+    arrays, of = _arrays(parcel), origin or Origin()
+    plain = _Metadata(_FORMAT, parcel.about.hex(), "", of.task, of.fingerprint, str(number))
+    metadata = msgspec.structs.replace(plain, sha256=_digest(plain, arrays))
+    return safetensors.numpy.save(arrays, msgspec.structs.asdict(metadata))
 
 
-def load(vault: Vault) -> Parcel | None:
-    """The state that was saved there, if there is one; refuses what is not that."""
-    data = vault.load()
-    if data is None:
-        return None
-    try:
-        return decode(data)
-    except ConfigError as error:
-        raise ConfigError(f"{vault}: {error}") from None
-
-
-def decode(data: bytes) -> Parcel:
+def decode(data: bytes) -> Loaded:
     """A state that was saved; refuses what is not that."""
     try:
-        header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        about = header["__metadata__"]
+        header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=_Header)
+        says = header.metadata
+        if says.format == _EARLIER:
+            raise ConfigError(f"an earlier version of hcsim saved this checkpoint ({_EARLIER}): {ANOTHER_FOLDER}")
         arrays: dict[str, npt.NDArray[np.generic]] = safetensors.numpy.load(data)
-        parcel = Parcel(bytes.fromhex(about["about"]), arrays)
-    except (safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+        parcel = Parcel(bytes.fromhex(says.about), arrays)
+        number = int(says.number)
+    except (
+        safetensors.SafetensorError, msgspec.DecodeError, KeyError, ValueError, TypeError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise ConfigError(f"this checkpoint is damaged ({error}): put another in its place, or remove it") from None
-    if about.get("format") != _FORMAT or about.get("sha256") != _digest(parcel.about, arrays):
+    if says.format != _FORMAT or says.sha256 != _digest(says, arrays) or not 0 < number < 1 << 63:
         raise ConfigError("this checkpoint is not what was saved (its SHA-256 differs): remove it")
-    return parcel
+    return Loaded(parcel, Origin(says.task, says.fingerprint), number)
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """While a checkpoint is taken over: what does not fit is the person's to settle."""
+    try:
+        yield
+    except (UsageError, *UNDECODABLE) as error:
+        raise ConfigError(f"the checkpoint was saved with other settings ({error}): {ANOTHER_FOLDER}") from None
+
+
+def _unlike(found: Origin, ours: Origin) -> str:
+    if found.task == ours.task:
+        return f"this is a checkpoint of the task {ours.task} with other data or another model: {ANOTHER_FOLDER}"
+    return f"this is a checkpoint of the task {found.task}, and the task here is {ours.task}: {ANOTHER_FOLDER}"
 
 
 def _arrays(parcel: Parcel) -> dict[str, npt.NDArray[np.generic]]:
@@ -128,9 +252,10 @@ def _arrays(parcel: Parcel) -> dict[str, npt.NDArray[np.generic]]:
     return {name: np.ascontiguousarray(array) for name, array in parcel.arrays.items()}
 
 
-def _digest(about: bytes, arrays: Mapping[str, npt.NDArray[np.generic]]) -> str:
-    sha = hashlib.sha256(about)
+def _digest(says: _Metadata, arrays: Mapping[str, npt.NDArray[np.generic]]) -> str:
+    sha = hashlib.sha256(says.digested)
     for name in sorted(arrays):
-        sha.update(name.encode())
-        sha.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+        array = np.ascontiguousarray(arrays[name])
+        sha.update(msgspec.msgpack.encode([name, array.dtype.str, array.shape]))
+        sha.update(array.reshape(-1).view(np.uint8).data)
     return sha.hexdigest()

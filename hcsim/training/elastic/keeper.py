@@ -19,7 +19,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.method import Replicated
 from hcsim.training.elastic.parcel import Parcel, relay
-from hcsim.training.elastic.standing import Era, Header
+from hcsim.training.elastic.standing import Era, Header, most_right
 from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer
@@ -82,15 +82,19 @@ class Keeper:
         self.learner = learner
         self.state: State | None = None
         """None where we are neither the server nor its standby."""
+        self.reloaded = False
+        """Whether it is from a checkpoint."""
         self._optimizer = optimizer
 
     async def synchronise(self, group: Group, view: View, intent: bytes, pulled: Pulled, done: bool) -> Met:
         """Return when the first two hold the newest state."""
         ours = self._header(intent, pulled.version)
         mark = fingerprint(self.learner.replica.parameters)
-        gathered = [array_of(each) for each in await group.all_gather(np.array([*ours, mark, done], np.int64))]
+        gathered = [
+            array_of(each) for each in await group.all_gather(np.array([*ours.numbers(), mark, done], np.int64))
+        ]
         headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
-        right = max(range(group.size), key=lambda rank: (headers[rank].standing, -rank))
+        right = most_right(headers)
         await same_intent(group, intent, [header.intent for header in headers], right)
         if headers[right].generation == PULLED:
             if group.rank == right:
@@ -108,6 +112,7 @@ class Keeper:
         if group.rank in keepers:
             assert self.state is not None
             self.state.era = self.state.era.next(view)
+            self.reloaded = False
         else:
             self.state = None
         current = headers[group.rank].standing == headers[right].standing
@@ -116,8 +121,8 @@ class Keeper:
     def _header(self, intent: bytes, pulled: int) -> Header:
         held = self.state
         if held is None:
-            return Header.of(Era(PULLED), pulled, -1, intent)
-        return Header.of(held.era, held.version, -1, intent)
+            return Header.of(Era(PULLED), pulled, -1, intent, live=False)
+        return Header.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
 
     def _inherit(self, pulled: Pulled) -> None:
         """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""

@@ -41,6 +41,7 @@ from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
+from hcsim.training.elastic.checkpoint import fitting
 from hcsim.training.elastic.keeper import Keeper, Start
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.part import Extras
@@ -99,7 +100,9 @@ class Served:
 
     def reload(self, checkpoint: Parcel) -> None:
         """Begin with what was saved, if nobody has anything newer."""
-        self._keeper.adopt(checkpoint)
+        with fitting():
+            self._keeper.adopt(checkpoint)
+        self._keeper.reloaded = True
         self._remembered = remembered(checkpoint)
 
     @property

@@ -93,14 +93,14 @@ class Serving:
         step = self._working.step_of(rounds.version)
         if self._checkpoints is not None and step >= self._due:
             self._due = self._checkpoints.after(step)
-            await self._save(self._checkpoints, rounds)
+            await self._save(self._checkpoints, rounds, step)
 
-    async def _save(self, checkpoints: Checkpoints, rounds: Rounds) -> None:
+    async def _save(self, checkpoints: Checkpoints, rounds: Rounds, step: int) -> None:
         worker = self._working.worker
         remembered = worker.state(rounds.members[worker.name].verdict)
         saved = self._keeper.saved(self._working.at(rounds.version), records(rounds))
         parcel = Parcel(saved.about, {**saved.arrays, **{WORKER + name: array for name, array in remembered.items()}})
-        await checkpoints.save(self._group.host, parcel)
+        await checkpoints.save(self._group.host, parcel, step)
 
 
 def remembered(checkpoint: Parcel) -> State:

@@ -6,12 +6,24 @@ told of a member that was away whether the steps that it took part in count.
 
 A cluster of which nothing is left but checkpoints begins a new lineage, and its epochs from the start: those
 eras are of the next generation.
+
+All eras that go back to the same first one are of one *origin*. Members of one origin compare their eras. A cluster
+that began without any checkpoint is of another origin than one that was there before, and their eras say nothing about
+each other. So between origins this decides, in this order:
+
+    1.  An origin that some member works on now, with steps that it holds in memory, goes before one that members have
+        from a checkpoint alone. A machine that returns with an old checkpoint takes over the state of the cluster that
+        works now, however many eras or steps it remembers.
+    2.  Of two that members work on now, the one whose member is the most senior of the view: its cluster took in the
+        other's members (see `View.standing`: the larger one does).
+    3.  Of two that nobody works on, the one with more steps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +34,8 @@ from hcsim.cluster.view import View
 
 ERAS_KEPT = 256
 """A member that was away for longer than so many is treated like one that was never there."""
+_ORIGINS = 0x7FFFFFFF
+_CRC_BITS = 32
 
 
 class Era(msgspec.Struct, frozen=True, order=True):
@@ -32,13 +46,16 @@ class Era(msgspec.Struct, frozen=True, order=True):
     view: int = 0
     """A digest of its members: where both sides of a split cluster may go on, they are of unlike eras."""
     lineage: int = 0
+    origin: int = 0
+    """Which first era it goes back to."""
 
     def next(self, view: View) -> Era:
         """The era of a view whose members go on from here."""
         lineage = zlib.crc32(view.lineage.encode())
         members = zlib.crc32(repr([(member.node, member.boot) for member in view.members]).encode())
         generation = self.generation + (self.epoch >= 0 and lineage != self.lineage)
-        return Era(generation, view.epoch, members, lineage)
+        first = zlib.crc32(f"{view.lineage} {view.epoch}".encode()) & _ORIGINS
+        return Era(generation, view.epoch, members, lineage, self.origin if self.epoch >= 0 else first)
 
 
 class Began(msgspec.Struct, frozen=True):
@@ -64,7 +81,7 @@ class Past(msgspec.Struct, frozen=True):
 
 
 class Header(NamedTuple):
-    """What members tell each other first. Whoever has the greatest era and, in it, the most steps, is right."""
+    """What members tell each other first. `most_right` says whose state they go on from."""
 
     generation: int
     epoch: int
@@ -75,24 +92,51 @@ class Header(NamedTuple):
     """The step of an update that was exchanged and may count; or -1."""
     intent: int
     """A digest of the settings."""
+    origin: int
+    live: bool
+    """Whether it has taken steps that it did not load from a checkpoint."""
 
     @classmethod
-    def of(cls, era: Era, step: int, pending: int, intent: bytes) -> Header:
+    def of(cls, era: Era, step: int, pending: int, intent: bytes, *, live: bool) -> Header:
         """What one says who holds this, and wants that."""
         digest = int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
-        return cls(era.generation, era.epoch, era.view, era.lineage, step, pending, digest)
+        return cls(era.generation, era.epoch, era.view, era.lineage, step, pending, digest, era.origin, live)
 
     @property
     def era(self) -> Era:
         """The era that it last synchronised in."""
-        return Era(self.generation, self.epoch, self.view, self.lineage)
+        return Era(self.generation, self.epoch, self.view, self.lineage, self.origin)
 
     @property
     def standing(self) -> tuple[Era, int]:
         """For comparing."""
         return self.era, self.step
 
+    def numbers(self) -> list[int]:
+        """For the wire: checksums have half of a number each."""
+        view, lineage = self.view | self.live << _CRC_BITS, self.lineage | self.origin << _CRC_BITS
+        return [self.generation, self.epoch, view, lineage, self.step, self.pending, self.intent]
+
     @classmethod
     def read(cls, array: npt.NDArray[np.int64]) -> Header:
         """From what was gathered."""
-        return cls(*(int(number) for number in array))
+        generation, epoch, view, lineage, step, pending, intent = (int(number) for number in array)
+        low = (1 << _CRC_BITS) - 1
+        origin, live = lineage >> _CRC_BITS, bool(view >> _CRC_BITS)
+        return cls(generation, epoch, view & low, lineage & low, step, pending, intent, origin, live)
+
+
+def most_right(headers: Sequence[Header]) -> int:
+    """The rank whose state all go on from; of several that hold the same, the first."""
+    held = [(rank, header) for rank, header in enumerate(headers) if header.epoch >= 0]
+
+    def worth(origin: int) -> tuple[bool, int]:
+        alike = [(rank, header) for rank, header in held if header.origin == origin]
+        live = [rank for rank, header in alike if header.live]
+        return (True, -live[0]) if live else (False, max(header.step for _, header in alike))
+
+    nothing = False, -1
+    return max(
+        range(len(headers)),
+        key=lambda r: (worth(headers[r].origin) if headers[r].epoch >= 0 else nothing, headers[r].standing, -r),
+    )

@@ -1,6 +1,6 @@
 """How the members of a new view come to hold the same, and lose nothing.
 
-1.  Everybody tells its era and step (see `standing`). The greatest is right.
+1.  Everybody tells its era and step. Who is right of them, `standing` says.
 2.  An update that was voted on and perhaps applied by some: whoever has applied it heard all votes, so everybody who
     was there holds it. If one member of this view has applied it, the others apply it now. Otherwise nobody here
     has, and it is dropped; a member that did and is not here will find, when it comes back, that it does not count.
@@ -26,21 +26,24 @@ from hcsim.errors import CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
 from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.parcel import Route, relay
-from hcsim.training.elastic.standing import Header
+from hcsim.training.elastic.standing import Header, most_right
 from hcsim.training.elastic.trainee import Trainee
 
 
 async def synchronise(group: Group, view: View, us: Trainee) -> None:
     """Return when all members of the view hold the same."""
     us.meet(group, view)
-    headers = [Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header(), np.int64))]
-    right = max(range(group.size), key=lambda rank: (headers[rank].standing, -rank))
+    headers = [
+        Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header().numbers(), np.int64))
+    ]
+    right = most_right(headers)
     await same_intent(group, us.intent, [header.intent for header in headers], right)
     await us.resolve(headers[right])
 
     told = await _told(group, us)
     # Of those who are right, one whose compressor remembers something: where homes have speakers, only theirs do.
-    right = max(range(group.size), key=lambda r: (headers[r].era, told[r].step, told[r].memory != 0, -r))
+    of_origin = [rank for rank in range(group.size) if headers[rank].era.origin == headers[right].era.origin]
+    right = max(of_origin, key=lambda r: (headers[r].era, told[r].step, told[r].memory != 0, -r))
     _check_alike(view, headers, told, right)
     model = [each.print != told[right].print or each.step != told[right].step for each in told]
     memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]

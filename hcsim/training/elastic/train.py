@@ -30,7 +30,6 @@ from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import load
 from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.served import Served
 from hcsim.training.elastic.survey import survey
@@ -165,7 +164,7 @@ def named(text: str, view: View) -> str:
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:
     """Load the data and build the model, which may take seconds."""
-    saved = load(extras.checkpoints.vault) if extras.checkpoints is not None else None
+    saved = extras.checkpoints.load() if extras.checkpoints is not None else None
     if isinstance(strategy(settings.strategy), ParameterServer):
         served = Served(host, settings, seed, conductor, extras)
         if saved is not None:

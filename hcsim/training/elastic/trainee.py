@@ -19,6 +19,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
+from hcsim.training.elastic.checkpoint import fitting
 from hcsim.training.elastic.fingerprint import of_all
 from hcsim.training.elastic.method import Held, InHomes, Method, Replicated, StandingBy, Tally, Travelling
 from hcsim.training.elastic.parcel import Parcel
@@ -171,7 +172,8 @@ class Trainee:
     def header(self) -> Header:
         """What the others are told first."""
         run = self.run
-        return Header.of(self.era, run.step, run.pending.step if run.pending is not None else -1, self.intent)
+        pending = run.pending.step if run.pending is not None else -1
+        return Header.of(self.era, run.step, pending, self.intent, live=run.step > 0 and not self.reloaded)
 
     async def resolve(self, truth: Header) -> None:
         """What we hold of an update counts if those who know say so. Of another era we hear more later."""
@@ -215,8 +217,9 @@ class Trainee:
         return Parcel(saved.about, {**saved.arrays, **self.owed()})
 
     def _reload(self, checkpoint: Parcel) -> None:
-        self.adopt(checkpoint)
-        self.take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
+        with fitting():
+            self.adopt(checkpoint)
+            self.take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
         self.reloaded = True
 
     def take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:

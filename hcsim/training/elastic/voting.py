@@ -103,7 +103,7 @@ class Voting:
         run.group.host.trace("applied", run.group.epoch, run.step)
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
-            await checkpoints.save(run.group.host, self.trainee.saved())
+            await checkpoints.save(run.group.host, self.trainee.saved(), run.step)
 
     async def save(self) -> None:
         """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do

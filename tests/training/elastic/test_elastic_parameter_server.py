@@ -14,7 +14,7 @@ from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.checkpoint import Checkpoints, InStore
+from hcsim.training.elastic.checkpoint import Checkpoints, in_store
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
@@ -224,7 +224,7 @@ def test_what_has_no_meaning_with_a_parameter_server_is_refused() -> None:
 
 
 def saving(host: Host) -> Checkpoints:
-    return Checkpoints(2, InStore(host.store))
+    return Checkpoints(2, in_store(host.store))
 
 
 def started_anew(
@@ -266,7 +266,7 @@ def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -
         cluster.on_step = lambda name, step: events[name].set() if step >= 4 else None
 
     def rarely(host: Host) -> Checkpoints:
-        return Checkpoints(1000, InStore(host.store))
+        return Checkpoints(1000, in_store(host.store))
 
     settings = replace(CONVEX, strategy=mode, steps=12)
     first = train(SWITCH, settings, prepare=prepare, leaving=lambda host: events[host.name], checkpoints=rarely)

@@ -1,8 +1,18 @@
 """Finding the others: what the local network announces, and the addresses that a person gave.
 
-An announcement is a hint and no more: who it is shows when it answers. A record that nobody answers at is tried a few
-times, and again after a while if it is still there. A node that hears nobody can still be found by those that
-hear it, since a line carries both ways.
+Anybody on the local network can announce anything, so an announcement is a hint and no more. There are two classes of
+addresses:
+
+known        addresses from the configuration, of nodes that proved who they are, and those that such nodes told us.
+             They are dialled at once, each by one task.
+candidates   announced addresses where nobody has proved anything yet. What they may cost is bounded: their number,
+             how many are dialled at once, dials per second, and lines of the log (see the constants). Hosts take turns,
+             so that many candidates at one host do not keep another from being dialled.
+
+An announcement never changes what is known: one that gives another address for a known node adds a candidate, and one
+that takes a node back removes candidates only. A candidate that is reached and proves to be the announced node is
+known from then on. A record that nobody answers at is tried a few times, and again after a while if it is still there.
+A node that hears nobody can still be found by those that hear it, since a line carries both ways.
 """
 
 from __future__ import annotations
@@ -10,19 +20,35 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from hcsim.config.cluster import Cluster
 from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
-from hcsim.runtime.address import hosts_of, with_port
+from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
+from hcsim.runtime.waiting import TokenBucket
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
 """Calls an address, for at most so long; the id of the node that answered."""
 
+MOST_CANDIDATES = 64
+"""Announced addresses that are kept while nobody has proved anything there."""
+MOST_PER_NODE = 2
+"""Of these, how many may claim to be one node."""
+MOST_DIALS = 16
+"""Candidates that are dialled at once."""
+DIALS_PER_S = 4.0
+"""Dials to candidates in the long run; `DIAL_BURST` of them at once after a quiet time."""
+DIAL_BURST = 64
+CROWDED_TIMEOUT_S = 1.0
+"""How long a candidate has to answer while others wait for their turn."""
+MOST_HOSTS = 8
+"""Of one announced address; each may be dialled."""
+MOST_LINES = 8
+"""Lines of each kind that announcements can put into the log."""
 _PAUSE_S = 0.25
 _LABEL_BYTES = 63
 """A service's name is one label of DNS."""
@@ -56,10 +82,102 @@ def place_of(service: Service) -> str:
     """
     said = service.properties.get("at", "")
     try:
-        hosts, _ = hosts_of(said)
+        hosts, port = hosts_of(said)
     except ConfigError:
-        return service.address
-    return said if all(map(_HOST.fullmatch, hosts)) else service.address
+        hosts = ()
+    if not hosts or not all(map(_HOST.fullmatch, hosts)):
+        said = service.address
+        hosts, port = hosts_of(said)
+    return said if len(hosts) <= MOST_HOSTS else address_at(hosts[:MOST_HOSTS], port)
+
+
+class Candidate(NamedTuple):
+    """An announced address, and the node that is said to be there."""
+
+    node: str
+    address: str
+
+    @property
+    def host(self) -> str:
+        """The first of its hosts."""
+        return hosts_of(self.address)[0][0]
+
+
+class Candidates:
+    """A bounded number of candidates, and whose turn it is."""
+
+    def __init__(self, is_known: Callable[[str], bool]) -> None:
+        self._is_known = is_known
+        self._waits: dict[Candidate, bool] = {}
+        """Whether it waits to be dialled; else it was, and waits for `renew`."""
+        self._turns: dict[str, int] = {}
+        """When a host was last dialled, counted in dials."""
+        self._dialled = 0
+
+    def __contains__(self, candidate: Candidate) -> bool:
+        return candidate in self._waits
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that they claim to be."""
+        return tuple(candidate.node for candidate in self._waits)
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether any waits to be dialled."""
+        return any(self._waits.values())
+
+    def add(self, candidate: Candidate) -> bool:
+        """Keep a candidate; False if there is no room for it."""
+        if candidate in self._waits:
+            return True
+        same = [other for other in self._waits if other.node == candidate.node]
+        if len(same) >= MOST_PER_NODE:
+            self.remove(same[0])
+        elif len(self._waits) >= MOST_CANDIDATES:
+            if (least := self._least(candidate)) is None:
+                return False
+            self.remove(least)
+        self._waits[candidate] = True
+        return True
+
+    def remove(self, candidate: Candidate) -> None:
+        """Forget it."""
+        self._waits.pop(candidate, None)
+        if not any(other.host == candidate.host for other in self._waits):
+            self._turns.pop(candidate.host, None)
+
+    def drop(self, node: str) -> None:
+        """Forget all that claim to be that node."""
+        for candidate in [each for each in self._waits if each.node == node]:
+            self.remove(candidate)
+
+    def renew(self) -> None:
+        """All may be dialled again."""
+        self._waits = dict.fromkeys(self._waits, True)
+
+    def next(self, is_here: Callable[[str], bool]) -> Candidate | None:
+        """The one to dial now: claims to be a known node first, then the host that was not dialled for longest."""
+        waiting = [each for each, waits in self._waits.items() if waits and not is_here(each.node)]
+        if not waiting:
+            return None
+        return min(waiting, key=lambda each: (not self._is_known(each.node), self._turns.get(each.host, 0)))
+
+    def dialled(self, candidate: Candidate) -> None:
+        """It has had its turn."""
+        self._dialled += 1
+        self._waits[candidate] = False
+        self._turns[candidate.host] = self._dialled
+
+    def _least(self, newcomer: Candidate) -> Candidate | None:
+        """Whom to forget for the newcomer's sake: one of the host with the most of them, if that is not its own."""
+        hosts: dict[str, list[Candidate]] = {}
+        for candidate in self._waits:
+            if not self._is_known(candidate.node):
+                hosts.setdefault(candidate.host, []).append(candidate)
+        most = max(hosts.values(), key=len, default=[])
+        enough = 0 if self._is_known(newcomer.node) else 1 + len(hosts.get(newcomer.host, ()))
+        return most[0] if len(most) > enough else None
 
 
 class Discovery:
@@ -82,7 +200,17 @@ class Discovery:
         self._tell = tell
         self._announced = False
         self._wanted: dict[str, str] = {}
-        """Addresses by node id, or by themselves where the id is not known."""
+        """Known addresses, by node id, or by themselves where the id is not known."""
+        self._withdrawn: dict[str, None] = {}
+        """Known nodes whose announcement was taken back; they are dialled all the same."""
+        self._candidates = Candidates(self._wanted.__contains__)
+        self._trying: dict[Candidate, None] = {}
+        self._allowance = TokenBucket(DIALS_PER_S, DIAL_BURST)
+        self._pacing = False
+        self._lines: dict[str, int] = {}
+        """How many lines of each kind announcements have put into the log."""
+        self._foreign: dict[str, None] = {}
+        """Nodes of clusters with another secret."""
         self._nodes: dict[str, str] = {}
         """Who answered where."""
         self._calling: dict[str, None] = {}
@@ -92,7 +220,8 @@ class Discovery:
     @property
     def known(self) -> tuple[str, ...]:
         """Who should be there: the ids of nodes, and addresses where nobody has answered yet."""
-        return tuple(dict.fromkeys(self._nodes.get(key, key) for key in self._wanted))
+        wanted = [self._nodes.get(key, key) for key in self._wanted if key not in self._withdrawn]
+        return tuple(dict.fromkeys((*wanted, *self._candidates.nodes)))
 
     async def run(self) -> None:
         """Look for others, for ever."""
@@ -107,6 +236,8 @@ class Discovery:
                 await self._say_again()
             for key in list(self._wanted):
                 self._call(key)
+            self._candidates.renew()
+            self._try_candidates()
 
     async def goodbye(self) -> None:
         """Look for nobody any more, and take back what we announced."""
@@ -117,12 +248,14 @@ class Discovery:
             await self._host.lan.withdraw(self._us.service().name)
 
     def want(self, key: str, address: str) -> None:
-        """There should be somebody at that address: a node's id, or the address itself where that is not known."""
+        """A known address: of a node that has proved its id, or of a peer whose id is not known yet."""
         self._wanted[key] = address
+        self._withdrawn.pop(key, None)
+        self._candidates.drop(key)
         self._call(key)
 
     def learn(self, node: str, address: str) -> None:
-        """Somebody else reaches a node there; what it said of itself counts more."""
+        """A node that has proved its id reaches another one there; what that one said of itself counts more."""
         if node not in self._wanted:
             self.want(node, address)
 
@@ -130,16 +263,21 @@ class Discovery:
         """Nobody is expected there any more."""
         if key not in self._peers:
             self._wanted.pop(key, None)
+            self._withdrawn.pop(key, None)
+            self._candidates.drop(key)
 
     async def _announce(self) -> None:
         """Where that cannot be done, the addresses that a person gave are left, and those who call us."""
+        service = self._us.service()
         try:
-            await self._host.lan.advertise(self._us.service())
+            name = await self._host.lan.advertise(service)
         except HcsimError as error:
             self._tell(f"not announced: {error}")
             if not self._peers:
                 raise
         else:
+            if name != service.name:
+                self._tell(f"another machine announces itself as {service.name}: this one is announced as {name}")
             self._announced = True
             self._start(self._browse(), "browse")
 
@@ -153,15 +291,100 @@ class Discovery:
         async for sighting in self._host.lan.browse():
             properties = sighting.service.properties
             node = properties.get("node", "")
-            if properties.get("namespace") != self._us.namespace or not node or node == self._us.node:
+            if not node or node == self._us.node:
                 continue
-            if sighting.gone:
-                self.forget(node)
+            if properties.get("namespace") != self._us.namespace:
+                if not sighting.gone:
+                    self._tell_foreign(node, place_of(sighting.service))
+            elif sighting.gone:
+                self._candidates.drop(node)
+                if node in self._wanted:
+                    self._withdrawn[node] = None
             else:
-                self.want(node, place_of(sighting.service))
+                self._consider(Candidate(node, place_of(sighting.service)))
+
+    def _consider(self, candidate: Candidate) -> None:
+        """Dial what was announced, as soon as the bounds allow it."""
+        if self._wanted.get(candidate.node) == candidate.address:
+            self._withdrawn.pop(candidate.node, None)
+            self._call(candidate.node)
+        elif self._candidates.add(candidate):
+            self._try_candidates()
+        else:
+            text = "more machines are announced on the local network than can be dialled: not all of them are tried"
+            self._tell_some("left out", text, most=1)
+
+    def _tell_foreign(self, node: str, address: str) -> None:
+        """Once for each machine: it may be one that a person waits for."""
+        if node not in self._foreign and len(self._foreign) < MOST_LINES:
+            self._foreign[node] = None
+            self._tell(
+                f"a machine at {address} belongs to a cluster with another secret: if it should take part here, run "
+                "`hcsim cluster join` with the same phrase on both"
+            )
+
+    def _tell_some(self, kind: str, text: str, most: int = MOST_LINES) -> None:
+        """Tell it, unless announcements have caused enough lines of this kind."""
+        if (lines := self._lines.get(kind, 0)) < most:
+            self._lines[kind] = lines + 1
+            last = lines + 1 == most > 1
+            self._tell(f"{text} (further announced machines that do not answer are not named)" if last else text)
+
+    def _try_candidates(self) -> None:
+        """Dial candidates while the bounds allow it."""
+        while len(self._trying) < MOST_DIALS and not self._pacing:
+            candidate = self._candidates.next(self._has)
+            if candidate is None:
+                return
+            if not self._allowance.take(self._host.clock.elapsed()):
+                self._pacing = True
+                self._start(self._pace(), "pace dials")
+                return
+            self._candidates.dialled(candidate)
+            if candidate not in self._trying:
+                self._trying[candidate] = None
+                self._start(self._try(candidate), f"dial {candidate.address}")
+
+    async def _pace(self) -> None:
+        try:
+            await self._host.clock.sleep(self._allowance.wait_s(self._host.clock.elapsed()))
+        finally:
+            self._pacing = False
+        self._try_candidates()
+
+    async def _try(self, candidate: Candidate) -> None:
+        node, address = candidate
+        failure: HcsimError | None = None
+        try:
+            for attempt in range(self._config.max_retries):
+                known = self._wanted.get(node) == address
+                if not (known or candidate in self._candidates) or self._has(node):
+                    return
+                crowded = self._candidates.are_waiting and not known
+                timeout_s = self._config.connection_timeout_s
+                try:
+                    answered = await self._dial(address, min(timeout_s, CROWDED_TIMEOUT_S) if crowded else timeout_s)
+                except HcsimError as error:
+                    failure = error
+                    self._host.trace("not reached", address, str(error))
+                    if crowded:
+                        break
+                    await self._host.clock.sleep(min(_PAUSE_S * 2**attempt, self._config.peer_timeout_s))
+                else:
+                    self._candidates.remove(candidate)
+                    if answered == node:  # else we ourselves, or somebody else than was announced there
+                        self._nodes[node] = node
+                        self._wanted.setdefault(node, address)
+                    return
+            if failure is not None and not isinstance(failure, AdmissionRefused):  # of that we have heard already
+                self._tell_some("not reached", f"{address} was not reached: {failure}")
+        finally:
+            del self._trying[candidate]
+            self._try_candidates()
 
     def _call(self, key: str) -> None:
-        if key not in self._calling and not self._here(key):
+        under_way = key in self._calling or Candidate(key, self._wanted[key]) in self._trying
+        if not under_way and not self._here(key):
             self._calling[key] = None
             self._start(self._attempts(key), f"dial {self._wanted[key]}")
 

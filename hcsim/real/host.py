@@ -289,7 +289,9 @@ class RealHost:
         found: list[Any] = []
         for host in target.hosts:
             try:
-                found += await loop.getaddrinfo(host, target.port, type=socket.SOCK_STREAM)
+                found += _numeric(host, target.port) or await loop.getaddrinfo(
+                    host, target.port, type=socket.SOCK_STREAM
+                )
             except UnicodeError:
                 raise ConfigError(f"{host!r} cannot be the name of a host") from None
         allowed = self._options.insecure or target.encrypted(has_tls=self._tls is not None)
@@ -307,6 +309,14 @@ def check_loopback(ip: str) -> None:
             "join a cluster (its members have TLS), give TLS files (certificate, key, CA), "
             "or allow plaintext explicitly (insecure)"
         )
+
+
+def _numeric(host: str, port: int) -> list[Any]:
+    """As `getaddrinfo` does for an IP address, without its threads: names that nobody answers for may occupy them."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return []
 
 
 async def _connected_socket(family: int, sockaddr: Any) -> socket.socket:

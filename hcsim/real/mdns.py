@@ -1,21 +1,60 @@
-"""The local network through multicast DNS (RFC 6762) and DNS service discovery (RFC 6763)."""
+"""The local network through multicast DNS (RFC 6762) and DNS service discovery (RFC 6763).
+
+Any device on the local network can send any number of packets, so each has a bounded cost. Packets beyond a rate are
+dropped before they are parsed: a rate for each source address, so that one that floods does not drown the others, and
+one for all of them, since a source address can be forged. Of what is parsed, a bounded number of names is resolved at
+once and kept. zeroconf bounds its own cache; its ServiceBrowser keeps a timer for every name it ever heard of, so we
+have our own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
-from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
-from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+from zeroconf import (  # type: ignore[attr-defined]  # it does not list all that it offers
+    DNSOutgoing,
+    DNSQuestion,
+    Error,
+    InterfaceChoice,
+    IPVersion,
+    NonUniqueNameException,
+    RecordUpdate,
+    RecordUpdateListener,
+    ServiceStateChange,
+    Zeroconf,
+)
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.waiting import TokenBucket
 
 SERVICE_TYPE = "_hcsim._tcp.local."
+SOURCE_PACKETS_PER_S, SOURCE_BURST = 50.0, 200
+"""Packets of one source address that are parsed, at each of our sockets."""
+PACKETS_PER_S, BURST = 200.0, 600
+"""Packets of all sources that are parsed, at each of our sockets."""
+MOST_SOURCES = 256
+"""Source addresses whose rates are remembered."""
+MOST_RESOLVING = 32
+"""Names that are asked for at once, because their announcement did not say all."""
+MOST_IN_VIEW = 1024
+"""Services, and changes of services, that are kept."""
 _RESOLVE_TIMEOUT_MS = 3000
-_MOST_RESOLVING = 32
+_QUERY_AFTER_S = (0.1, 1.0, 3.0, 9.0)
+_QUERY_EVERY_S = 60.0
+"""Between queries for all services; whoever is there also announces itself now and then."""
+_PTR, _SRV, _TXT, _A, _AAAA, _IN = 12, 33, 16, 1, 28, 1
+_QUERY = 0
+_RENAMES = 3
+"""Names that are tried where ours is taken; the next one is announced without asking whether it is taken too."""
+_LABEL_BYTES = 63
 
 
 class MdnsLan:
@@ -25,30 +64,46 @@ class MdnsLan:
         self._interfaces = interfaces
         self._responder: AsyncZeroconf | None = None
         self._advertised: dict[str, AsyncServiceInfo] = {}
+        self._guarding: asyncio.Task[None] | None = None
 
-    async def advertise(self, service: Service) -> None:
+    async def advertise(self, service: Service) -> str:
         """Announce a service under its IP addresses and port; a host that was given by name is looked up."""
         hosts, port = hosts_of(service.address)
         addresses = [address for host in hosts for address in await _numeric(host)]
-        info = AsyncServiceInfo(
-            SERVICE_TYPE,
-            f"{service.name}.{SERVICE_TYPE}",
-            port=port,
-            parsed_addresses=list(dict.fromkeys(addresses)),
-            properties=dict(service.properties),
-            server=f"{service.name}.local.",
-        )
-        responder = self._opened()
-        announce = (
-            responder.async_update_service if service.name in self._advertised else responder.async_register_service
-        )
-        try:
-            await (await announce(info))
-        except NonUniqueNameException:
-            raise ConfigError(
-                f"another machine announces itself as {service.name}: give each its own name and its own node key"
-            ) from None
-        self._advertised[service.name] = info
+
+        def info(name: str) -> AsyncServiceInfo:
+            return AsyncServiceInfo(
+                SERVICE_TYPE,
+                f"{name}.{SERVICE_TYPE}",
+                port=port,
+                parsed_addresses=list(dict.fromkeys(addresses)),
+                properties=dict(service.properties),
+                server=f"{name}.local.",
+            )
+
+        if (before := self._advertised.get(service.name)) is not None:
+            name = before.name.removesuffix(f".{SERVICE_TYPE}")
+            announced = info(name)
+            await (await self._opened().async_update_service(announced))
+        else:
+            name, announced = await self._register(service.name, info)
+        self._advertised[service.name] = announced
+        return name
+
+    async def _register(self, name: str, info: Callable[[str], AsyncServiceInfo]) -> tuple[str, AsyncServiceInfo]:
+        """Announce the first name that nobody else has, as far as anybody can be believed."""
+        responder, ours = self._opened(), name
+        for attempt in range(_RENAMES + 1):
+            announced = info(ours)
+            last = attempt == _RENAMES
+            try:
+                await (await responder.async_register_service(announced, cooperating_responders=last))
+            except NonUniqueNameException:
+                end = f"-{secrets.token_hex(3)}"
+                ours = name.encode()[: _LABEL_BYTES - len(end)].decode(errors="ignore") + end
+            else:
+                break
+        return ours, announced
 
     async def withdraw(self, name: str) -> None:
         """Say goodbye."""
@@ -60,8 +115,8 @@ class MdnsLan:
     async def browse(self) -> AsyncIterator[Sighting]:
         """All services in view, then every change."""
         responder = self._opened()
-        search = _Search(self._resolve)
-        browser = AsyncServiceBrowser(responder.zeroconf, SERVICE_TYPE, handlers=[search.note])
+        search = _Search(self._resolve, self._cached)
+        browser = Browser(responder.zeroconf, search.note)
         in_view: dict[str, Service] = {}
         try:
             while True:
@@ -71,10 +126,12 @@ class MdnsLan:
                         yield Sighting(in_view.pop(name), gone=True)
                 elif in_view.get(name) != service:
                     in_view[name] = service
+                    if len(in_view) > MOST_IN_VIEW:
+                        del in_view[next(iter(in_view))]
                     yield Sighting(service)
         finally:
             try:
-                await browser.async_cancel()  # first: until then it hears of more
+                await browser.cancel()  # first: until then it hears of more
             finally:
                 await search.end()
 
@@ -84,12 +141,17 @@ class MdnsLan:
             await self._responder.async_unregister_all_services()
             await self._responder.async_close()
             self._responder = None
+        if self._guarding is not None:
+            self._guarding.cancel()
+            await asyncio.gather(self._guarding, return_exceptions=True)
 
     def _opened(self) -> AsyncZeroconf:
         if self._responder is None:
             self._responder = self._open(IPVersion.All) or self._open(IPVersion.V4Only)
         if self._responder is None:
             raise ConfigError("this machine's network does not carry multicast: give the others' addresses (peers)")
+        if self._guarding is None:
+            self._guarding = asyncio.create_task(_guard(self._responder.zeroconf), name="bound multicast DNS")
         return self._responder
 
     def _open(self, version: IPVersion) -> AsyncZeroconf | None:
@@ -106,34 +168,149 @@ class MdnsLan:
                 return None
         except Error:  # any device can announce a name that zeroconf does not take
             return None
-        addresses = info.parsed_addresses()
-        if not addresses or info.port is None:
+        return _service(info)
+
+    def _cached(self, name: str) -> Service | None:
+        """The same, if all of it was announced already."""
+        try:
+            info = AsyncServiceInfo(SERVICE_TYPE, name)
+            return _service(info) if info.load_from_cache(self._opened().zeroconf) else None
+        except Error:
             return None
-        properties = {key: value or "" for key, value in info.decoded_properties.items()}
-        return Service(name.removesuffix(f".{SERVICE_TYPE}"), address_at(addresses, info.port), properties)
+
+
+def _service(info: AsyncServiceInfo) -> Service | None:
+    addresses = info.parsed_addresses()
+    if not addresses or info.port is None:
+        return None
+    properties = {key: value or "" for key, value in info.decoded_properties.items()}
+    return Service(info.name.removesuffix(f".{SERVICE_TYPE}"), address_at(addresses, info.port), properties)
+
+
+async def _guard(zeroconf: Zeroconf) -> None:
+    """Put a sieve before what zeroconf does with the packets of each of its sockets."""
+    await zeroconf.async_wait_for_start()
+    for reader in zeroconf.engine.readers:
+        reader.transport.set_protocol(Sieve(reader.transport.get_protocol()))
+
+
+class Sieve(asyncio.DatagramProtocol):
+    """Passes packets on to another protocol, and drops those beyond the rates above."""
+
+    def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._all = TokenBucket(PACKETS_PER_S, BURST)
+        self._sources: dict[str, TokenBucket] = {}
+
+    def datagram_received(self, data: bytes, address: tuple[Any, ...]) -> None:
+        """A packet came."""
+        now_s, source = self._clock(), address[0]
+        bucket = self._sources.get(source)
+        if bucket is None:
+            bucket = self._sources[source] = TokenBucket(SOURCE_PACKETS_PER_S, SOURCE_BURST)
+            if len(self._sources) > MOST_SOURCES:
+                del self._sources[next(iter(self._sources))]
+        if bucket.take(now_s) and self._all.take(now_s):
+            self._inner.datagram_received(data, address)
+
+    def error_received(self, exc: Exception) -> None:
+        """The socket reports an error."""
+        self._inner.error_received(exc)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed."""
+        self._inner.connection_lost(exc)
+
+
+class Browser(RecordUpdateListener):
+    """Asks for services of our type, and tells which names come, change and go."""
+
+    def __init__(self, zeroconf: Zeroconf, note: Callable[[str, ServiceStateChange], None]) -> None:
+        super().__init__()
+        self._zeroconf = zeroconf
+        self._note = note
+        self._changes: dict[str, ServiceStateChange] = {}
+        self._question = DNSQuestion(SERVICE_TYPE, _PTR, _IN)
+        zeroconf.async_add_listener(self, [self._question])
+        self._asking = asyncio.create_task(self._ask(), name="browse")
+
+    async def cancel(self) -> None:
+        """Ask and tell no more."""
+        self._zeroconf.async_remove_listener(self)
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
+
+    def async_update_records(self, zc: Zeroconf, now: float, records: Sequence[RecordUpdate]) -> None:
+        """See `RecordUpdateListener`; the cache does not have the new records yet."""
+        for update in records:
+            record: Any = update.new
+            if record.type == _PTR:
+                if record.key == SERVICE_TYPE and (update.old is None or record.is_expired(now)):
+                    gone = record.is_expired(now)
+                    change = ServiceStateChange.Removed if gone else ServiceStateChange.Added
+                    if not (gone and record.alias in self._changes):
+                        self._changes[record.alias] = change
+            elif update.old is None and not record.is_expired(now):
+                if record.type in (_A, _AAAA):
+                    names = [service.name for service in zc.cache.async_entries_with_server(record.name)]
+                else:
+                    names = [record.name] if record.type in (_SRV, _TXT) else []
+                for name in names:
+                    if name.endswith(f".{SERVICE_TYPE}"):
+                        self._changes.setdefault(name, ServiceStateChange.Updated)
+
+    def async_update_records_complete(self) -> None:
+        """See `RecordUpdateListener`; now the cache has them."""
+        changes, self._changes = self._changes, {}
+        for name, change in changes.items():
+            self._note(name, change)
+
+    async def _ask(self) -> None:
+        await self._zeroconf.async_wait_for_start()
+        for number, pause_s in enumerate(_QUERY_AFTER_S):
+            await asyncio.sleep(pause_s)
+            self._send(unicast=number == 0)
+        while True:
+            await asyncio.sleep(_QUERY_EVERY_S)
+            self._send(unicast=False)
+
+    def _send(self, *, unicast: bool) -> None:
+        question = DNSQuestion(SERVICE_TYPE, _PTR, _IN)
+        question.unicast = unicast  # the answers then come to us alone, as RFC 6762 wants it of the first question
+        query = DNSOutgoing(_QUERY)
+        query.add_question(question)
+        self._zeroconf.async_send(query)
 
 
 class _Search:
-    """Resolves the names that a browser hears of, beside each other: one without an answer holds up no other."""
+    """Resolves the names that a browser hears of, beside each other: one without an answer holds up no other.
 
-    def __init__(self, resolve: Callable[[str], Awaitable[Service | None]]) -> None:
+    What was announced whole is there at once. Names that have to be asked for are a bounded number; beyond it they are
+    dropped, and heard of again when they are announced again."""
+
+    def __init__(
+        self, resolve: Callable[[str], Awaitable[Service | None]], cached: Callable[[str], Service | None]
+    ) -> None:
         self._resolve = resolve
+        self._cached = cached
         self._found: asyncio.Queue[tuple[str, Service | None] | Exception] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._changed: set[str] = set()
         """Those that have changed while they were resolved."""
-        self._slots = asyncio.Semaphore(_MOST_RESOLVING)
 
-    def note(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        """For the browser to call, by these names."""
-        if state_change is ServiceStateChange.Removed:
+    def note(self, name: str, change: ServiceStateChange) -> None:
+        """A name came, changed or went."""
+        if change is ServiceStateChange.Removed:
             if name in self._resolving:
                 self._resolving.pop(name).cancel()
-            self._found.put_nowait((name, None))
+            self._put((name, None))
         elif name in self._resolving:
             self._changed.add(name)
-        else:
+        elif (service := self._cached(name)) is not None:
+            self._put((name, service))
+        elif len(self._tasks) < MOST_RESOLVING:
             task = asyncio.create_task(self._follow(name), name=f"resolve {name}")
             self._resolving[name] = task
             self._tasks.add(task)
@@ -153,17 +330,21 @@ class _Search:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _put(self, found: tuple[str, Service | None] | Exception) -> None:
+        if self._found.qsize() >= MOST_IN_VIEW:
+            self._found.get_nowait()
+        self._found.put_nowait(found)
+
     async def _follow(self, name: str) -> None:
         """Resolve a name until it has not changed meanwhile."""
         try:
-            async with self._slots:
-                self._changed.add(name)
-                while name in self._changed:
-                    self._changed.discard(name)
-                    if (service := await self._resolve(name)) is not None:
-                        self._found.put_nowait((name, service))
+            self._changed.add(name)
+            while name in self._changed:
+                self._changed.discard(name)
+                if (service := await self._resolve(name)) is not None:
+                    self._put((name, service))
         except Exception as error:
-            self._found.put_nowait(error)
+            self._put(error)
         finally:
             if self._resolving.get(name) is asyncio.current_task():  # else it was removed, and perhaps came again
                 del self._resolving[name]

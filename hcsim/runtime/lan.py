@@ -26,8 +26,11 @@ class Sighting(msgspec.Struct, frozen=True):
 class Lan(Protocol):
     """Advertise and browse services (mDNS, or a modelled broadcast domain)."""
 
-    async def advertise(self, service: Service) -> None:
-        """Announce a service until it is withdrawn; announcing the name again replaces it."""
+    async def advertise(self, service: Service) -> str:
+        """Announce a service until it is withdrawn; announcing the name again replaces it.
+
+        Returns the name that others see: another one where somebody else announces that name already. Here the service
+        keeps its name."""
 
     async def withdraw(self, name: str) -> None:
         """Say goodbye; those who browse are told."""

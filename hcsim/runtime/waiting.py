@@ -51,3 +51,29 @@ class News:
         for waiter in waiting:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class TokenBucket:
+    """Allows `rate` actions a second, and `burst` of them at once after a quiet time.
+
+    It has no clock: `now_s` comes with every call."""
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = float(burst)
+        self._at_s = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more is allowed now; if so, it counts."""
+        self._tokens = min(self._burst, self._tokens + max(0.0, now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+    def wait_s(self, now_s: float) -> float:
+        """How long until one more is allowed."""
+        tokens = self._tokens + max(0.0, now_s - self._at_s) * self._rate
+        return max(0.0, (1.0 - tokens) / self._rate)

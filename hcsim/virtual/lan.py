@@ -28,7 +28,7 @@ class VirtualLan:
         self._seen: dict[str, Service] = {}
         self._browsers: list[asyncio.Queue[Sighting]] = []
 
-    async def advertise(self, service: Service) -> None:
+    async def advertise(self, service: Service) -> str:
         """See `runtime.lan.Lan.advertise`."""
         if service.name not in self._ours and self._host.is_name_taken(service.name):
             raise ConfigError(
@@ -39,6 +39,7 @@ class VirtualLan:
             self.history.append(service)
         self._announce(service)
         self._host.loop.call_later(1.0, self._repeat, service)
+        return service.name
 
     async def withdraw(self, name: str) -> None:
         """See `runtime.lan.Lan.withdraw`."""

@@ -18,21 +18,18 @@ from hcsim.runtime.lan import Service
 class Browser:
     """Hears of what it is told, until it is cancelled; and of one name more while that is under way."""
 
-    def __init__(self, zeroconf: Any, service_type: str, handlers: list[Callable[..., None]]) -> None:
-        self._type = service_type
-        self._handlers = handlers
+    def __init__(self, zeroconf: Any, note: Callable[[str, ServiceStateChange], None]) -> None:
+        self._note = note
         Browser.latest = self
 
     latest: Browser
 
     def hear(self, name: str, change: ServiceStateChange = ServiceStateChange.Added) -> None:
-        for handler in self._handlers:
-            handler(zeroconf=None, service_type=self._type, name=name, state_change=change)
+        self._note(name, change)
 
-    async def async_cancel(self) -> None:
+    async def cancel(self) -> None:
         self.hear("late")
         await asyncio.sleep(0)
-        self._handlers = []
 
 
 class Lan(MdnsLan):
@@ -46,10 +43,13 @@ class Lan(MdnsLan):
     async def _resolve(self, name: str) -> Service | None:
         return await self._answer(name)  # type: ignore[no-any-return]
 
+    def _cached(self, name: str) -> Service | None:
+        return None
+
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdns, "AsyncServiceBrowser", Browser)
+    monkeypatch.setattr(mdns, "Browser", Browser)
 
 
 def test_what_a_resolution_raises_is_heard_by_who_browses() -> None:

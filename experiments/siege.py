@@ -2,7 +2,9 @@
 
 Three machines in network namespaces train while a fourth one, which does not know the secret, besieges them in one
 way after the other. The table says, for each siege, how many steps per second there were, relative to the calm time
-before it, and the most descriptors and memory that a machine had, and the lines that it wrote meanwhile.
+before it, and the most descriptors and memory that a machine had, and the lines that it wrote meanwhile. All machines
+share this one's processors, and to send a flood takes a part of them: in the calm time before a flood the stranger
+sends the same packets to a port where nobody listens.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class Target(NamedTuple):
     addresses: tuple[str, ...]
     nodes: tuple[str, ...]
     namespace: str
+    port: int
+    """Where a flood goes."""
 
 
 class Sample(NamedTuple):
@@ -66,45 +70,45 @@ class Sample(NamedTuple):
     at_s: float
     step: int
     descriptors: int
-    resident_MB: float
+    memory_mb: float
     lines: int
 
 
 Siege = Callable[[Target], None]
 
 
-def flood(packets: Iterator[tuple[str, bytes]], sources: Sequence[str]) -> None:
+def flood(packets: Iterator[bytes], target: Target, sources: Sequence[str]) -> None:
     """Send at `RATE`, from these addresses in turn, for ever (until killed)."""
     socks = [sender(source) for source in sources]
     began_s = time.monotonic()
-    for number, (_, packet) in enumerate(packets):
-        socks[number % len(socks)].sendto(packet, GROUP)
+    for number, packet in enumerate(packets):
+        socks[number % len(socks)].sendto(packet, (GROUP[0], target.port))
         ahead_s = began_s + number / RATE - time.monotonic()
         if ahead_s > 0.005:
             time.sleep(ahead_s)
 
 
-def ghosts(target: Target) -> Iterator[tuple[str, bytes]]:
+def ghosts(target: Target) -> Iterator[bytes]:
     """Nodes that do not exist, at addresses of this network where nobody is."""
     for number in itertools.count(1):
-        yield "", ghost(number, target.namespace, f"10.99.0.{100 + number % 100}", 1 + number % 60000)
+        yield ghost(number, target.namespace, f"10.99.0.{100 + number % 100}", 1 + number % 60000)
 
 
-def claims(target: Target) -> Iterator[tuple[str, bytes]]:
+def claims(target: Target) -> Iterator[bytes]:
     """The members themselves, at other addresses, and their goodbyes."""
     for number in itertools.count(1):
         node = target.nodes[number % len(target.nodes)]
         where = f"10.99.0.{100 + number % 100}"
         said = {"node": node, "namespace": target.namespace, "boot": f"{number:x}", "at": f"{where}:{CONTROL}"}
         name = f"{MEMBERS[number % len(MEMBERS)]}-{node[:8]}"
-        yield "", announcement(name, where, CONTROL, said, 0 if number % 3 == 0 else 4500)
+        yield announcement(name, where, CONTROL, said, 0 if number % 3 == 0 else 4500)
 
 
 def many_sources(target: Target) -> tuple[str, ...]:
     """Give this machine more addresses."""
     sources = tuple(f"10.99.1.{number}" for number in range(1, SOURCES + 1))
     for source in sources:
-        ip("addr", "add", f"{source}/16", "dev", "eth0")
+        ip("addr", "replace", f"{source}/16", "dev", "eth0")
     return sources
 
 
@@ -181,9 +185,9 @@ def malformed(target: Target) -> None:
 
 
 SIEGES: dict[str, Siege] = {
-    f"{RATE} ghosts/s": lambda target: flood(ghosts(target), [target.ours]),
-    f"{RATE} ghosts/s, {SOURCES} sources": lambda target: flood(ghosts(target), many_sources(target)),
-    f"{RATE} claims and goodbyes/s": lambda target: flood(claims(target), [target.ours]),
+    f"{RATE} ghosts/s": lambda target: flood(ghosts(target), target, [target.ours]),
+    f"{RATE} ghosts/s, {SOURCES} sources": lambda target: flood(ghosts(target), target, many_sources(target)),
+    f"{RATE} claims and goodbyes/s": lambda target: flood(claims(target), target, [target.ours]),
     "idle connections": lambda target: hold(target, (CONTROL, GRADIENTS, METRICS), lambda sock: None),
     "half-open TLS": lambda target: hold(target, (CONTROL, GRADIENTS), say(client_hello())),
     "malformed HTTP": malformed,
@@ -214,7 +218,11 @@ class Besieged:
             largest = [Sample(*map(max, one, other)) for one, other in pairs]
             time.sleep(0.2)
         steps = max(each.step for each in now) - max(each.step for each in first)  # whoever leads tells of them
-        return steps / (now[0].at_s - first[0].at_s), first, [Sample(*map(max, one, other)) for one, other in zip(largest, now, strict=True)]
+        return (
+            steps / (now[0].at_s - first[0].at_s),
+            first,
+            [Sample(*map(max, one, other)) for one, other in zip(largest, now, strict=True)],
+        )
 
     def check(self) -> None:
         """All live, and have shown no traceback."""
@@ -252,24 +260,30 @@ def study(names: Sequence[str], seconds: float, folder: Path) -> None:
         cluster = Besieged(processes := [start(machine, job) for machine in members])
         processes[0].says("training begins")
         cluster.leader.says("step 20 of")
-        secret = load_secret(members[0].folder, "home")
-        target = Target(
-            machines[STRANGER].ip, tuple(machine.ip for machine in members),
-            tuple(load_node_key(machine.folder).node_id for machine in members), secret.namespace.hex(),
-        )  # fmt: skip
-        print(f"| siege | steps/s calm | steps/s | of calm | descriptors | of which new | MB | new MB | lines |\n|{'---|' * 9}")
+        namespace = load_secret(members[0].folder, "home").namespace.hex()
+        nodes = [load_node_key(machine.folder).node_id for machine in members]
+        stranger = machines[STRANGER]
+        known = [stranger.ip, ",".join(machine.ip for machine in members), ",".join(nodes), namespace]
+        print(f"| siege | steps/s calm | steps/s | of calm | descriptors | new | MB | new | lines |\n|{'---|' * 9}")
         for name in names:
+            command = [sys.executable, "-m", "experiments.siege", "--stranger", name, *known]
+            aside = [stranger.start(*command, str(GROUP[1] + 1))] if "/s" in name else []
+            time.sleep(1.0)
             calm, *_ = cluster.during(seconds)
-            arguments = [target.ours, ",".join(target.addresses), ",".join(target.nodes), target.namespace]
-            stranger = machines[STRANGER].start(sys.executable, "-m", "experiments.siege", "--stranger", name, *arguments)
+            for process in aside:
+                process.kill()
+            besieger = stranger.start(*command, str(GROUP[1]))
+            time.sleep(1.0)
             besieged, before, largest = cluster.during(seconds)
-            stranger.kill()
+            besieger.kill()
             cluster.check()
-            new = [[after - ours for ours, after in zip(one, other, strict=True)] for one, other in zip(before, largest, strict=True)]
+            new = [
+                [after - ours for ours, after in zip(*pair, strict=True)] for pair in zip(before, largest, strict=True)
+            ]
             print(
                 f"| {name} | {calm:.1f} | {besieged:.1f} | {besieged / calm:.0%} "
                 f"| {max(each.descriptors for each in largest)} | {max(each[2] for each in new)} "
-                f"| {max(each.resident_MB for each in largest):.0f} | {max(each[3] for each in new):.0f} "
+                f"| {max(each.memory_mb for each in largest):.0f} | {max(each[3] for each in new):.0f} "
                 f"| {max(each[4] for each in new)} |",
                 flush=True,
             )
@@ -279,12 +293,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each siege lasts, and the calm before it")
     parser.add_argument("--only", help="sieges whose name contains this")
-    parser.add_argument("--log", type=Path, help="a folder for what the members said")
-    parser.add_argument("--stranger", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--stranger", nargs=6, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.stranger:
-        name, ours, addresses, nodes, namespace = asked.stranger
-        SIEGES[name](Target(ours, tuple(addresses.split(",")), tuple(nodes.split(",")), namespace))
+        name, ours, addresses, nodes, namespace, port = asked.stranger
+        SIEGES[name](Target(ours, tuple(addresses.split(",")), tuple(nodes.split(",")), namespace, int(port)))
         return
     if why_not := obstacle():
         sys.exit(why_not)

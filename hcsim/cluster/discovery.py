@@ -97,11 +97,6 @@ class Candidate(NamedTuple):
     node: str
     address: str
 
-    @property
-    def host(self) -> str:
-        """The first of its hosts."""
-        return hosts_of(self.address)[0][0]
-
 
 class Candidates:
     """A bounded number of candidates, and whose turn it is."""
@@ -110,6 +105,10 @@ class Candidates:
         self._is_known = is_known
         self._waits: dict[Candidate, bool] = {}
         """Whether it waits to be dialled; else it was, and waits for `renew`."""
+        self._hosts: dict[Candidate, str] = {}
+        """The first host of each."""
+        self._at: dict[str, dict[Candidate, None]] = {}
+        """Those at each host."""
         self._turns: dict[str, int] = {}
         """When a host was last dialled, counted in dials."""
         self._dialled = 0
@@ -134,18 +133,24 @@ class Candidates:
         same = [other for other in self._waits if other.node == candidate.node]
         if len(same) >= MOST_PER_NODE:
             self.remove(same[0])
-        elif len(self._waits) >= MOST_CANDIDATES:
-            if (least := self._least(candidate)) is None:
+        host = hosts_of(candidate.address)[0][0]
+        if len(self._waits) >= MOST_CANDIDATES:
+            if (least := self._least(candidate.node, host)) is None:
                 return False
             self.remove(least)
         self._waits[candidate] = True
+        self._hosts[candidate] = host
+        self._at.setdefault(host, {})[candidate] = None
         return True
 
     def remove(self, candidate: Candidate) -> None:
         """Forget it."""
-        self._waits.pop(candidate, None)
-        if not any(other.host == candidate.host for other in self._waits):
-            self._turns.pop(candidate.host, None)
+        if self._waits.pop(candidate, None) is not None:
+            host = self._hosts.pop(candidate)
+            del self._at[host][candidate]
+            if not self._at[host]:
+                del self._at[host]
+                self._turns.pop(host, None)
 
     def drop(self, node: str) -> None:
         """Forget all that claim to be that node."""
@@ -161,23 +166,22 @@ class Candidates:
         waiting = [each for each, waits in self._waits.items() if waits and not is_here(each.node)]
         if not waiting:
             return None
-        return min(waiting, key=lambda each: (not self._is_known(each.node), self._turns.get(each.host, 0)))
+        return min(waiting, key=lambda each: (not self._is_known(each.node), self._turns.get(self._hosts[each], 0)))
 
     def dialled(self, candidate: Candidate) -> None:
         """It has had its turn."""
         self._dialled += 1
         self._waits[candidate] = False
-        self._turns[candidate.host] = self._dialled
+        self._turns[self._hosts[candidate]] = self._dialled
 
-    def _least(self, newcomer: Candidate) -> Candidate | None:
-        """Whom to forget for the newcomer's sake: one of the host with the most of them, if that is not its own."""
-        hosts: dict[str, list[Candidate]] = {}
-        for candidate in self._waits:
-            if not self._is_known(candidate.node):
-                hosts.setdefault(candidate.host, []).append(candidate)
-        most = max(hosts.values(), key=len, default=[])
-        enough = 0 if self._is_known(newcomer.node) else 1 + len(hosts.get(newcomer.host, ()))
-        return most[0] if len(most) > enough else None
+    def _least(self, newcomer: str, host: str) -> Candidate | None:
+        """The one to forget for a newcomer at that host: of the host with the most of them, if that has more."""
+        most = max(self._at.values(), key=len)
+        if len(most) > 1 + len(self._at.get(host, ())):
+            return next((each for each in most if not self._is_known(each.node)), None)
+        if self._is_known(newcomer):
+            return next((each for each in self._waits if not self._is_known(each.node)), None)
+        return None
 
 
 class Discovery:
@@ -199,6 +203,7 @@ class Discovery:
         self._has = has
         self._tell = tell
         self._announced = False
+        self._over = False
         self._wanted: dict[str, str] = {}
         """Known addresses, by node id, or by themselves where the id is not known."""
         self._withdrawn: dict[str, None] = {}
@@ -241,6 +246,7 @@ class Discovery:
 
     async def goodbye(self) -> None:
         """Look for nobody any more, and take back what we announced."""
+        self._over = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -332,7 +338,7 @@ class Discovery:
 
     def _try_candidates(self) -> None:
         """Dial candidates while the bounds allow it."""
-        while len(self._trying) < MOST_DIALS and not self._pacing:
+        while len(self._trying) < MOST_DIALS and not self._pacing and not self._over:
             candidate = self._candidates.next(self._has)
             if candidate is None:
                 return

@@ -34,6 +34,10 @@ async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> T
     return answer
 
 
+MOST_ASKED = 64
+"""Addresses that are asked because somebody announced them; what nodes that answered told is asked beyond that."""
+
+
 class Survey:
     """Asks everybody once."""
 
@@ -70,7 +74,8 @@ class Survey:
         try:
             async for sighting in self._host.lan.browse():
                 properties = sighting.service.properties
-                if properties.get("namespace") == self._namespace and not sighting.gone:
+                ours = properties.get("namespace") == self._namespace and not sighting.gone
+                if ours and len(self._asking) < MOST_ASKED:  # anybody may have announced anything
                     self._ask(place_of(sighting.service))
         except HcsimError as error:
             self.failures["the local network"] = str(error)

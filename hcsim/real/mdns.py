@@ -38,7 +38,7 @@ from hcsim.runtime.waiting import TokenBucket
 SERVICE_TYPE = "_hcsim._tcp.local."
 SOURCE_PACKETS_PER_S, SOURCE_BURST = 50.0, 200
 """Packets of one source address that are parsed, at each of our sockets."""
-PACKETS_PER_S, BURST = 200.0, 600
+PACKETS_PER_S, BURST = 100.0, 400
 """Packets of all sources that are parsed, at each of our sockets."""
 MOST_SOURCES = 256
 """Source addresses whose rates are remembered."""

@@ -89,7 +89,7 @@ class Lines:
         self._host = host
         self._owner = owner
         self._lines: dict[str, Line] = {}
-        self._strangers = Callers()
+        self._strangers = Callers(host)
         self._closed = False
 
     @property
@@ -162,7 +162,7 @@ class Lines:
                 if not isinstance(first, Probe):
                     theirs = _hello(first, channel)
                     await say(channel, self._owner.hello())
-            self._strangers.known()
+            self._strangers.known(channel)
             known = True
             if isinstance(first, Probe):
                 await self._owner.probed(channel)
@@ -176,7 +176,7 @@ class Lines:
             raise
         finally:
             if not known:
-                self._strangers.known()
+                self._strangers.known(channel)
 
     async def _introduce(self, channel: Channel, hello: Hello, dialler: str) -> None:
         """Decide whether this becomes the line to that node; if so, keep it running."""

@@ -152,7 +152,7 @@ class Prober:
         self._name = name
         self._pace = pace
         self._turn = asyncio.Lock()
-        self._callers = Callers()
+        self._callers = Callers(host)
 
     async def serve(self, listener: Listener) -> None:
         """Let others measure; never returns."""
@@ -252,7 +252,7 @@ class Prober:
         return await self._receive_burst(channel, frames, frame_bytes)
 
     def _called_by(self, channel: Channel, number: int) -> None:
-        self._host.spawn(self.answer(channel, self._callers.known), name=f"probe {number}")
+        self._host.spawn(self.answer(channel, lambda: self._callers.known(channel)), name=f"probe {number}")
 
     async def _greeting(self, channel: Channel, known: Callable[[], None]) -> _Message:
         try:

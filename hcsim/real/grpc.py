@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hcsim.errors import ConfigError, PeerRefused
 from hcsim.real.pieces import PiecewiseChannel
 from hcsim.real.tls import Tls, TlsFiles
-from hcsim.real.waiting import Unaccepted
+from hcsim.real.waiting import MAX_UNACCEPTED, Unaccepted
 from hcsim.runtime.address import join_address
 from hcsim.runtime.frame import HEADER_BYTES
 
@@ -39,6 +39,13 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 0),
+)
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.max_allowed_incoming_connections", 2 * MAX_UNACCEPTED),
+    ("grpc.max_concurrent_streams", 4),  # of one connection; ours have one each
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 30_000),  # without a stream
 )
 
 
@@ -134,7 +141,7 @@ class GrpcListener:
     @classmethod
     async def open(cls, sockaddr: Any, tls: TlsFiles | None) -> GrpcListener:
         """Listen."""
-        server = aio.server(options=_OPTIONS)
+        server = aio.server(options=_SERVER_OPTIONS)
         self = cls(server)
         handler = grpc.stream_stream_rpc_method_handler(self._called)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))

@@ -2,7 +2,9 @@
 
 A listener limits what strangers can take from it: TLS handshakes run beside each other, each has a
 deadline, and there is a cap on connections that nobody has accepted yet; those beyond it wait in
-the kernel's queue. One address can have only a part of them, so that it does not shut the others out.
+the kernel's queue. One address can have only a part of them, so that it does not shut the others out. When there is no
+room, the oldest handshake of the address with the most of them is cut off. Where descriptors have run out, accepting
+pauses, and that is said once.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class StreamListener:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused
-        self._handshakes: dict[str, int] = {}
+        self._handshakes: dict[str, dict[asyncio.Task[None], None]] = {}
+        """By address, the oldest first."""
+        self._cut_off: set[asyncio.Task[None]] = set()
+        self._warned = False
         self._accepted = accepted
         self._address = join_address(sock.getsockname())
         self._slots = asyncio.Semaphore(_MAX_UNACCEPTED)
@@ -107,15 +112,20 @@ class StreamListener:
         self, listening: socket.socket, welcome: Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
     ) -> None:
         while True:
-            await self._slots.acquire()
             await readable(listening)
+            if self._slots.locked():
+                self._cut_off_one()
+            await self._slots.acquire()
             # `loop.sock_accept` would drop a caller without closing it if we are cancelled in the moment it comes.
             try:
                 sock, remote = listening.accept()
             except BlockingIOError:  # the caller has gone again
                 self._slots.release()
-            except OSError:  # out of descriptors
+            except OSError as error:  # out of descriptors
                 self._slots.release()
+                if not self._warned:
+                    self._warned = True
+                    self._refused(ChannelBroken(f"callers of {self._address} wait: {error.strerror}", self._address))
                 await asyncio.sleep(_ACCEPT_RETRY_S)
             else:
                 sock.setblocking(False)
@@ -125,12 +135,15 @@ class StreamListener:
     async def _welcome(self, sock: socket.socket, remote: Any) -> None:
         address = remote[0].removeprefix("::ffff:")  # IPv4, as a socket of both kinds says it
         peer = join_address((address, remote[1]))
-        running = self._handshakes[address] = self._handshakes.get(address, 0) + 1
+        task = asyncio.current_task()
+        assert task is not None
+        running = self._handshakes.setdefault(address, {})
+        running[task] = None
         try:
             tune(sock)
             if self._tls is None:
                 channel = StreamChannel(TcpStream(sock), peer)
-            elif running > _MAX_HANDSHAKES_PER_ADDRESS:
+            elif len(running) > _MAX_HANDSHAKES_PER_ADDRESS:
                 raise ChannelBroken(f"too many TLS handshakes with {address} at once", peer)
             else:
                 async with asyncio.timeout(self._handshake_timeout_s):
@@ -144,13 +157,26 @@ class StreamListener:
             self._turn_away(sock, translated(error, peer))
         except ChannelError as error:
             self._turn_away(sock, error)
+        except asyncio.CancelledError:
+            if task not in self._cut_off:
+                raise
+            self._cut_off.discard(task)
+            self._turn_away(sock, ChannelBroken(f"{peer} has not finished the TLS handshake, and others wait", peer))
         else:
             self._accepted(channel)
             self._welcomed.put_nowait(channel)
         finally:
-            self._handshakes[address] -= 1
-            if not self._handshakes[address]:
-                del self._handshakes[address]
+            del running[task]
+            if not running:
+                self._handshakes.pop(address, None)
+
+    def _cut_off_one(self) -> None:
+        """Make room: the oldest handshake, of the address that has the most, unless each has but one."""
+        most = max(self._handshakes.values(), key=len, default={})
+        waiting = [task for task in most if task not in self._cut_off]
+        if len(waiting) > 1:
+            self._cut_off.add(waiting[0])
+            waiting[0].cancel()
 
     async def _welcome_guest(self, sock: socket.socket, remote: Any) -> None:
         peer = "a process of this machine"

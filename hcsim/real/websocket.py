@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from hcsim.errors import PeerRefused
+from hcsim.real.accepting import Acceptor, OneLine
 from hcsim.real.listener import listening_socket
 from hcsim.real.pieces import PiecewiseChannel
 from hcsim.real.waiting import MAX_UNACCEPTED, Unaccepted
@@ -126,33 +127,32 @@ async def dial(address: str, context: ssl.SSLContext | None) -> PiecewiseChannel
 class WebSocketListener:
     """Accepts channels at one address and path."""
 
-    def __init__(self, path: str, handshake_timeout_s: float, *, has_tls: bool) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path.rstrip("/")
-        self._has_tls = has_tls
-        self._handshake_timeout_s = handshake_timeout_s
         self._address = ""
         self._unaccepted = Unaccepted()
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
+        """Connections are strangers to it until they are WebSockets."""
         self._open = 0
-        self._strangers: dict[Any, asyncio.TimerHandle] = {}
-        """Connections that have not become WebSockets, each with its time limit."""
 
     @classmethod
     async def open(
         cls, path: str, family: int, sockaddr: Any, context: ssl.SSLContext | None, handshake_timeout_s: float
     ) -> WebSocketListener:
         """Listen."""
-        self = cls(path, handshake_timeout_s, has_tls=context is not None)
+        self = cls(path)
         app = web.Application()
         app.router.add_get("/{path:.*}", self._called)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
-        await self._runner.setup()
         sock = listening_socket(family, sockaddr)
-        self._server = await asyncio.get_running_loop().create_server(
-            self._welcome, sock=sock, ssl=context, ssl_handshake_timeout=handshake_timeout_s if context else None
-        )
         self._address = f"{'wss' if context else 'ws'}://{join_address(sock.getsockname())}{path}"
+        logger = OneLine(self._address)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0, logger=logger)
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._acceptor = Acceptor(
+            sock, self._runner.server, most=MAX_UNACCEPTED, deadline_s=handshake_timeout_s, context=context
+        )
         return self
 
     @property
@@ -168,41 +168,10 @@ class WebSocketListener:
         """Accept no more; what nobody accepted is closed."""
         if self._unaccepted.closed:
             return
-        assert self._server is not None
-        self._server.close()
+        assert self._acceptor is not None
+        await self._acceptor.close()
         await self._unaccepted.close()
         await self._clean_up()
-
-    def _welcome(self) -> asyncio.BaseProtocol:
-        """A caller that does not ask for a WebSocket in time is sent away; one of too many, before that."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        protocol = self._runner.server()
-        patience_s = self._handshake_timeout_s
-        if len(self._strangers) >= MAX_UNACCEPTED:
-            if (one := self._one_too_many()) is not None:
-                self._send_away(one)
-            else:
-                patience_s = 0.0
-        self._strangers[protocol] = asyncio.get_running_loop().call_later(patience_s, self._send_away, protocol)
-        return protocol
-
-    def _one_too_many(self) -> Any:
-        """Who has said nothing for longest, from the address with the most of them: the newest may be one of us.
-
-        Nobody in its TLS handshake: nothing is known of it yet, and nothing would be closed."""
-        silent: dict[str, list[Any]] = {}
-        for protocol in self._strangers:  # the oldest first
-            transport = protocol.transport
-            if transport is not None or not self._has_tls:
-                peer = transport and transport.get_extra_info("peername")
-                silent.setdefault(peer[0] if peer else "", []).append(protocol)
-        return max(silent.values(), key=len)[0] if silent else None
-
-    def _send_away(self, protocol: Any) -> None:
-        if (limit := self._strangers.pop(protocol, None)) is not None:
-            limit.cancel()
-            protocol.force_close()
 
     async def _called(self, request: web.Request) -> web.StreamResponse:
         if not request.path.rstrip("/").endswith(self._path):
@@ -215,8 +184,8 @@ class WebSocketListener:
         if self._unaccepted.full:
             raise web.HTTPServiceUnavailable
         await ws.prepare(request)
-        if (waiting := self._strangers.pop(request.protocol, None)) is not None:
-            waiting.cancel()
+        assert self._acceptor is not None
+        self._acceptor.settled(request.protocol)
         transport = request.transport
         peer = join_address(transport.get_extra_info("peername")) if transport is not None else "a WebSocket"
         if transport is not None:

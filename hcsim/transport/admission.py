@@ -169,7 +169,7 @@ class AdmittedListener:
         self._host = host
         self._inner = inner
         self._doorkeeper = doorkeeper
-        self._callers = Callers()
+        self._callers = Callers(host)
         self._admitted: asyncio.Queue[AdmittedChannel | None] = asyncio.Queue()
         self._greeting: dict[Channel, asyncio.Task[None]] = {}
         self._serving = host.spawn(self._serve(), name=f"admit at {inner.address}")
@@ -185,7 +185,6 @@ class AdmittedListener:
         if channel is None:
             self._admitted.put_nowait(None)  # for the next who asks
             raise ChannelClosed(f"the listener at {self.address} is closed", self.address)
-        self._callers.known()
         return channel
 
     async def close(self) -> None:
@@ -219,8 +218,9 @@ class AdmittedListener:
         try:
             self._admitted.put_nowait(await self._doorkeeper.answer(channel))
         except (ChannelError, TimeoutError):
-            self._callers.known()
+            pass  # the observer has been told
         finally:
+            self._callers.known(channel)
             self._greeting.pop(channel, None)
 
 

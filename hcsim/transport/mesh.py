@@ -101,7 +101,7 @@ class Mesh:
         self._greeting: dict[asyncio.Task[None], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._spare: list[memoryview] = []
-        self._strangers = Callers()
+        self._strangers = Callers(host)
         self._refusals = us.refusals or Refusals()
         self._refusals.forget()
         self._closed = ""
@@ -339,7 +339,7 @@ class Mesh:
         try:
             await self._greet(channel)
         finally:
-            self._strangers.known()
+            self._strangers.known(channel)
 
     async def _greet(self, channel: Channel, first: First | None = None) -> None:
         """Hear who calls; take it in, or say why not."""

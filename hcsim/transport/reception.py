@@ -42,7 +42,7 @@ class Reception:
     def __init__(self, host: Host, listener: Listener) -> None:
         self.host = host
         self._listener = listener
-        self._callers = Callers()
+        self._callers = Callers(host)
         self._take: Take | None = None
         self._attached: asyncio.Future[None] | None = None
         self._serving = host.spawn(self._callers.accept(listener, self._called), name="accept callers of collectives")
@@ -85,7 +85,7 @@ class Reception:
         except (ChannelError, TimeoutError):
             pass  # the caller notices, and may call again
         finally:
-            self._callers.known()
+            self._callers.known(channel)
             if not taken:
                 await channel.close()
 

@@ -391,8 +391,9 @@ def test_silent_callers_do_not_shut_others_out_of_a_websocket_listener() -> None
 
             async def call(source: str) -> socket.socket:
                 connecting = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
-                before = len(listener._strangers)
-                while len(listener._strangers) == before:  # noqa: ASYNC110 - nobody tells when it was taken in
+                assert listener._acceptor is not None
+                before = listener._acceptor.strangers
+                while listener._acceptor.strangers == before:  # noqa: ASYNC110 - nobody tells when it was taken in
                     await asyncio.sleep(0)
                 return stack.enter_context(connecting)
 

@@ -331,15 +331,15 @@ def test_a_strange_caller_is_dropped_and_nothing_else_happens(what):
     run(body)
 
 
-def test_only_so_many_callers_may_keep_silent_and_not_for_long():
+def test_silent_callers_of_one_source_keep_no_member_waiting_and_are_dropped_in_time():
     async def body(ours: VirtualHost, stranger: VirtualHost, member: VirtualHost) -> None:
         mesh, theirs = await opened(ours, 0), await opened(member, 2)
         silent = [await stranger.connect("mac-1:1000") for _ in range(MAX_STRANGERS)]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         late, answer, _ = await call(member, msgspec.structs.replace(HELLO, rank=2))
-        assert answer.kind is Kind.HELLO  # it had to wait until the silent ones were let go
-        assert loop.time() - began_s == pytest.approx(HELLO_TIMEOUT_S, abs=0.1)
+        assert answer.kind is Kind.HELLO  # the oldest of the silent ones was hung up on
+        assert loop.time() - began_s < 0.1
         await late.close()
         for channel in silent:
             with pytest.raises(ChannelBroken):

@@ -54,11 +54,11 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def received(messages: list[Outgoing], order: list[int], limits: Limits) -> list[list[np.ndarray]]:
+def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray]]:
     """Put the messages' frames through an inbox, taking the next frame of the message that `order` names."""
 
     async def main() -> list[list[np.ndarray]]:
-        inbox = Inbox("peer", limits, lambda key: True)
+        inbox = Inbox("peer", lambda key: True)
         incoming = {}
         queues = [deque(message.frames) for message in messages]
         turns = deque(order)
@@ -89,7 +89,7 @@ def test_values_arrive_as_they_were_sent_however_their_pieces_are_mixed(sent, or
         Outgoing(Call(number, "f", one.parcel), OF_CALL, one.arrays, segment_bytes)
         for number, one in enumerate(packed, 1)
     ]
-    arrived = received(calls, order, Limits())
+    arrived = received(calls, order)
     for value, one, got in zip(sent, packed, arrived, strict=True):
         assert same(unpack(one.parcel, got, {}, Any), value)
 

@@ -24,6 +24,8 @@ from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
 
 HELLO_TIMEOUT_S = 5.0
 LIMITS = Limits(max_calls=16, max_body_bytes=1 << 22, max_arrays=1, max_array_bytes=1, max_refs=1)
+FIRST_LIMIT_BYTES = 64 * 1024
+"""The largest frame that a caller may send before it has registered."""
 SHORTEST_WAIT_S = 1e-6
 RECORD = "coordinator"
 
@@ -48,7 +50,7 @@ class Coordinator:
         """Why what had to be written down could not be, as long as that is so."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._news = News()
-        self._strangers = Callers()
+        self._strangers = Callers(host)
         self._registry = self._served()
 
     def open(self, listener: Listener) -> None:
@@ -71,6 +73,7 @@ class Coordinator:
 
     async def _attend(self, channel: Channel) -> None:
         endpoint = Endpoint(self._host, channel, self._registry, LIMITS)
+        channel.limit(FIRST_LIMIT_BYTES)
         endpoint.ended.add_done_callback(lambda _: self._news.tell())
         try:
             try:
@@ -80,7 +83,7 @@ class Coordinator:
             except TimeoutError:
                 return
             finally:
-                self._strangers.known()
+                self._strangers.known(channel)
             await asyncio.shield(endpoint.ended)
         finally:
             who = self._who.pop(endpoint, None)
@@ -107,6 +110,7 @@ class Coordinator:
         endpoint = serving_endpoint()
         registered, effects = self.state.register(who, self._now(), endpoint.channel.identity)
         self._who[endpoint] = who
+        endpoint.channel.limit(LIMITS.max_frame_bytes)
         before = self._lines.get(who.worker)
         self._lines[who.worker] = endpoint
         self._do(effects)

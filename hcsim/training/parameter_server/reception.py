@@ -75,7 +75,7 @@ class Reception:
         self._sent_bytes: dict[str, int] = {}
         """Over connections that have ended."""
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._strangers = Callers()
+        self._strangers = Callers(self._host)
 
     def open(self, listener: Listener) -> None:
         """Take calls from now on."""
@@ -126,7 +126,7 @@ class Reception:
             try:
                 join = await line.recv(HELLO_TIMEOUT_S)
             finally:
-                self._strangers.known()
+                self._strangers.known(channel)
             if not isinstance(join, Join):
                 raise RemoteProtocolError(f"{line.peer} did not say who it is", line.peer)
             await self._serve(Caller(join.worker, line), join)

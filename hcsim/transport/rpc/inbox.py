@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header
 from hcsim.runtime.waiting import disappoint
-from hcsim.transport.rpc.messages import Limits, Parcel
+from hcsim.transport.rpc.messages import Parcel
 from hcsim.transport.rpc.refs import Handles
 from hcsim.transport.rpc.values import DTYPES, arrays_bytes
 
@@ -43,12 +43,12 @@ class Incoming:
 class Inbox:
     """All parcels on their way over one channel."""
 
-    def __init__(self, peer: str, limits: Limits, expected: Callable[[Key], bool]) -> None:
+    def __init__(self, peer: str, expected: Callable[[Key], bool]) -> None:
         self._peer = peer
         self._expected = expected
         """Whether there has been such a message."""
         self._open: dict[Key, Incoming] = {}
-        self._rubbish = memoryview(bytearray(limits.max_frame_bytes))
+        self._rubbish = memoryview(b"")
         self.held_bytes = 0
 
     def announce(self, key: Key, parcel: Parcel, taken: Handles) -> Incoming:
@@ -65,6 +65,8 @@ class Inbox:
         if incoming is None:
             if not self._expected((header.step, header.operation)):
                 raise RemoteProtocolError(f"{self._peer} sent part of a message that it did not announce", self._peer)
+            if len(self._rubbish) < header.length:  # most peers never need it
+                self._rubbish = memoryview(bytearray(header.length))
             return self._rubbish[: header.length]
         number = header.bucket
         place = incoming.places[number] if number < len(incoming.places) else None

@@ -25,7 +25,7 @@ class Line:
         self.ended: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the channel is of no more use."""
         self.refs = Refs(channel.peer, limits.max_refs, self._dropped, fetch)
-        self.inbox = Inbox(channel.peer, limits, lambda key: self.known(*key))
+        self.inbox = Inbox(channel.peer, lambda key: self.known(*key))
         self.outbox = Outbox(channel)
         self.last = {OF_CALL: 0, OF_RESULT: 0}
         """The number of the peer's last call, and of ours, which its results answer."""

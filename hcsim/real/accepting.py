@@ -1,0 +1,159 @@
+"""Accepting connections for HTTP servers, within bounds.
+
+The servers of asyncio accept whatever comes, and where descriptors have run out they write a traceback for every
+attempt. Here a bounded number of callers is served at a time. When there are too many, the oldest caller of the address
+that has the most of them is cut off, in its TLS handshake or after it. A caller is a stranger until it is `settled`,
+and has only so long for that. Where descriptors have run out, accepting pauses, and that is said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from hcsim.real.direction import readable
+from hcsim.real.forked import own
+from hcsim.runtime.address import join_address
+
+RETRY_S = 0.25
+"""How long accepting pauses where the machine has no descriptors left."""
+_LOG = logging.getLogger("hcsim")
+
+
+class _Caller:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.transport: asyncio.Transport | None = None
+        self.protocol: Any = None
+        self.task: asyncio.Task[None] | None = None
+        self.limit: asyncio.TimerHandle | None = None
+
+
+class Acceptor:
+    """Gives connections to protocols; owns the listening socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        factory: Callable[[], asyncio.BaseProtocol],
+        *,
+        most: int,
+        deadline_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._sock = sock
+        self._address = join_address(sock.getsockname())
+        self._factory = factory
+        self._most = most
+        self._deadline_s = deadline_s
+        self._context = context
+        self._strangers: dict[_Caller, None] = {}
+        self._of: dict[Any, _Caller] = {}
+        """By protocol."""
+        self._warned = False
+        own(sock, listens=True)
+        self._accepting = asyncio.create_task(self._accept(), name=f"accept at {self._address}")
+
+    @property
+    def strangers(self) -> int:
+        """Callers that are not settled."""
+        return len(self._strangers)
+
+    def settled(self, protocol: Any) -> None:
+        """A caller is no stranger any more: neither the limit of their number nor that of their time is for it."""
+        if (caller := self._of.pop(protocol, None)) is not None:
+            self._forget(caller)
+
+    async def close(self) -> None:
+        """Accept no more, and cut off the strangers."""
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._sock.close()
+        tasks = [caller.task for caller in self._strangers if caller.task is not None]
+        for caller in tuple(self._strangers):
+            self._cut_off(caller)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        while True:
+            await readable(self._sock)
+            try:
+                sock, remote = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # the caller has gone again
+                continue
+            except OSError as error:
+                if not self._warned:
+                    self._warned = True
+                    _LOG.warning("connections to %s wait: %s", self._address, error.strerror)
+                await asyncio.sleep(RETRY_S)
+                continue
+            sock.setblocking(False)
+            own(sock)
+            self._take_in(sock, remote[0].removeprefix("::ffff:"))
+
+    def _take_in(self, sock: socket.socket, source: str) -> None:
+        for caller in [each for each in self._strangers if each.transport is not None and each.transport.is_closing()]:
+            self._forget(caller)
+        if len(self._strangers) >= self._most:
+            self._cut_off(self._one_too_many())
+        caller = _Caller(source)
+        self._strangers[caller] = None
+        caller.limit = asyncio.get_running_loop().call_later(self._deadline_s, self._cut_off, caller)
+        caller.task = asyncio.create_task(self._serve(caller, sock), name=f"a caller of {self._address}")
+
+    async def _serve(self, caller: _Caller, sock: socket.socket) -> None:
+        def protocol() -> Any:
+            caller.protocol = self._factory()
+            self._of[caller.protocol] = caller
+            return caller.protocol
+
+        tls: dict[str, Any] = {}
+        if self._context is not None:
+            tls = {"ssl": self._context, "ssl_handshake_timeout": self._deadline_s}
+        try:
+            caller.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock, **tls)
+        except (OSError, asyncio.CancelledError):  # ssl.SSLError and TimeoutError are OSErrors
+            sock.close()
+            self._forget(caller)
+
+    def _one_too_many(self) -> _Caller:
+        """The oldest, of the address that has the most."""
+        sources: dict[str, list[_Caller]] = {}
+        for caller in self._strangers:
+            sources.setdefault(caller.source, []).append(caller)
+        return max(sources.values(), key=len)[0]
+
+    def _cut_off(self, caller: _Caller) -> None:
+        self._forget(caller)
+        if caller.transport is not None:
+            caller.transport.abort()
+        elif caller.task is not None:
+            caller.task.cancel()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._strangers.pop(caller, None)
+        self._of.pop(caller.protocol, None)
+        if caller.limit is not None:
+            caller.limit.cancel()
+
+
+class OneLine(logging.Logger):
+    """For aiohttp, which writes a traceback for every request that it cannot read: one line is enough for all."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._said = False
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
+        """Whether a message of that level is handled: serious ones."""
+        return level >= logging.WARNING
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Say it, if it is the first; without what the caller has sent."""
+        if not self._said:
+            self._said = True
+            _LOG.warning("%s: a request could not be handled; further ones are not told of", self.name)

@@ -5,12 +5,13 @@ is derived from the cluster's secret: every member can make it, nobody else can.
 its own node key with it, and strangers fail in TLS already. That all members hold the authority's key lets a
 member make certificates for other keys, but it is another node for none: a node is its key, not a name.
 
-The authority's certificate is the same, byte for byte, on all members.
+The authority's certificate is the same, byte for byte, on all members. No certificate expires: a node is its key, and
+the clocks of machines at home may be wrong when they start.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import msgspec
 from cryptography import x509
@@ -21,10 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 
-VALIDITY = timedelta(days=7)
-CLOCK_ERROR = timedelta(days=1)
-"""Clocks at home disagree: a certificate is valid this much before it was made."""
-_FOREVER = (datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
+FOREVER = (datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
 """RFC 5280 has the second date for a certificate that does not expire."""
 
 
@@ -36,12 +34,14 @@ class Certificates(msgspec.Struct, frozen=True):
     key: bytes
 
 
-def make_certificates(key: NodeKey, secret: ClusterSecret, now: datetime) -> Certificates:
+def make_certificates(
+    key: NodeKey, secret: ClusterSecret, validity: tuple[datetime, datetime] = FOREVER
+) -> Certificates:
     """The authority's certificate, and a new one for a member's key."""
     authority = Ed25519PrivateKey.from_private_bytes(secret.derive("tls authority"))
     name = _name(f"hcsim cluster {secret.namespace.hex()[:16]}")
     root = (
-        _builder(name, name, authority.public_key(), authority.public_key(), _FOREVER)
+        _builder(name, name, authority.public_key(), authority.public_key(), FOREVER)
         .serial_number(1)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
@@ -49,7 +49,6 @@ def make_certificates(key: NodeKey, secret: ClusterSecret, now: datetime) -> Cer
     )
     public = key.private.public_key()
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    validity = (now - CLOCK_ERROR, now + VALIDITY)
     leaf = (
         _builder(_name(key.node_id), name, public, authority.public_key(), validity)
         .serial_number(x509.random_serial_number())

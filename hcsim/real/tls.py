@@ -4,6 +4,9 @@ The certificates are those that the cluster's members make for themselves (`Clus
 own (`TlsFiles`). Host names are not compared: machines in a home get their addresses from a router, and
 the authority signs nobody but members. Who a peer is, its certificate's key says.
 
+The time is not compared either with certificates that members make for themselves: they do not expire, and a machine's
+clock may be wrong. With your own files it is.
+
 Sessions are not resumed: every connection proves itself anew.
 """
 
@@ -17,7 +20,6 @@ import ssl
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +39,8 @@ _LINGER_BYTES = 64 * 1024
 _ALERT = bytes.fromhex("15030100020246")
 """Fatal: protocol version. OpenSSL sends none to a peer that does not speak TLS, but an hcsim without TLS knows it."""
 
-_RENEWED_AFTER = timedelta(days=1)
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for."""
 
 
 class ClusterTls(msgspec.Struct, frozen=True):
@@ -68,22 +71,17 @@ class Secured(NamedTuple):
     """See `Channel.binding`."""
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class Tls:
-    """Our side of TLS. Certificates that we make ourselves are renewed while we run."""
+    """Our side of TLS."""
 
-    def __init__(self, source: TlsFiles | ClusterTls, now: Callable[[], datetime] = _utc_now) -> None:
-        self._source = source
-        self._now = now
-        self._renew()
+    def __init__(self, source: TlsFiles | ClusterTls) -> None:
+        if isinstance(source, ClusterTls):
+            self._make(source)
+        else:
+            self._load(source)
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
-        """For the next handshake."""
-        if isinstance(self._source, ClusterTls) and self._now() - self._made_at > _RENEWED_AFTER:
-            self._renew()
+        """For a handshake."""
         return self._contexts[server_side]
 
     async def handshake(self, sock: socket.socket, *, server_side: bool) -> Secured:
@@ -104,21 +102,19 @@ class Tls:
             tls.close()
             raise
 
-    def _renew(self) -> None:
-        self._made_at = self._now()
-        if isinstance(self._source, ClusterTls):
-            from hcsim.real.certificates import make_certificates
+    def _make(self, source: ClusterTls) -> None:
+        from hcsim.real.certificates import make_certificates
 
-            made = make_certificates(self._source.key, self._source.secret, self._made_at)
-            # `ssl` reads keys from files alone: a folder that only we can enter, for as long as that takes.
-            with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
-                files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
-                for path, data in ((files.cert, made.leaf), (files.key, made.key), (files.ca, made.authority)):
-                    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                        file.write(data)
-                self._load(files)
-        else:
-            self._load(self._source)
+        made = make_certificates(source.key, source.secret)
+        # `ssl` reads keys from files alone: a folder that only we can enter, for as long as that takes.
+        with tempfile.TemporaryDirectory(prefix="hcsim-") as folder:
+            files = TlsFiles(Path(folder, "cert"), Path(folder, "key"), Path(folder, "ca"))
+            for path, data in ((files.cert, made.leaf), (files.key, made.key), (files.ca, made.authority)):
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(data)
+            self._load(files)
+        for context in self._contexts.values():
+            context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
 
     def _load(self, files: TlsFiles) -> None:
         from cryptography import x509  # a tenth of what a command without TLS takes to start

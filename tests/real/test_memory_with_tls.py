@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -130,7 +129,7 @@ def test_a_stranger_of_the_same_user_is_refused_and_both_are_told_once() -> None
 
 
 def test_who_trusts_us_and_is_not_trusted_is_refused_at_once(tmp_path: Path) -> None:
-    ours, theirs = (make_certificates(LEFT, of, datetime.now(UTC)) for of in (OURS, THEIRS))
+    ours, theirs = (make_certificates(LEFT, of) for of in (OURS, THEIRS))
     for name, data in (("cert", theirs.leaf), ("key", theirs.key), ("ca", ours.authority)):
         (tmp_path / name).write_bytes(data)
     stranger = RealOptions("stranger", tls=TlsFiles(tmp_path / "cert", tmp_path / "key", tmp_path / "ca"))

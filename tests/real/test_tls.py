@@ -29,7 +29,8 @@ from hcsim.errors import (
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
-from hcsim.real.certificates import make_certificates
+from hcsim.real import certificates
+from hcsim.real.certificates import FOREVER, make_certificates
 from hcsim.real.failures import is_distrust
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials
@@ -41,6 +42,7 @@ from hcsim.transport.admission import AdmittedHost
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
 LEFT, RIGHT, MIDDLE = (NodeKey(bytes([number]) * 32) for number in (1, 2, 3))
 NOW = datetime.now(UTC)
+DAY = timedelta(days=1)
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 Refusals = asyncio.Queue[ChannelError]
@@ -55,8 +57,10 @@ def member(key: NodeKey, secret: ClusterSecret = OURS) -> RealOptions:
     return RealOptions(key.node_id[:4], tls=ClusterTls(key, secret), handshake_timeout_s=2.0, shared_memory=False)
 
 
-def files(folder: Path, key: NodeKey, secret: ClusterSecret = OURS, made_at: datetime = NOW) -> TlsFiles:
-    made = make_certificates(key, secret, made_at)
+def files(
+    folder: Path, key: NodeKey, secret: ClusterSecret = OURS, validity: tuple[datetime, datetime] = FOREVER
+) -> TlsFiles:
+    made = make_certificates(key, secret, validity)
     paths = TlsFiles(*(folder / f"{key.node_id}.{part}" for part in ("crt", "key", "ca")))
     for path, data in ((paths.cert, made.leaf), (paths.key, made.key), (paths.ca, made.authority)):
         path.write_bytes(data)
@@ -214,14 +218,32 @@ def test_admission_over_tls_is_bound_to_the_connection() -> None:
     asyncio.run(main())
 
 
-def test_certificates_are_renewed_while_we_run() -> None:
-    now = [NOW]
-    ours = Tls(ClusterTls(LEFT, OURS), lambda: now[0])
-    first = ours.context(server_side=True)
-    now[0] += timedelta(hours=23)
-    assert ours.context(server_side=True) is first
-    now[0] += timedelta(hours=2)
-    assert ours.context(server_side=True) is not first
+@pytest.mark.parametrize("validity", [(NOW + 99 * DAY, NOW + 100 * DAY), (NOW - 9 * DAY, NOW - 2 * DAY)])
+def test_members_do_not_compare_the_time_with_certificates_that_members_made(
+    tmp_path: Path, validity: tuple[datetime, datetime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the clock of the one that made its certificate had been wrong, or that of the other were."""
+    real = certificates.make_certificates
+    monkeypatch.setattr(certificates, "make_certificates", lambda key, secret: real(key, secret, validity))
+
+    async def body(left: RealHost, right: RealHost, refused: Refusals) -> None:
+        listener = await right.listen("127.0.0.1:0")
+        client = await left.connect(listener.address)
+        taken = await listener.accept()
+        assert (client.identity, taken.identity) == (RIGHT.node_id, LEFT.node_id)
+        await client.close()
+        await taken.close()
+
+    between(member(LEFT), member(RIGHT), body)
+
+
+@needs_openssl
+@pytest.mark.parametrize("at", [datetime(2020, 1, 2, tzinfo=UTC), datetime(2099, 1, 1, tzinfo=UTC)])
+def test_a_member_s_certificate_is_valid_whatever_the_clock_says(tmp_path: Path, at: datetime) -> None:
+    made = files(tmp_path, LEFT)
+    clock = ("-attime", str(int(at.timestamp())))
+    done = openssl("verify", *clock, "-x509_strict", "-CAfile", str(made.ca), str(made.cert))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_key_is_left_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,11 +365,14 @@ def test_a_client_of_another_cluster_that_trusts_us_is_refused_and_both_hear_why
 
 
 @pytest.mark.parametrize(
-    ("made_at", "words"),
-    [(NOW - timedelta(days=30), "has expired"), (NOW + timedelta(days=30), "not valid yet")],
+    ("validity", "words"),
+    [((NOW - 30 * DAY, NOW - 20 * DAY), "has expired"), ((NOW + 20 * DAY, NOW + 30 * DAY), "not valid yet")],
 )
-def test_a_certificate_out_of_its_time_is_named_at_both_ends(tmp_path: Path, made_at: datetime, words: str) -> None:
-    stale = RealOptions("stale", tls=files(tmp_path, LEFT, made_at=made_at))
+def test_a_certificate_out_of_its_time_is_named_at_both_ends(
+    tmp_path: Path, validity: tuple[datetime, datetime], words: str
+) -> None:
+    stale = RealOptions("stale", tls=files(tmp_path, LEFT, validity=validity), shared_memory=False)
+    fresh = RealOptions("fresh", tls=files(tmp_path, RIGHT), shared_memory=False)
 
     async def as_server(left: RealHost, right: RealHost, refused: Refusals) -> None:
         listener = await right.listen("127.0.0.1:0")
@@ -363,8 +388,8 @@ def test_a_certificate_out_of_its_time_is_named_at_both_ends(tmp_path: Path, mad
             await client.recv(allocate)
         assert words in await eventually(refused)
 
-    between(member(RIGHT), stale, as_server)
-    between(stale, member(RIGHT), as_client)
+    between(fresh, stale, as_server)
+    between(stale, fresh, as_client)
 
 
 def test_a_plaintext_client_at_a_tls_port_is_told_at_both_ends() -> None:

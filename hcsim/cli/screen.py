@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hcsim.config import Job, parse_scenario, shipped_scenarios
+from hcsim.transport.refusals import one_line, plain
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -25,20 +26,35 @@ if TYPE_CHECKING:
     from hcsim.training.run import Point, Report
 
 
+_LONGEST = 10_000
+"""Of one message; a part of it may come from another machine."""
+_LONGEST_CELL = 100
+
+
+def _text(message: str) -> Text:
+    """Without what a terminal would obey: names and reasons of other machines are part of many messages."""
+    return Text(plain(message) if len(message) <= _LONGEST else plain(message[:_LONGEST]) + "…")
+
+
+def cell(content: str) -> str:
+    """One cell of a table, if it comes from another machine."""
+    return one_line(content, _LONGEST_CELL)
+
+
 def complain(message: str) -> None:
     """An error, for a person."""
     console = Console(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), message))
+    console.print(Text.assemble(("error: ", "bold red"), _text(message)))
 
 
 def note(message: str) -> None:
     """Something worth knowing that is not a result."""
-    Console(stderr=True, soft_wrap=True).print(Text(message))
+    Console(stderr=True, soft_wrap=True).print(_text(message))
 
 
 def say(line: str) -> None:
     """A line of the result."""
-    Console(soft_wrap=True).print(Text(line))
+    Console(soft_wrap=True).print(_text(line))
 
 
 def show(table: Table) -> None:
@@ -101,13 +117,13 @@ class Progress:
 
     def news(self, line: str) -> None:
         """Something happened that stays on the screen."""
-        self._console.print(Text(line))
+        self._console.print(_text(line))
 
     def _show(self, line: str) -> None:
         if self._status is not None:
-            self._status.update(Text(line))
+            self._status.update(_text(line))
         else:
-            self._console.print(Text(line))
+            self._console.print(_text(line))
 
 
 def report(title: str, job: Job, ranks: int, laps: Sequence[Lap]) -> None:

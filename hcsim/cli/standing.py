@@ -119,5 +119,5 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for heading in headings:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(screen.cell, row))
     screen.show(table)

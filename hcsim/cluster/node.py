@@ -33,6 +33,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
+from hcsim.transport.refusals import one_line
 
 _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
@@ -81,8 +82,8 @@ class Node:
         self._terms_of: dict[str, Terms] = {}
         self._config = config
         self._beat = config.beat
-        self._tell = tell
-        self._tell_once = Once(tell)
+        self._tell: Callable[[str], None] = lambda what: tell(one_line(what))
+        self._tell_once = Once(self._tell)
         self._pulses: dict[str, Pulse] = {}
         self._up_since_s: dict[str, float] = {}
         self._sent: dict[int, float] = {}

@@ -29,14 +29,15 @@ async def agree(group: Group, ours: msgspec.Struct) -> None:
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     for rank, theirs in enumerate(texts):
         if theirs != texts[0]:
-            raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {difference(texts[0], theirs)}")
+            unlike = difference(texts[0], theirs, "rank 0", f"rank {rank}")
+            raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {unlike}")
 
 
-def difference(one: bytes, other: bytes) -> str:
-    """Between what two ranks are about to do."""
+def difference(one: bytes, other: bytes, here: str, there: str) -> str:
+    """Between what two of them are about to do, with the names of both."""
     first, second = (_flat(msgspec.json.decode(text)) for text in (one, other))
     unlike = [name for name in first if first[name] != second.get(name)]
-    return ", ".join(f"{name} is {first[name]} and {second.get(name)}" for name in unlike)
+    return ", ".join(f"{name} is {first[name]} on {here} and {second.get(name)} on {there}" for name in unlike)
 
 
 def _flat(intent: dict[str, object]) -> dict[str, object]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+LONGEST_LINE = 1000
+"""Of what a person is told of others."""
 _LONGEST = 300
-"""Part of the text may be a stranger's own."""
+"""Of what a person is told of a stranger."""
 
 
 def plain(text: str) -> str:
     """What a peer says, for people: a terminal would obey some of what cannot be printed."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """The same in one line of bounded length: part of it may be a member's or a stranger's own words."""
+    text = plain(text[: longest + 1]).replace("\n", " ")
+    return text if len(text) <= longest else text[:longest] + "…"
 
 
 class Refusals:
@@ -22,8 +30,7 @@ class Refusals:
 
     def __call__(self, why: str) -> None:
         """A caller was turned away."""
-        line = plain(why).replace("\n", " ")
-        self._last = f"a caller was refused: {line if len(line) <= _LONGEST else line[:_LONGEST] + '…'}"
+        self._last = f"a caller was refused: {one_line(why, _LONGEST)}"
         self._tell(self._last)
 
     @property

@@ -95,7 +95,7 @@ class Keeper:
         ]
         headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
         right = most_right(headers)
-        await same_intent(group, intent, [header.intent for header in headers], right)
+        await same_intent(group, intent, [header.intent for header in headers], right, view)
         if headers[right].generation == PULLED:
             if group.rank == right:
                 self._inherit(pulled)

@@ -37,7 +37,7 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
         Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header().numbers(), np.int64))
     ]
     right = most_right(headers)
-    await same_intent(group, us.intent, [header.intent for header in headers], right)
+    await same_intent(group, us.intent, [header.intent for header in headers], right, view)
     await us.resolve(headers[right])
 
     told = await _told(group, us)
@@ -116,7 +116,7 @@ def _routes(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
     return routes
 
 
-async def same_intent(group: Group, ours: bytes, digests: list[int], right: int) -> None:
+async def same_intent(group: Group, ours: bytes, digests: list[int], right: int, view: View) -> None:
     """Whoever was started with other settings than those who are right says so, and leaves the others alone."""
     if all(digest == digests[right] for digest in digests):
         return
@@ -124,10 +124,13 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int)
     lengths = [int(array_of(each)[0]) for each in await group.all_gather(np.array([text.size]))]
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     if texts[group.rank] != texts[right]:
-        raise ConfigError(f"the others train with other settings: {difference(texts[right], texts[group.rank])}")
+        names = (view.members[rank].name for rank in (right, group.rank))
+        unlike = difference(texts[right], texts[group.rank], *names)
+        raise ConfigError(f"the others train with other settings: {unlike}")
     await group.barrier()  # whoever is wrong has heard it before this ends, as it must
-    unlike = next(rank for rank, theirs in enumerate(texts) if theirs != texts[right])
-    raise CollectiveError(f"rank {unlike} was started with other settings", peer=unlike, phase="synchronising")
+    rank = next(rank for rank, theirs in enumerate(texts) if theirs != texts[right])
+    why = f"{view.members[rank].name} was started with other settings"
+    raise CollectiveError(why, peer=rank, phase="synchronising")
 
 
 def _check_sizes(view: View, rank: int, us: Trainee) -> None:

@@ -353,7 +353,7 @@ def test_a_checkpoint_file_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_newcomer_with_other_settings_is_told_and_the_others_go_on() -> None:
     unlike = {"d": replace(CONVEX, lr=0.01)}
     outcome = train(SWITCH, CONVEX, first="abc", plan=[(3, "abcd")], unlike=unlike)
-    with pytest.raises(ConfigError, match=r"lr is 0\.05 and 0\.01"):
+    with pytest.raises(ConfigError, match=r"lr is 0\.05 on a and 0\.01 on d"):
         raise outcome.error("d")
     assert outcome.sha256() == train(SWITCH, CONVEX, first="abc").sha256()
 

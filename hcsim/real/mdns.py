@@ -10,6 +10,7 @@ have our own.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import time
@@ -40,6 +41,10 @@ SOURCE_PACKETS_PER_S, SOURCE_BURST = 50.0, 200
 """Packets of one source address that are parsed, at each of our sockets."""
 PACKETS_PER_S, BURST = 100.0, 400
 """Packets of all sources that are parsed, at each of our sockets."""
+REST_S = 0.02
+"""How long a socket is not read after a packet was dropped; then up to `MOST_AT_ONCE` packets are read at once."""
+MOST_AT_ONCE = 512
+MOST_PACKET_BYTES = 9000
 MOST_SOURCES = 256
 """Source addresses whose rates are remembered."""
 MOST_RESOLVING = 32
@@ -191,28 +196,85 @@ async def _guard(zeroconf: Zeroconf) -> None:
     """Put a sieve before what zeroconf does with the packets of each of its sockets."""
     await zeroconf.async_wait_for_start()
     for reader in zeroconf.engine.readers:
-        reader.transport.set_protocol(Sieve(reader.transport.get_protocol()))
+        transport = reader.transport
+        transport.set_protocol(Sieve(transport.get_protocol(), rest=Rest.of(transport)))
+
+
+class Rest:
+    """Lets a socket's packets pile up for a moment during a flood, to read them all at once.
+
+    A turn of the event loop for every packet costs ten times what it costs to read and drop it. asyncio has no public
+    way to pause a datagram transport; on an event loop without these methods packets are read one by one."""
+
+    def __init__(self, transport: Any, loop: Any) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._fd = transport.get_extra_info("socket").fileno()
+        self._sock = socket.socket(fileno=os.dup(self._fd))
+        self._resting: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of(cls, transport: Any) -> Rest | None:
+        """For a transport of the standard event loop."""
+        loop = asyncio.get_running_loop()
+        possible = all(hasattr(loop, name) for name in ("_add_reader", "_remove_reader"))
+        return cls(transport, loop) if possible and hasattr(transport, "_read_ready") else None
+
+    def begin(self, received: Callable[[bytes, tuple[Any, ...]], bool]) -> None:
+        """Read nothing for a moment, then all that came, until `received` has taken all of it."""
+        if self._resting is None and not self._transport.is_closing():
+            self._loop._remove_reader(self._fd)
+            self._resting = self._loop.call_later(REST_S, self._read_all, received)
+
+    def end(self) -> None:
+        """The transport is closed."""
+        if self._resting is not None:
+            self._resting.cancel()
+        self._sock.close()
+
+    def _read_all(self, received: Callable[[bytes, tuple[Any, ...]], bool]) -> None:
+        self._resting = None
+        if self._transport.is_closing():
+            return
+        all_taken = True
+        for _ in range(MOST_AT_ONCE):
+            try:
+                packet = self._sock.recvfrom(MOST_PACKET_BYTES)
+            except OSError:  # no more, or an error that the transport will see
+                break
+            all_taken = received(*packet) and all_taken
+        if all_taken:
+            self._loop._add_reader(self._fd, self._transport._read_ready)
+        else:
+            self._resting = self._loop.call_later(REST_S, self._read_all, received)
 
 
 class Sieve(asyncio.DatagramProtocol):
     """Passes packets on to another protocol, and drops those beyond the rates above."""
 
-    def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inner: Any, clock: Callable[[], float] = time.monotonic, rest: Rest | None = None) -> None:
         self._inner = inner
         self._clock = clock
+        self._rest = rest
         self._all = TokenBucket(PACKETS_PER_S, BURST)
         self._sources: dict[str, TokenBucket] = {}
 
     def datagram_received(self, data: bytes, address: tuple[Any, ...]) -> None:
         """A packet came."""
+        if not self._passes(data, address) and self._rest is not None:
+            self._rest.begin(self._passes)
+
+    def _passes(self, data: bytes, address: tuple[Any, ...]) -> bool:
         now_s, source = self._clock(), address[0]
         bucket = self._sources.get(source)
         if bucket is None:
             bucket = self._sources[source] = TokenBucket(SOURCE_PACKETS_PER_S, SOURCE_BURST)
             if len(self._sources) > MOST_SOURCES:
                 del self._sources[next(iter(self._sources))]
-        if bucket.take(now_s) and self._all.take(now_s):
-            self._inner.datagram_received(data, address)
+        if not (bucket.take(now_s) and self._all.take(now_s)):
+            return False
+        self._inner.datagram_received(data, address)
+        return True
 
     def error_received(self, exc: Exception) -> None:
         """The socket reports an error."""
@@ -220,6 +282,8 @@ class Sieve(asyncio.DatagramProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
+        if self._rest is not None:
+            self._rest.end()
         self._inner.connection_lost(exc)
 
 

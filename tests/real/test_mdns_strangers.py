@@ -64,7 +64,7 @@ async def flood(packets: Callable[[int], bytes], count: int, sources: list[str])
         sock.close()
 
 
-@pytest.mark.parametrize("sources", [["127.0.0.1"], [f"127.0.1.{n}" for n in range(1, 51)]], ids=["one", "many"])
+@pytest.mark.parametrize("sources", [["127.0.7.7"], [f"127.0.1.{n}" for n in range(1, 51)]], ids=["one", "many"])
 def test_a_flood_of_ghosts_costs_a_bounded_number_of_dials_tasks_and_descriptors(sources: list[str]) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -100,6 +100,10 @@ def test_a_flood_of_ghosts_costs_a_bounded_number_of_dials_tasks_and_descriptors
             watching = asyncio.ensure_future(watch())
             await flood(lambda n: ghost(n, "aa", f"10.9.{n // 200}.{n % 200}"), 1000, sources)
             await flood(lambda n: pointer(b"silent %d" % n), 500, sources)
+            async with asyncio.timeout(30):
+                while not dials:  # other programs may have used up what all sources may send
+                    await flood(lambda n: ghost(5000 + dials, "aa", "10.9.9.9"), 1, sources[:1])
+                    await asyncio.sleep(0.2)
             elapsed_s = loop.time() - began_s
             watching.cancel()
             running.cancel()

@@ -42,6 +42,7 @@ from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.hello import Membership
 from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
+from hcsim.virtual.census import Census
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World
@@ -138,12 +139,14 @@ def simulate_cluster(
     tell: Callable[[str, str], None] = lambda host, what: None,
     what: Task | None = None,
     limit_s: float | None = None,
+    census: Census | None = None,
 ) -> Outcome[Report]:
     """Let the hosts of a scenario find each other and train, whatever happens to them: see its `[cluster]`.
 
     `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
     after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
-    more, a `TrainingError`."""
+    more, a `TrainingError`. A `census` takes the sink's
+    place, and counts what the hosts use."""
     from hcsim.node import Plan, train_as_member
 
     loaded = load_scenario(scenario)
@@ -152,7 +155,9 @@ def simulate_cluster(
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
     _refuse_tunnels(plan.training)
-    world = World(loaded, sink=sink, sealed=True)
+    world = World(loaded, sink=sink if census is None else census, sealed=True)
+    if census is not None:
+        census.watch(world)
     homes = {node.name: node.home for node in loaded.nodes} if len(loaded.homes) > 1 else {}
     said: dict[str, str] = {}
     standstill = _standstill(world, max(STANDSTILL_S, 20 * plan.training.timeout_s), limit_s)

@@ -1,1 +1,1 @@
-"""Clusters under faults that nobody thought of: does what must always hold, hold?"""
+"""Clusters under faults that nobody thought of, and how soon they recover from those that everybody knows."""

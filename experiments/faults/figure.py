@@ -9,15 +9,14 @@ import msgspec
 import pandas as pd
 from msgspec.structs import replace
 
-from experiments.faults.slopes import Slopes
-from experiments.faults.trial import SLOW, SWITCH
 from experiments.figures.style import LOOKS, figure, save_data
-from experiments.workers import starting
 from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scenario
 from hcsim.launch import simulate_cluster
 from hcsim.rng import stream
 from hcsim.telemetry.trace import Event
+from hcsim.training.tasks.slopes import Slopes
 from hcsim.units import PositiveSeconds, Seconds
+from hcsim.workers import starting
 
 INTERVALS_S = (0.25, 0.5, 1.0, 2.0, 5.0)
 NODES = 4
@@ -28,6 +27,9 @@ LOSSES = {
     "it hangs (connections stay open)": ("pause", False),
 }
 FILE = "recovery"
+SLOW = '{ name = "slow", peak = "1 TFLOPS", memory = "100 GB/s", overhead = "30 ms" }'
+"""A step takes about a quarter of a second, so that training outlasts the loss."""
+SWITCH = '[[medium]]\nkind = "ethernet"\nname = "switch"\nrate = "1 Gb/s"\n'
 
 
 class Loss(msgspec.Struct, frozen=True):

@@ -20,8 +20,8 @@ from typing import TypeVar
 import msgspec
 
 from experiments.peers.peer import Command
-from experiments.workers import ONE_THREAD
 from hcsim.errors import HcsimError
+from hcsim.workers import ONE_THREAD
 
 CONTROL = "control"
 """The name of the crew's socket in its folder."""

@@ -18,7 +18,7 @@ import msgspec
 
 from experiments.study.cell import AnyCell, Result
 from experiments.study.measure import measured
-from experiments.workers import starting
+from hcsim.workers import starting
 
 Finished = Callable[[AnyCell, Result, float], None]
 """Told the cell, what it came to, and how many seconds that took."""

@@ -63,6 +63,40 @@ def topology(
 
 
 @app.command()
+def fuzz(
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; without --minutes, 100.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Take new seeds for so long.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Only this one, and tell all that happens.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Only this scenario's file, and tell all that happens.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; left out, one for each core.")] = None,
+    shrink: Annotated[bool, typer.Option(help="Make what was found small.")] = True,
+    state: Annotated[Path | None, typer.Option(help="A record: with it an interrupted search goes on.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for small scenarios that break something.")] = Path("findings"),
+    json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
+) -> None:
+    """Put random virtual clusters under random faults, and hold them to what must always hold."""
+    with plainly():
+        from hcsim.cli import options
+        from hcsim.cli.fuzz import Search, replay_file, replay_seed, search
+
+        options.only(
+            "without --seed and --replay",
+            {} if seed is None and replay is None
+            else {"--seeds": seeds, "--minutes": minutes, "--state": state, "--json": json, "--workers": workers},
+        )  # fmt: skip
+        if seed is not None:
+            options.only("without --seed", {"--replay": replay})
+            done = replay_seed(seed, shrink, out)
+        elif replay is not None:
+            done = replay_file(replay)
+        else:
+            done = search(Search(seeds, first, minutes, workers, shrink, state, out, json))
+    if not done:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
     """Score a saved model on data that it was not trained on."""
     with plainly():

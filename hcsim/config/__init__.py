@@ -55,7 +55,7 @@ from hcsim.config.machines import CATALOGUE, Machine
 from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
-from hcsim.config.write import write_faults, write_job
+from hcsim.config.write import write_faults, write_job, write_scenario
 
 __all__ = [
     "CATALOGUE",
@@ -116,4 +116,5 @@ __all__ = [
     "shipped_scenarios",
     "write_faults",
     "write_job",
+    "write_scenario",
 ]

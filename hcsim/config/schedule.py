@@ -69,7 +69,7 @@ HEALED_BY = 0.6
 DECIMALS = 3
 """Times are whole milliseconds, so that a person can read them."""
 
-Kind: TypeAlias = Callable[["_Draw"], tuple[AnyFault, ...]]
+Kind: TypeAlias = Callable[["Draw"], tuple[AnyFault, ...]]
 """Draws one fault, or a few that belong together; none where the scenario has nothing that it could happen to."""
 
 
@@ -90,31 +90,37 @@ def random_faults(
         check_known(f"kinds[{i}]", kind, FAULTS, "fault")
     if not kinds or len(nodes) < 2 or duration_s < 1:
         raise UsageError("random faults need kinds to choose from, two nodes at least, and a second of time")
-    draw = _Draw(stream(seed, "schedule"), nodes, media, duration_s)
-    wanted = draw.rng.randint(FEWEST, MOST)
+    draw = Draw(stream(seed, "schedule"), nodes, media, duration_s)
+    faults = draw_faults(draw, kinds, draw.rng.randint(FEWEST, MOST))
+    if not faults:
+        raise UsageError(f"none of these faults can happen here: {', '.join(kinds)}")
+    lasting = stream(seed, "for good")
+    faults = [without_end(fault) if lasting.random() < for_good else fault for fault in faults]
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def draw_faults(draw: Draw, kinds: Sequence[str], wanted: int) -> list[AnyFault]:
+    """So many faults, or a few more where some belong together; fewer where these kinds cannot happen. A kind that is
+    named twice is drawn twice as often."""
     faults: list[AnyFault] = []
     for _ in range(100 * MOST):
+        if len(faults) >= wanted:
+            break
         kind = draw.rng.choice(kinds)
         drawn = (_KINDS if kind in _KINDS else _NAMED_KINDS)[kind](draw)
         if len(faults) + len(drawn) <= wanted or (not faults and drawn):
             faults += drawn
-        if len(faults) >= wanted:
-            break
-    if not faults:
-        raise UsageError(f"none of these faults can happen here: {', '.join(kinds)}")
-    lasting = stream(seed, "for good")
-    faults = [_for_good(fault) if lasting.random() < for_good else fault for fault in faults]
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return faults
 
 
-def _for_good(fault: AnyFault) -> AnyFault:
-    """The fault without its end, where it can do without."""
+def without_end(fault: AnyFault) -> AnyFault:
+    """The fault as one that lasts for good, where it can."""
     ends = [field for field in msgspec.structs.fields(fault) if field.name == "duration_s" and field.default is None]
     return msgspec.structs.replace(fault, duration_s=None) if ends else fault
 
 
-class _Draw:
-    """The parts that faults are drawn from."""
+class Draw:
+    """The parts that faults are drawn from: a scenario's, and of a run that lasts so long."""
 
     def __init__(self, rng: Random, nodes: Sequence[Node], media: Sequence[AnyMedium], duration_s: float) -> None:
         self.rng = rng
@@ -148,7 +154,7 @@ class _Draw:
         return self._forgetful.setdefault(node, how) == how
 
 
-def _restart(draw: _Draw, node: str, at_s: Seconds, down_s: Seconds) -> Restart:
+def _restart(draw: Draw, node: str, at_s: Seconds, down_s: Seconds) -> Restart:
     state = draw.rng.choices(("kept", "lost", "stale"), (12, 3, 1))[0]
     if state == "lost" and draw.may_forget(node, "lost"):
         return Restart(at_s, node, "lost", down_s)
@@ -157,13 +163,13 @@ def _restart(draw: _Draw, node: str, at_s: Seconds, down_s: Seconds) -> Restart:
     return Restart(at_s, node, down_s=down_s, clean=draw.rng.random() < 0.5)
 
 
-def _crashes(draw: _Draw) -> tuple[AnyFault, ...]:
+def _crashes(draw: Draw) -> tuple[AnyFault, ...]:
     node, (at_s, down_s) = draw.node(), draw.span()
     crash = Crash(at_s, node, clean=draw.rng.random() < 0.5)
     return crash, _restart(draw, node, Seconds(round(at_s + down_s, DECIMALS)), Seconds(1e-3))
 
 
-def _restarts(draw: _Draw) -> tuple[AnyFault, ...]:
+def _restarts(draw: Draw) -> tuple[AnyFault, ...]:
     node, (at_s, down_s) = draw.node(), draw.span()
     if draw.rng.random() < 0.25:
         half_s = Seconds(round(down_s / 2, DECIMALS))
@@ -171,7 +177,7 @@ def _restarts(draw: _Draw) -> tuple[AnyFault, ...]:
     return (_restart(draw, node, at_s, Seconds(down_s)),)
 
 
-def _copies(draw: _Draw) -> tuple[AnyFault, ...]:
+def _copies(draw: Draw) -> tuple[AnyFault, ...]:
     """The copy must forget in the end, so that it has a key of its own again."""
     (node, of), (at_s, lasts_s) = draw.pair(), draw.span()
     if not draw.may_forget(node, "lost"):
@@ -180,33 +186,33 @@ def _copies(draw: _Draw) -> tuple[AnyFault, ...]:
     return CopiedIdentity(at_s, node, of, Seconds(down_s)), Restart(back_s, node, "lost", Seconds(1e-3))
 
 
-def _parts(draw: _Draw) -> tuple[AnyFault, ...]:
+def _parts(draw: Draw) -> tuple[AnyFault, ...]:
     names = draw.rng.sample(draw.names, len(draw.names))
     cut, (at_s, lasts_s) = draw.rng.randrange(1, len(names)), draw.span()
     return (Partition(at_s, (tuple(names[:cut]), tuple(names[cut:])), lasts_s, oneway=draw.rng.random() < 0.3),)
 
 
-def _changes(draw: _Draw) -> tuple[AnyFault, ...]:
+def _changes(draw: Draw) -> tuple[AnyFault, ...]:
     medium, (at_s, lasts_s) = draw.rng.choice(list(draw.media)), draw.span()
     if draw.rng.random() < 0.5:
         return (LinkChange(at_s, medium, rate_bps=BitRate(draw.rng.choice((1e6, 1e7, 1e8))), duration_s=lasts_s),)
     return (LinkChange(at_s, medium, latency_s=Seconds(draw.rng.choice((0.02, 0.2, 1.0))), duration_s=lasts_s),)
 
 
-def _datagrams(draw: _Draw) -> tuple[AnyFault, ...]:
+def _datagrams(draw: Draw) -> tuple[AnyFault, ...]:
     medium, (at_s, lasts_s) = draw.rng.choice(list(draw.media)), draw.span()
     shares = [Share(round(draw.rng.uniform(0.1, 0.9), 2)) for _ in range(3)]
     delay_s = Seconds(round(draw.rng.uniform(0.0, 2.0), DECIMALS))
     return (Datagrams(at_s, medium, lasts_s, shares[0], delay_s, shares[1], shares[2]),)
 
 
-def _gates(draw: _Draw) -> tuple[AnyFault, ...]:
+def _gates(draw: Draw) -> tuple[AnyFault, ...]:
     air = [name for name, medium in draw.media.items() if isinstance(medium, Wifi)]
     at_s, lasts_s = draw.span()
     return (WifiGate(at_s, draw.rng.choice(air), PositiveSeconds(min(lasts_s, 0.25))),) if air else ()
 
 
-def _pulls(draw: _Draw) -> tuple[AnyFault, ...]:
+def _pulls(draw: Draw) -> tuple[AnyFault, ...]:
     plugs = [
         (node.name, link.medium)
         for node in draw.nodes
@@ -219,7 +225,7 @@ def _pulls(draw: _Draw) -> tuple[AnyFault, ...]:
     return (CablePulled(at_s, node, medium, lasts_s),)
 
 
-def _moves(draw: _Draw) -> tuple[AnyFault, ...]:
+def _moves(draw: Draw) -> tuple[AnyFault, ...]:
     bridged = {name: medium.home for name, medium in draw.media.items() if not isinstance(medium, Thunderbolt)}
     ways = [
         (node.name, link.medium, other)
@@ -234,20 +240,20 @@ def _moves(draw: _Draw) -> tuple[AnyFault, ...]:
     return (InterfaceChange(at_s, node, medium, to, lasts_s),)
 
 
-def _reboots(draw: _Draw) -> tuple[AnyFault, ...]:
+def _reboots(draw: Draw) -> tuple[AnyFault, ...]:
     if not draw.homes:
         return ()
     home, (at_s, lasts_s) = draw.rng.choice(draw.homes), draw.span()
     return (RouterReboot(at_s, home, lasts_s),)
 
 
-def _misbehaves(draw: _Draw) -> tuple[AnyFault, ...]:
+def _misbehaves(draw: Draw) -> tuple[AnyFault, ...]:
     (node, to), (at_s, lasts_s) = draw.pair(), draw.span()
     how, share = draw.rng.choice(get_args(Misbehaviour)), draw.rng.choice((1.0, 0.5, 0.1, 0.01))
     return (Misbehave(at_s, node, how, draw.rng.choice((to, None)), PositiveShare(share), lasts_s),)
 
 
-def _strangers(draw: _Draw) -> tuple[AnyFault, ...]:
+def _strangers(draw: Draw) -> tuple[AnyFault, ...]:
     homes = [node.home for node in draw.nodes if node.home in draw.homes]
     if not homes:
         return ()
@@ -267,14 +273,14 @@ def _strangers(draw: _Draw) -> tuple[AnyFault, ...]:
     )
 
 
-def _share(draw: _Draw, least: float) -> PositiveShare:
+def _share(draw: Draw, least: float) -> PositiveShare:
     return PositiveShare(round(draw.rng.uniform(least, 0.99), 2))
 
 
-def _lasting(make: Callable[[_Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind:
+def _lasting(make: Callable[[Draw, Seconds, PositiveSeconds], AnyFault]) -> Kind:
     """A kind whose faults only need a time and a duration that are drawn like all others."""
 
-    def kind(draw: _Draw) -> tuple[AnyFault, ...]:
+    def kind(draw: Draw) -> tuple[AnyFault, ...]:
         return (make(draw, *draw.span()),)
 
     return kind

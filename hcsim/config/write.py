@@ -10,10 +10,25 @@ import msgspec
 
 from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault
+from hcsim.config.scenario import Scenario, Tcp
 from hcsim.config.table import Table
 from hcsim.config.training import Training
 
-_UNITS = {"_s": " s", "_bps": " b/s", "_bytes": " B"}
+_UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": " FLOPS"}
+
+
+def write_scenario(scenario: Scenario) -> str:
+    """A file of its own: a run of what is read back is the same run. Its job is not written, only its training."""
+    head = [line for line in _given(scenario) if line.partition(" ")[0] in ("name", "description", "seed", "routes")]
+    tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
+    tables += [("[[wan]]", line) for line in scenario.wan]
+    tables += [("[[node]]", node) for node in scenario.nodes]
+    once: list[tuple[str, Table | None]] = [("[tcp]", scenario.tcp), ("[cluster]", scenario.cluster)]
+    once += [("[training]", scenario.training)]
+    tables += [(header, table) for header, table in once if table is not None and table != Tcp()]
+    parts = ["\n".join([*head, ""])]
+    parts += ["\n".join([header, *_tag(table), *_given(table), ""]) for header, table in tables]
+    return "\n".join([*parts, write_faults(scenario.faults)])
 
 
 def write_faults(faults: Iterable[AnyFault]) -> str:
@@ -28,7 +43,13 @@ def write_job(name: str, seed: int, cluster: Cluster, training: Training) -> str
 
 
 def _table(fault: AnyFault) -> str:
-    return "\n".join(["[[fault]]", f'kind = "{fault.__struct_config__.tag}"', *_given(fault), ""])
+    return "\n".join(["[[fault]]", *_tag(fault), *_given(fault), ""])
+
+
+def _tag(table: Table) -> list[str]:
+    """Which kind of table this is, where there are several."""
+    tag = table.__struct_config__.tag
+    return [] if tag is None else [f"kind = {json.dumps(tag)}"]
 
 
 def _given(table: Table) -> list[str]:
@@ -39,8 +60,10 @@ def _given(table: Table) -> list[str]:
 
 def _value(name: str, value: object) -> str:
     if isinstance(value, Table):
-        return f"{{ {', '.join(_given(value))} }}"
-    unit = re.search(r"_(bps|s|bytes)$", name)
+        return f"{{ {', '.join([*_tag(value), *_given(value)])} }}"
+    if isinstance(value, tuple) and any(isinstance(each, Table) for each in value):
+        return f"[{', '.join(_value('', each) for each in value)}]"
+    unit = re.search(r"_(bps|Bps|s|bytes|flops)$", name)
     if unit is not None:
         number = value if isinstance(value, int) else repr(float(str(value)))
         return json.dumps(f"{number}{_UNITS[unit[0]]}")

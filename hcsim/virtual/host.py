@@ -267,10 +267,13 @@ class VirtualHost:
         self.metrics.counter("hcsim_accepts_total").add()
         listener.offer(channel)
 
+    @property
+    def descriptors(self) -> int:
+        """How many connections the process has, those that it tries to make included."""
+        return len(self.channels) - len(self._unaccepted) + self._dialling
+
     def _is_out_of_descriptors(self) -> bool:
-        if not self.descriptor_limits:
-            return False
-        return len(self.channels) - len(self._unaccepted) + self._dialling >= min(self.descriptor_limits)
+        return bool(self.descriptor_limits) and self.descriptors >= min(self.descriptor_limits)
 
     async def _dial_one_of(self, address: str, places: Sequence[str], port: int) -> VirtualChannel | None:
         """One attempt at every place; the one that answered last comes first, and for the last one there is time."""

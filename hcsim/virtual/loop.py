@@ -195,6 +195,10 @@ class VirtualLoop(PlainLoop):
         task.add_done_callback(self._tasks.pop)
         return task
 
+    def tasks_of(self, owner: object) -> int:
+        """How many unfinished tasks it has."""
+        return sum(each is owner for each in self._tasks.values())
+
     def event(self, event: simpy.Event) -> asyncio.Future[Any]:
         """A future with a SimPy event's value or failure. Cancelled, it leaves the event, or a resource's queue."""
         future = self.create_future()

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
-from experiments.faults.slopes import Slopes
 from hcsim.config import parse_scenario
 from hcsim.launch import simulate_cluster
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
+from hcsim.training.tasks.slopes import Slopes
 from tests.cluster.sick_members import SICK_MEMBERS
 
 TIMEOUT_S = 10

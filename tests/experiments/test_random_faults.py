@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from experiments.faults.laws import LAWS, Evidence, violations
+from experiments.faults.slopes import expected
+from experiments.faults.trial import METHODS, Trial, run_trial, scenario_of
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from experiments.faults import __main__ as faults
-from experiments.faults.laws import LAWS, Evidence, violations
-from experiments.faults.slopes import expected
-from experiments.faults.trial import METHODS, Trial, run_trial, scenario_of
 from hcsim.config import FAULTS, Crash, parse_scenario, write_faults
 from hcsim.config.schedule import DEFAULT_KINDS
 from hcsim.training.run import Report

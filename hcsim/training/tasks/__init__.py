@@ -28,6 +28,12 @@ def _convex() -> Task:
     return Convex()
 
 
+def _slopes() -> Task:
+    from hcsim.training.tasks.slopes import Slopes
+
+    return Slopes()
+
+
 def _shapes(name: str) -> Task:
     from hcsim.training.tasks.shapes import SHAPES
 
@@ -38,6 +44,7 @@ _TASKS: Mapping[str, Callable[[], Task]] = {
     "digits": _digits,
     "text": _text,
     "convex": _convex,
+    "slopes": _slopes,
     **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
 }
 

@@ -1,0 +1,1 @@
+"""A search for clusters that do what they must not, or stop doing what they must: random homes under random faults."""

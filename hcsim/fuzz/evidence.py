@@ -1,0 +1,155 @@
+"""All that is known of a run: what its trace, its observer, its census and its members say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from hcsim.compressors.base import Array
+from hcsim.config import Cluster, CopiedIdentity, Restart, Scenario, Training
+from hcsim.fuzz.coverage import Tracker
+from hcsim.fuzz.generate import forgets
+from hcsim.fuzz.phases import Lives, Phases, Sighting
+from hcsim.runtime.channel import Phantom
+from hcsim.telemetry.trace import Event
+from hcsim.training.run import Point, Report, Run
+from hcsim.virtual.census import Usage
+from hcsim.virtual.loop import OWNER
+
+KEPT = (
+    "view", "follows", "synchronised", "voted", "applied", "view failed", "group failed", "fault", "accused",
+    "parameter server",
+)  # fmt: skip
+"""The kinds of events that say something about the protocol."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a host told its people."""
+
+    time_s: float
+    host: str
+    text: str
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A host has done so many steps."""
+
+    time_s: float
+    host: str
+    step: int
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """All that is known of a run."""
+
+    scenario: Scenario
+    phases: Phases
+    excused: str = ""
+    """Why the core need not finish; empty: it must."""
+    events: Sequence[Event] = ()
+    said: Sequence[Said] = ()
+    steps: Sequence[Step] = ()
+    results: Mapping[str, Report | BaseException] = {}
+    """By host, of its last life; those of hosts that never end are missing."""
+    parameters: Mapping[str, Array] = {}
+    """Of hosts that came to the end."""
+    usage: Mapping[str, Usage] = {}
+    lost: Sequence[str] = ()
+    """What asyncio complained about: errors that nobody looked at."""
+    limit_s: float = 0.0
+    """When hosts were stopped that had not ended."""
+
+    @property
+    def training(self) -> Training:
+        """What was to be learned."""
+        return self.scenario.training or Training()
+
+    @property
+    def cluster(self) -> Cluster:
+        """How the members hold together."""
+        return self.scenario.cluster or Cluster()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts."""
+        return [node.name for node in self.scenario.nodes]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameters are those of a closed form: data parallel, nothing compressed, nobody lies."""
+        kinds = {fault.__struct_config__.tag for fault in self.scenario.faults}
+        return (self.training.strategy, self.training.compressor) == ("ddp", "none") and "misbehave" not in kinds
+
+    def of_kind(self, kind: str, fields: int) -> Iterator[Event]:
+        """The events of one kind, with so many fields."""
+        return (event for event in self.events if event[1] == kind and len(event) == 3 + fields)
+
+
+def forgotten_s(scenario: Scenario) -> dict[str, float]:
+    """The hosts that come back without their memory, and when they last do."""
+    last: dict[str, float] = {}
+    for fault in scenario.faults:
+        if isinstance(fault, Restart | CopiedIdentity) and forgets(fault):
+            last[fault.node] = max(last.get(fault.node, 0.0), fault.at_s + fault.down_s)
+    return last
+
+
+class Recorder:
+    """Gathers evidence while a run goes on: an observer, a sink of its trace, and whom its members tell."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.events: list[Event] = []
+        self.said: list[Said] = []
+        self.steps: list[Step] = []
+        self.parameters: dict[str, Array] = {}
+        self.tracker = Tracker(scenario)
+
+    def sink(self, events: Sequence[Event]) -> None:
+        """Keep what says something."""
+        self.tracker.follow(events)
+        self.events += [event for event in events if event[1] in KEPT]
+
+    def tell(self, host: str, text: str) -> None:
+        """A host says something."""
+        self.said.append(Said(asyncio.get_running_loop().time(), host, text))
+
+    def point(self, rank: int, point: Point) -> None:
+        """A step is done."""
+        self.steps.append(Step(asyncio.get_running_loop().time(), _present(), point.step))
+
+    def finished(self, run: Run) -> None:
+        """A member came to the end."""
+        parameters = run.learner.replica.parameters
+        assert not isinstance(parameters, Phantom)
+        self.parameters[run.group.host.name] = parameters.copy()
+        self.tracker.ended(run.group.host.name)
+
+    @property
+    def views(self) -> list[Sighting]:
+        """The views that were adopted, in the order of time."""
+        return [sighting(event) for event in self.events if event[1] == "view"]
+
+    def lives(self, scenario: Scenario) -> Lives:
+        """What the trace says of the lives of the hosts."""
+        worked = [(_seconds(event), str(event[2])) for event in self.events if event[1] == "follows"]
+        starts = [event for event in self.events if event[1:3] == ("fault", "start")]
+        started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
+        return Lives(self.views, worked, started_s, forgotten_s(scenario))
+
+
+def sighting(event: Event) -> Sighting:
+    """A "view" event."""
+    time_ns, _, host, lineage, epoch, _, members = event
+    names = tuple(member.partition("#")[0] for member in str(members).split(",") if member)
+    return Sighting(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
+
+
+def _seconds(event: Event) -> float:
+    return int(event[0]) / 1e9
+
+
+def _present() -> str:
+    """The host whose code runs now."""
+    return str(getattr(OWNER.get(), "name", ""))

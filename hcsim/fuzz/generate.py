@@ -1,0 +1,199 @@
+"""What a seed stands for: a home, a training, and what goes wrong in it.
+
+Swarm testing (Groce, Zhang, Eide, Chen and Regehr, ISSTA 2012): a test that has a bit of everything finds less than
+many tests of which each leaves much out, since one feature hides what another would bring to light: where machines
+crash all the time, nobody runs out of descriptors. So each seed first draws which kinds of faults there are at all, and
+how often each, and how many; and so it does with numbers of machines, media, strategies, compressors, quorums and
+timeouts. Small homes are more frequent than large ones: they are quick, and most defects need two or three machines.
+
+Faults come in two lots. Those of the first strike anybody, and end. Those of the second last for good and break only
+machines that were chosen to be sick, which are so few that the others are a quorum: see `phases`.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TypeAlias, TypeVar
+
+from msgspec.structs import replace
+
+from hcsim.config import (
+    FAULTS,
+    AnyFault,
+    Attachment,
+    Cluster,
+    CopiedIdentity,
+    Crash,
+    Ethernet,
+    Heartbeat,
+    Machine,
+    Node,
+    Restart,
+    Scenario,
+    Training,
+    Wifi,
+    parse_scenario,
+    write_scenario,
+)
+from hcsim.config.cluster import PRESETS
+from hcsim.config.media import WIFI_STANDARDS, AnyMedium
+from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
+from hcsim.fuzz.phases import breaks
+from hcsim.rng import stream
+from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
+
+T = TypeVar("T")
+Choices: TypeAlias = tuple[tuple[T, int], ...]
+"""What there is to choose from, and how often each is chosen."""
+
+KINDS = tuple(FAULTS)
+NODES: Choices[int] = ((2, 4), (3, 7), (4, 6), (5, 3), (6, 2), (7, 1), (8, 1))
+MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
+STRATEGIES: Choices[str] = (
+    ("ddp", 8), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
+    ("parameter_server:bounded,staleness=4", 1), ("single", 1),
+)  # fmt: skip
+COMPRESSORS: Choices[str] = (
+    ("none", 8), ("int8+ef", 2), ("topk:0.1+ef", 2), ("randomk:0.1+ef", 1), ("powersgd:2+ef", 1), ("fp16", 1),
+    ("onebit+ef", 1),
+)  # fmt: skip
+ALGORITHMS: Choices[str] = (("auto", 8), ("ring", 1), ("tree", 1), ("centralized", 1), ("halving_doubling", 1))
+QUORUMS: Choices[str] = (("tiebreak", 5), ("majority", 3), ("any", 2))
+HEARTBEATS: Choices[Heartbeat] = (
+    (PRESETS["low_latency"], 6),
+    (Heartbeat(interval_s=PositiveSeconds(0.25), timeout_s=PositiveSeconds(1.5)), 2),
+    (Heartbeat(interval_s=PositiveSeconds(1), timeout_s=PositiveSeconds(4)), 3),
+    (Heartbeat(interval_s=PositiveSeconds(2), timeout_s=PositiveSeconds(6), failures=2), 1),
+    (PRESETS["home"], 1),
+)
+TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 2))
+"""Of a collective."""
+LAUNCHES_S: Choices[float] = ((0.03, 2), (0.06, 4), (0.12, 3))
+"""What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
+LAUNCHES_OF_A_STEP = 8.5
+SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))
+MOST_STEPS = 300
+CLOSEST = 12
+"""The least number of steps that are left when nothing changes any more."""
+
+
+def scenario_of(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    draw = stream(seed, "fuzz")
+    heartbeat = _choose(draw, HEARTBEATS)
+    safety_s = max(_choose(draw, SAFETY_S), 4 * heartbeat.timeout_s)
+    media = _media(draw)
+    launch_s = _choose(draw, LAUNCHES_S)
+    nodes = tuple(_node(draw, number, media, launch_s) for number in range(1, _choose(draw, NODES) + 1))
+    cluster = _cluster(draw, len(nodes), heartbeat)
+    training = _training(draw, safety_s / (launch_s * LAUNCHES_OF_A_STEP))
+    home = Scenario(f"seed-{seed}", nodes, seed=seed, media=media, training=training, cluster=cluster)
+    home = parse_scenario(write_scenario(home), f"seed {seed}")
+    return replace(home, faults=_schedule(draw, home, safety_s))
+
+
+def _choose(draw: Random, choices: Choices[T]) -> T:
+    return draw.choices([choice for choice, _ in choices], [weight for _, weight in choices])[0]
+
+
+def _media(draw: Random) -> tuple[AnyMedium, ...]:
+    which = _choose(draw, MEDIA)
+    media: list[AnyMedium] = []
+    if which != "air":
+        media.append(Ethernet("switch", BitRate(draw.choice((1e8, 1e9, 2.5e9)))))
+    if which != "switch":
+        standard = draw.choice(sorted(WIFI_STANDARDS))
+        text = f'name = "air"\n[[medium]]\nkind = "wifi"\nname = "air"\nstandard = "{standard}"\n'
+        medium = parse_scenario(text, "air").media[0]
+        assert isinstance(medium, Wifi)
+        media.append(replace(medium, fairness=draw.choice(("throughput", "airtime"))))
+    return tuple(media)
+
+
+def _node(draw: Random, number: int, media: tuple[AnyMedium, ...], launch_s: float) -> Node:
+    names = [medium.name for medium in media]
+    links = draw.choice((names, names, *([name] for name in names)))
+    slower = draw.choice((1.0, 1.0, 1.0, 1.5, 2.0))
+    machine = Machine("slow", FlopRate(1e12), ByteRate(1e11), overhead_s=Seconds(round(slower * launch_s, 3)))
+    return Node(f"mac-{number}", machine, links=tuple(Attachment(name) for name in links))
+
+
+def _cluster(draw: Random, count: int, heartbeat: Heartbeat) -> Cluster:
+    return Cluster(
+        nodes=draw.choice((count, count, count, draw.randint(1, count))),
+        peer_timeout_s=PositiveSeconds(draw.choice((5.0, 15.0))),
+        connection_timeout_s=PositiveSeconds(draw.choice((2.0, 5.0))),
+        quorum=_choose(draw, QUORUMS),  # type: ignore[arg-type]
+        heartbeat=heartbeat,
+        settle_s=PositiveSeconds(draw.choice((0.1, 0.5, 2.0))),
+        checkpoint_every=draw.choice((2, 10, 100)),
+        measure=draw.choice(("nothing", "links", "links", "order")),
+    )
+
+
+def _training(draw: Random, steps: float) -> Training:
+    """So many steps that something is left to do when all faults are over, as far as one can know."""
+    wanted = min(MOST_STEPS, CLOSEST + round(steps * draw.uniform(1.0, 1.5)))
+    strategy = _choose(draw, STRATEGIES)
+    return Training(
+        task="slopes",
+        strategy=strategy,
+        compressor=_choose(draw, COMPRESSORS),
+        algorithm=_choose(draw, ALGORITHMS),
+        steps=wanted,
+        batch=draw.choice((1, 4, 8)),
+        evaluate_every=wanted,
+        timeout_s=PositiveSeconds(_choose(draw, TIMEOUTS_S)),
+    )
+
+
+def _schedule(draw: Random, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
+    share = draw.choice((0.15, 0.4, 0.8))
+    kinds = [kind for kind in KINDS if draw.random() < share] or [draw.choice(KINDS)]
+    often = [kind for kind in kinds for _ in range(draw.choice((1, 1, 2, 4)))]
+    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
+    sick = _sick(draw, home)
+    lasting = _lasting(parts, often, sick, draw.choice((1, 1, 2)))
+    passing = draw_faults(parts, often, draw.randint(0 if lasting else 1, draw.choice((2, 5, 9))))
+    faults = _remembering([*passing, *lasting], sick, home)
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _sick(draw: Random, home: Scenario) -> list[str]:
+    """Machines that something is wrong with for good: so few that the others can decide, if all are in the view."""
+    count, cluster = len(home.nodes), home.cluster or Cluster()
+    most = {"majority": (count - 1) // 2, "tiebreak": count // 2, "any": count - 1}[cluster.quorum]
+    wanted = draw.choice((0, 1, 1, most)) if most else 0
+    return sorted(draw.sample([node.name for node in home.nodes], min(wanted, most)))
+
+
+def _lasting(parts: Draw, kinds: list[str], sick: list[str], each: int) -> list[AnyFault]:
+    """Faults that last for good: those that break nothing but sick machines, and those that break none at all."""
+    faults: list[AnyFault] = []
+    for _ in range(40 * (len(sick) + 1)):
+        if len(faults) >= each * max(1, len(sick)):
+            break
+        for fault in draw_faults(parts, kinds, 1):
+            fault = without_end(fault)
+            if not (fault.is_for_good or isinstance(fault, Crash)):
+                continue
+            broken = breaks(fault)
+            if all(any(node in sick for node in one) for one in broken):
+                faults.append(fault)
+    return faults
+
+
+def _remembering(faults: list[AnyFault], sick: list[str], home: Scenario) -> list[AnyFault]:
+    """Without what makes machines forget their promises, where a quorum that does not forget would not be left:
+    forgetful machines and sick ones together are to be a minority, and `Draw` knows nothing of the sick."""
+    forgetful = {fault.node: None for fault in faults if isinstance(fault, Restart | CopiedIdentity) and forgets(fault)}
+    unsound = [node.name for node in home.nodes if node.name in forgetful or node.name in sick]
+    if 2 * len(unsound) < len(home.nodes):
+        return faults
+    kept = [fault for fault in faults if not isinstance(fault, CopiedIdentity)]
+    return [replace(each, state="kept", as_of_s=None) if isinstance(each, Restart) else each for each in kept]
+
+
+def forgets(fault: AnyFault) -> bool:
+    """Whether a machine comes back without its memory, or with an old one."""
+    return (isinstance(fault, Restart) and fault.state != "kept") or isinstance(fault, CopiedIdentity)

@@ -1,0 +1,357 @@
+"""What must always hold, as checks over what is known of a run. Each says what it found, or nothing.
+
+Two lots: what must never happen, whatever goes wrong; and, in the liveness phase of a run in which the core can go on
+(see `phases`), what must happen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from hcsim.cluster.roster import Quarantine
+from hcsim.config import (
+    AnyFault,
+    BlockedPort,
+    CablePulled,
+    Crash,
+    Lid,
+    Misbehave,
+    Pause,
+    Restart,
+    StuckDevice,
+)
+from hcsim.errors import HcsimError
+from hcsim.fuzz.evidence import Evidence, forgotten_s
+from hcsim.training.run import Report
+from hcsim.training.tasks.slopes import expected
+from hcsim.virtual.world import HostCrashed
+
+_BITS_AWAY = 1e-3
+"""What rounding may add up to."""
+
+
+class Breach(msgspec.Struct, frozen=True):
+    """An invariant that did not hold."""
+
+    invariant: str
+    what: str
+
+
+def breaches(evidence: Evidence) -> list[Breach]:
+    """Everything that did not hold."""
+    return [Breach(check.__name__, what) for check in INVARIANTS for what in check(evidence)]
+
+
+# Safety: what must never happen.
+
+
+def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
+    """At most one view, and so one leader, in each epoch of a lineage; and one successor of each view.
+
+    Where a disk was set back to an earlier day this is not promised: see `cluster.agreement`."""
+    if any(isinstance(fault, Restart) and fault.state == "stale" for fault in evidence.scenario.faults):
+        return
+    views: dict[tuple[object, ...], object] = {}
+    for _, _, host, lineage, epoch, previous, members in evidence.of_kind("view", 4):
+        if views.setdefault((lineage, epoch), members) != members:
+            yield f"{host} has {members} in epoch {epoch}, others have {views[lineage, epoch]}"
+        after = (lineage, "after", previous)
+        if "," in str(members) and views.setdefault(after, epoch) != epoch:
+            yield f"{host} has epoch {epoch} after {previous}, others have {views[after]}"
+
+
+def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
+    """Not even when a host is started anew, unless it has forgotten."""
+    forgetful = forgotten_s(evidence.scenario)
+    newest: dict[object, int] = {}
+    for _, _, host, _, epoch, _, _ in evidence.of_kind("view", 4):
+        if host in forgetful:
+            continue
+        if int(epoch) <= newest.get(host, -1):
+            yield f"{host} went from epoch {newest[host]} to {epoch}"
+        newest[host] = int(epoch)
+
+
+def replicas_are_alike(evidence: Evidence) -> Iterator[str]:
+    """Whoever votes on a step in an epoch holds the same model."""
+    prints: dict[tuple[object, ...], tuple[object, object]] = {}
+    for _, _, host, lineage, epoch, step, fingerprint in evidence.of_kind("voted", 4):
+        first = prints.setdefault((lineage, epoch, step), (host, fingerprint))
+        if first[1] != fingerprint:
+            yield f"{host} and {first[0]} differ before step {step} in epoch {epoch}"
+
+
+def steps_are_applied_in_order(evidence: Evidence) -> Iterator[str]:
+    """Each once, from where the host was last in step with the others."""
+    one_by_one = evidence.training.strategy == "ddp"
+    at: dict[object, int] = {}
+    for event in evidence.events:
+        if event[1] == "synchronised":
+            at[event[2]] = int(event[4])
+        elif event[1] == "applied":
+            host, step = event[2], int(event[4])
+            if step <= at.get(host, 0) or (one_by_one and step != at.get(host, 0) + 1):
+                yield f"{host} applied step {step} after step {at.get(host, 0)}"
+            at[host] = step
+
+
+def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
+    """The parameters are the sum of exactly the contributions of those who took part, each once per step.
+
+    Known only where gradients are averaged as they are, and one lineage did all the work: where two did, the steps of
+    one of them are given up when they meet, and the trace does not tell which."""
+    if not evidence.exact or not evidence.parameters:
+        return
+    sizes = _members_by_step(evidence)
+    if sizes is None:
+        return
+    batch = evidence.training.batch
+    assert isinstance(batch, int)
+    want = expected(evidence.scenario.seed, [batch * members for members in sizes])
+    for host, parameters in evidence.parameters.items():
+        away = float(np.abs(parameters - want).max())
+        if not away <= _BITS_AWAY:
+            yield f"{host} is {away:.3g} away from the sum of what its members computed"
+
+
+def _members_by_step(evidence: Evidence) -> list[int] | None:
+    """How many took part in each step that counts: the last time that it was applied. None: in several lineages."""
+    lineages: dict[tuple[str, int], str] = {}
+    sizes: dict[int, int] = {}
+    worked: dict[str, None] = {}
+    counted: dict[int, int] = {}
+    for event in evidence.events:
+        host = str(event[2])
+        if event[1] == "view":
+            lineages[host, int(event[4])] = str(event[3])
+        elif event[1] == "follows":
+            sizes[int(event[3])] = int(event[5])
+        elif event[1] == "applied":
+            worked.setdefault(lineages[host, int(event[3])])
+            counted[int(event[4])] = sizes[int(event[3])]
+    if len(worked) > 1:
+        return None
+    return [counted[step] for step in sorted(counted)]
+
+
+def errors_are_ours(evidence: Evidence) -> Iterator[str]:
+    """A machine that cannot go on says why; none ends with an error of Python's, and none is lost on the way."""
+    for host, result in evidence.results.items():
+        if isinstance(result, BaseException) and not isinstance(result, HcsimError) and not _was_stopped(result):
+            yield f"{host} ended with {result!r}"
+    for text in evidence.lost:
+        yield f"nobody looked at: {text}"
+
+
+def _was_stopped(result: BaseException) -> bool:
+    return isinstance(result, TimeoutError) and not str(result)
+
+
+# Messages.
+
+
+_TOLD_VIEW = re.compile(r"view (\d+): ([^()]*) \((.*)\)", re.DOTALL)
+
+
+_LEFT_OUT = re.compile(r"\b([\w-]+) is left out\b")
+
+
+def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
+    """Whoever is told of a new view is told which machine it is about, also where what failed was an operation."""
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        if match is not None and not any(name in match[3] for name in evidence.names):
+            yield f"{said.host} is told of no machine: {said.text}"
+
+
+def departures_are_named(evidence: Evidence) -> Iterator[str]:
+    """Whoever is not in the next view is named where members are told why there is one."""
+    follows = {
+        (str(host), int(epoch)): (str(lineage), int(previous))
+        for _, _, host, lineage, epoch, previous, _ in evidence.of_kind("view", 4)
+    }
+    before: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        if match is None:
+            continue
+        epoch, members = int(match[1]), tuple(match[2].split(", "))
+        last, gone = before.get(said.host, (-1, ()))
+        before[said.host] = epoch, members
+        lineage, previous = follows.get((said.host, epoch), ("", -2))
+        if previous != last or follows.get((said.host, last), ("", -2))[0] != lineage:
+            continue
+        for name in gone:
+            if name not in members and name not in match[3]:
+                yield f"{said.host} is not told why {name} is gone: {said.text}"
+
+
+def the_innocent_stay(evidence: Evidence) -> Iterator[str]:
+    """Where one machine alone is at fault, no other one is left out of the views of three or more.
+
+    Only where what is wrong with it can be seen by all others: with two machines nobody can know which one is sick."""
+    guilty = _only_culprit(evidence.scenario.faults)
+    if guilty is None or len(evidence.names) < 3:
+        return
+    told: dict[str, None] = {}
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        for name in _LEFT_OUT.findall(match[3]) if match is not None else ():
+            if name != guilty and said.host != guilty and name in evidence.names:
+                told.setdefault(f"{name} is left out, and only {guilty} is at fault: {said.text}")
+    yield from told
+
+
+_SEEN_BY_ALL = (Crash, Pause, Lid, StuckDevice, BlockedPort, CablePulled, Restart)
+
+
+def _only_culprit(faults: Sequence[AnyFault]) -> str | None:
+    nodes = {getattr(fault, "node", None) for fault in faults}
+    plain = all(isinstance(each, _SEEN_BY_ALL) or (isinstance(each, Misbehave) and each.to is None) for each in faults)
+    return nodes.pop() if plain and len(nodes) == 1 else None
+
+
+# Resources.
+
+DIALS = 16
+"""Announced addresses that are called at once; see docs/clusters.md."""
+LINES_PER_MINUTE = 120
+TASKS_PER_MEMBER = 40
+BUFFERED_BYTES = (4 << 20) + (64 << 10)
+"""For each member: a window's worth while a link is measured, and a little more."""
+
+
+def descriptors_are_bounded(evidence: Evidence) -> Iterator[str]:
+    """Connections grow with the members, and with nothing else."""
+    most = DIALS + 8 * len(evidence.names)
+    for host, used in evidence.usage.items():
+        if used.descriptors > most:
+            yield f"{host} had {used.descriptors} connections, {most} are enough"
+
+
+def tasks_are_bounded(evidence: Evidence) -> Iterator[str]:
+    """So do tasks."""
+    most = 2 * DIALS + TASKS_PER_MEMBER * len(evidence.names)
+    for host, used in evidence.usage.items():
+        if used.tasks > most:
+            yield f"{host} had {used.tasks} tasks, {most} are enough"
+
+
+def buffers_are_bounded(evidence: Evidence) -> Iterator[str]:
+    """What the connections of a machine hold is little, as the model is."""
+    most = BUFFERED_BYTES * len(evidence.names)
+    for host, used in evidence.usage.items():
+        if used.buffered_bytes > most:
+            yield f"{host} had {used.buffered_bytes} bytes in its connections"
+
+
+def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
+    """What a machine tells its people in any minute can be read in that minute."""
+    recent: dict[str, list[float]] = {}
+    told: dict[str, None] = {}
+    for said in evidence.said:
+        times = recent.setdefault(said.host, [])
+        times.append(said.time_s)
+        while times[0] < said.time_s - 60:
+            times.pop(0)
+        if len(times) > LINES_PER_MINUTE and said.host not in told:
+            told[said.host] = None
+            yield f"{said.host} said {len(times)} lines in the minute before {said.time_s:.1f} s, last: {said.text}"
+
+
+# Liveness: what must happen.
+
+
+QUALIFIED_WITHIN_S = 30.0
+"""What it takes to be let in again: to check, to measure, and to be checked once more where that failed."""
+
+
+def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
+    """In the liveness phase there is a step now and then, until the end."""
+    if evidence.excused:
+        return
+    phases = evidence.phases
+    before_s, done = phases.liveness_s, 0
+    ended = False
+    for each in evidence.steps:
+        if each.host in phases.core and each.step > done:
+            done = each.step
+            ended = done >= evidence.training.steps
+            if each.time_s > before_s + phases.patience_s and each.time_s > phases.liveness_s:
+                yield _idle(each.time_s - before_s, done, phases.patience_s)
+            before_s = max(before_s, each.time_s)
+    if not ended and evidence.limit_s > before_s + phases.patience_s:
+        yield _idle(evidence.limit_s - before_s, done, phases.patience_s)
+
+
+def _idle(idle_s: float, done: int, patience_s: float) -> str:
+    return f"no step for {idle_s:.0f} s before or after step {done}, where {patience_s:.0f} s are enough"
+
+
+def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
+    """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
+    core where a sick one has come to the end, too (see `phases`).
+
+    One that is in quarantine when the others end is late: what it did wrong need not last (one frame of the wrong
+    length, which may come after all other faults), and nobody can know that."""
+    if evidence.excused:
+        return
+    phases, steps = evidence.phases, evidence.training.steps
+    reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
+    done = [host for host, report in reports.items() if report.steps == steps]
+    digests = {reports[host].sha256: host for host in reversed(phases.untouched) if host in done}
+    if not any(host in phases.sick for host in done):
+        for host in phases.untouched:
+            if host not in done and not (done and _was_in_quarantine(host, evidence)):
+                yield f"{host} {_end_of(evidence.results.get(host), steps)}"
+    if not any(host in phases.core for host in done):
+        yield "nobody of the core came to the end"
+    if len(digests) > 1:
+        yield f"{' and '.join(digests.values())} ended with unlike parameters"
+
+
+def _was_in_quarantine(host: str, evidence: Evidence) -> bool:
+    """Whether the host had been left out not long before the others ended, or had not had the time to come back."""
+    quarantine, seen = None, dict.fromkeys([""])
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        if match is None or match[1] in seen or host not in _LEFT_OUT.findall(match[3]):
+            continue
+        seen[match[1]] = None
+        before_s = max((step.time_s for step in evidence.steps if step.time_s < said.time_s), default=0.0)
+        quarantine = Quarantine.after(quarantine, said.time_s - before_s, said.time_s)
+    ended_s = max((step.time_s for step in evidence.steps), default=0.0)
+    return quarantine is not None and ended_s < quarantine.until_s + QUALIFIED_WITHIN_S
+
+
+def _end_of(result: Report | BaseException | None, steps: int) -> str:
+    if result is None or (isinstance(result, BaseException) and _was_stopped(result)):
+        return "never came to an end"
+    if isinstance(result, Report):
+        return f"ended after {result.steps} of {steps} steps"
+    if isinstance(result, HostCrashed):
+        return "was down at the end"
+    return f"ended with {type(result).__name__}: {result}"
+
+
+INVARIANTS = (
+    one_view_per_epoch,
+    epochs_never_go_back,
+    replicas_are_alike,
+    steps_are_applied_in_order,
+    nothing_is_lost_or_doubled,
+    errors_are_ours,
+    views_name_a_machine,
+    departures_are_named,
+    the_innocent_stay,
+    descriptors_are_bounded,
+    tasks_are_bounded,
+    buffers_are_bounded,
+    lines_are_bounded,
+    the_core_makes_progress,
+    the_core_comes_to_the_end,
+)

@@ -1,0 +1,235 @@
+"""The two phases of a run: in the first anything may be wrong, in the second enough is well for good.
+
+A schedule alone says what may be asked of a cluster, so a file of faults is all that a replay needs.
+
+**Safety.** Until the last fault has struck and the last that ends has ended, anything in the model may be wrong. What
+must never happen (two views of one epoch, unlike replicas, a lost or doubled step) must not happen; that there is
+progress is not asked.
+
+**Liveness.** From then on nothing changes any more: what is broken now is broken for good. `breaks` says of each such
+fault which nodes it breaks: a machine that is stuck, full, blocked or lying; of two that cannot talk to each other,
+either. A smallest set of nodes with one of each of these pairs is called *sick*, and the others are the *core*: each of
+them is a whole machine, with disk and descriptors, and each two reach each other. Whether the core can go on without
+the sick depends on the views of that moment, so it is read from the trace (`excuse`):
+
+    quorum      A view decides its successor. So of the newest view of a lineage, those members of the core that have
+                not lost their memory must be enough by the rule (majority: more than half; tiebreak: or half with the
+                leader; any: one). The sick ones may vote too, but need not.
+    the model   One member of the core has it in memory, or no sick member of that view may still have it.
+    forming     Work begins with `nodes` members at once. So either it has begun, or the core has as many.
+    strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
+                All of the core can be either, so nothing further is needed, whichever strategy.
+
+Where this holds, training must come to its end on all machines of the core that no lasting fault touches, and on one
+machine at least. One is enough where a sick machine came to the end, too: it can work with some, and the others, which
+it cannot work with, were left out in its place, since two that cannot work together look alike. Where this does not
+hold, the run is *excused* from that: members wait, and must still not disagree.
+
+How long it may take follows from what is configured. A sick member that is alive costs a view each time that it is let
+in: until a deadline passes (`timeout`, or the heartbeats'), until all have told what their checks found, and until the
+next view begins. Three such rounds are enough for the pair that cannot work together, for the check, and for leaving
+one out in turn (`cluster.diagnosis`). Then it is in quarantine, and when it comes back, that costs the same once more;
+several sick members may come back one after the other. So between two steps there are at most `patience_s` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import TypeAlias
+
+import msgspec
+
+from hcsim.cluster.diagnosis import CHECKS_S, FINDINGS_S
+from hcsim.cluster.rules import ASTRAY_S, DEPARTED_S, PATIENCE_S
+from hcsim.cluster.view import Quorum
+from hcsim.config import (
+    AnyFault,
+    Cluster,
+    CopiedIdentity,
+    Crash,
+    Datagrams,
+    LinkChange,
+    Partition,
+    Restart,
+    RouterReboot,
+    Scenario,
+    Stranger,
+    Training,
+)
+
+ROUNDS = 3
+"""Views that a sick member may break before it is left out."""
+GRACE_S = 5.0
+"""A view may be decided as the last fault strikes, and be known a moment later."""
+BENIGN_LOSS, BENIGN_DELAY_S, BENIGN_LATENCY_S, BENIGN_RATE_BPS = 0.5, 2.0, 0.05, 1e7
+"""What a network may do for good, and members still find each other and train."""
+
+Broken: TypeAlias = tuple[str, ...]
+"""Nodes of which one at least cannot be in the core; none: there is no core at all."""
+
+
+class Phases(msgspec.Struct, frozen=True):
+    """What may be asked of a run, and from when on."""
+
+    liveness_s: float
+    """When nothing changes any more."""
+    sick: tuple[str, ...]
+    core: tuple[str, ...]
+    untouched: tuple[str, ...]
+    """Members of the core that no lasting fault concerns."""
+    patience_s: float
+    """The longest time without a step, in the liveness phase."""
+
+
+def phases_of(scenario: Scenario) -> Phases:
+    """The phases of a run of this scenario."""
+    names = [node.name for node in scenario.nodes]
+    edges = list(_breakages(scenario.faults))
+    sick = _smallest_cover(edges, names)
+    core = tuple(name for name in names if name not in sick) if () not in edges else ()
+    touched = {name for edge in edges for name in edge}
+    return Phases(
+        max((fault.over_s for fault in scenario.faults), default=0.0),
+        tuple(name for name in names if name not in core),
+        core,
+        tuple(name for name in core if name not in touched),
+        patience_s(scenario.cluster or Cluster(), scenario.training or Training(), max(1, len(names) - len(core))),
+    )
+
+
+def patience_s(cluster: Cluster, training: Training, sick: int) -> float:
+    """How long the core may take from one step to the next, with so many sick members."""
+    notice_s = max(training.timeout_s, cluster.beat.timeout_s)
+    next_view_s = CHECKS_S + FINDINGS_S + ASTRAY_S + DEPARTED_S + 4 * PATIENCE_S + cluster.connection_timeout_s
+    return ROUNDS * (1 + sick) * (notice_s + next_view_s)
+
+
+def breaks(fault: AnyFault) -> list[Broken]:
+    """What the fault breaks for good, by itself: see the top of this file."""
+    if isinstance(fault, Crash):
+        return [(fault.node,)]
+    if not fault.is_for_good or isinstance(fault, Stranger):  # who has to do without effect
+        return []
+    if isinstance(fault, Partition):
+        return [(one, other) for one in fault.sides[0] for other in fault.sides[1]]
+    if isinstance(fault, Datagrams):
+        return [] if fault.loss <= BENIGN_LOSS and fault.delay_s <= BENIGN_DELAY_S else [()]
+    if isinstance(fault, RouterReboot) or (isinstance(fault, LinkChange) and fault.node is None):
+        return [] if isinstance(fault, LinkChange) and _is_benign(fault) else [()]
+    pair: tuple[str, str] | None = getattr(fault, "between", None)
+    node: str | None = getattr(fault, "node", None)
+    return [pair] if pair is not None else [(node,)] if node is not None else [()]
+
+
+def _is_benign(fault: LinkChange) -> bool:
+    slow = fault.rate_bps is not None and fault.rate_bps < BENIGN_RATE_BPS
+    return not slow and (fault.latency_s or 0.0) <= BENIGN_LATENCY_S and (fault.loss or 0.0) <= BENIGN_LOSS / 10
+
+
+def _breakages(faults: Sequence[AnyFault]) -> Iterator[Broken]:
+    for fault in faults:
+        starts_again = isinstance(fault, Crash) and any(
+            isinstance(other, Restart | CopiedIdentity) and other.node == fault.node and other.at_s >= fault.at_s
+            for other in faults
+        )
+        if not starts_again:
+            yield from breaks(fault)
+
+
+def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str, ...]:
+    """A smallest set of nodes that has one of each; among several one of the most concerned."""
+    degree = {name: sum(name in edge for edge in edges) for name in names}
+    order = sorted(names, key=lambda name: -degree[name])
+    for size in range(len(names) + 1):
+        for chosen in combinations(order, size):
+            if all(not edge or any(name in chosen for name in edge) for edge in edges):
+                return chosen
+    return tuple(names)
+
+
+class Sighting(msgspec.Struct, frozen=True):
+    """A view that a host has adopted."""
+
+    time_s: float
+    host: str
+    lineage: str
+    epoch: int
+    members: tuple[str, ...]
+    """Their names, by rank."""
+
+
+class Lives(msgspec.Struct, frozen=True):
+    """What the trace says of the lives of the hosts."""
+
+    views: Sequence[Sighting]
+    """In the order of time."""
+    worked: Sequence[tuple[float, str]]
+    """When hosts began to work in a view, in the order of time."""
+    started_s: Mapping[str, float]
+    """When hosts were last started anew."""
+    forgot_s: Mapping[str, float]
+    """When hosts last lost their memory on disk."""
+
+
+def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
+    """Why the core need not finish, as the views of the moment show; empty: it must."""
+    if not phases.core:
+        return "nothing is left that could go on"
+    for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
+        ours, newest = _known(lives.views, phases.core, until_s)
+        for lineage in dict.fromkeys(ours.values()):
+            view = newest[lineage]
+            voters = [name for name in phases.core if _knows(name, view, lives, until_s)]
+            if not _enough(view.members, voters, cluster.quorum):
+                return f"of the view {view.epoch} of {', '.join(view.members)} too few are in the core"
+            if missing := _owners_of_the_model(view, phases, lives, until_s):
+                return f"only {', '.join(missing)} may still have the model"
+    has_begun = any(time_s <= phases.liveness_s and host in phases.core for time_s, host in lives.worked)
+    if not has_begun and cluster.needed > len(phases.core):
+        return f"work has not begun, and {cluster.needed} machines are needed for that"
+    return ""
+
+
+def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
+    """Whether the host still has on its disk what it promised as a member of that view."""
+    forgot_s = lives.forgot_s.get(host)
+    return forgot_s is None or any(
+        each.host == host and (each.lineage, each.epoch) == (view.lineage, view.epoch)
+        for each in lives.views
+        if forgot_s < each.time_s <= until_s
+    )
+
+
+def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: float) -> list[str]:
+    """The sick members of a view that have to be waited for, as nobody of the core has the model in memory."""
+    has_it = [host for time_s, host in lives.worked if time_s <= until_s and time_s >= lives.started_s.get(host, 0.0)]
+    worked = [host for time_s, host in lives.worked if time_s <= until_s]
+    if not worked or any(name in has_it for name in view.members if name in phases.core):
+        return []
+    return [name for name in view.members if name in phases.sick and name in worked]
+
+
+def _known(
+    views: Sequence[Sighting], core: Sequence[str], until_s: float
+) -> tuple[Mapping[str, str], Mapping[str, Sighting]]:
+    """By host of the core, its lineage at that time; by lineage, the newest view that anybody knew."""
+    ours: dict[str, str] = {}
+    newest: dict[str, Sighting] = {}
+    for view in views:
+        if view.time_s > until_s:
+            break
+        if view.host in core:
+            ours[view.host] = view.lineage
+        if view.lineage not in newest or view.epoch > newest[view.lineage].epoch:
+            newest[view.lineage] = view
+    return ours, newest
+
+
+def _enough(members: Sequence[str], able: Sequence[str], rule: Quorum) -> bool:
+    count = sum(name in able for name in members)
+    if rule == "any":
+        return count > 0 or not members
+    if rule == "tiebreak" and 2 * count == len(members):
+        return not members or members[0] in able
+    return 2 * count > len(members)

@@ -1,0 +1,217 @@
+"""Many seeds on all cores, one record of them that is only appended to, and what was found.
+
+Each line of the record is one seed's trial, written when it is over: a search that is interrupted goes on with the
+seeds that are missing. The first line says which generator drew the seeds; another one draws other scenarios.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+
+from hcsim.config import write_scenario
+from hcsim.errors import ConfigError
+from hcsim.fuzz.generate import scenario_of
+from hcsim.fuzz.invariants import Breach
+from hcsim.fuzz.replay import write_finding
+from hcsim.fuzz.shrink import shrink
+from hcsim.fuzz.trial import Trial, run_trial, trial_of
+from hcsim.workers import starting
+
+T = TypeVar("T")
+
+LONGEST_S = 600.0
+"""Of the real time: a trial that takes longer does not end."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A small scenario that breaks an invariant."""
+
+    seed: int
+    invariant: str
+    nodes: int
+    faults: int
+    steps: int
+    runs: int
+    """That it took to make it small."""
+    text: str
+    """The file."""
+
+
+class _TooLong(SystemExit):
+    """The simulated loop passes this on, as it does a person's interrupt."""
+
+
+def judge(seed: int) -> Trial:
+    """What comes of a seed; a simulator that fails or does not end is a finding too."""
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+    try:
+        return trial_of(seed)
+    except _TooLong:
+        return _failed(seed, f"the run did not end within {LONGEST_S:g} s of real time")
+    except (Exception, SystemExit) as error:
+        return _failed(seed, f"the run ended with {error!r}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _failed(seed: int, why: str) -> Trial:
+    scenario = scenario_of(seed)
+    training = scenario.training
+    method = f"{training.strategy}, {training.compressor}" if training is not None else ""
+    return Trial(seed, len(scenario.nodes), method, 0.0, 0, {}, [], "", [Breach("runs_come_to_an_end", why)], "")
+
+
+def reduce(seed: int, invariant: str) -> Finding:
+    """Make the scenario of a seed small."""
+    shrunk = shrink(scenario_of(seed), invariant)
+    small = shrunk.scenario
+    text = write_finding(small, run_trial(small).breaches, invariant)
+    steps = small.training.steps if small.training is not None else 0
+    return Finding(seed, invariant, len(small.nodes), len(small.faults), steps, shrunk.runs, text)
+
+
+class Pool:
+    """Processes that judge seeds and reduce findings; with one worker it is this process that does."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._pool = None if workers == 1 else ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+        self._started = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if kind is not None:  # what is under way may take minutes
+            for process in multiprocessing.active_children():
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def judged(self, seeds: Iterator[int]) -> Iterator[Trial]:
+        """Trials as they come to an end; no more seeds are taken than can be worked on."""
+        if self._pool is None:
+            yield from map(judge, seeds)
+            return
+        running: dict[Future[Trial], None] = {}
+        try:
+            while True:
+                for seed in seeds:
+                    running[self._submit(judge, seed)] = None
+                    if len(running) >= 2 * self._workers:
+                        break
+                if not running:
+                    return
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[done]
+                    yield done.result()
+        except BrokenProcessPool:
+            raise ConfigError("a process of the search was killed (is there enough memory?)") from None
+        finally:
+            for future in running:
+                future.cancel()
+
+    def reduced(self, wanted: list[tuple[int, str]]) -> Iterator[Finding]:
+        """Small scenarios for these seeds and invariants, as they are found."""
+        if self._pool is None:
+            yield from (reduce(seed, invariant) for seed, invariant in wanted)
+            return
+        running = {self._submit(reduce, seed, invariant): None for seed, invariant in wanted}
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[done]
+                yield done.result()
+
+    def _submit(self, work: Callable[..., T], *args: object) -> Future[T]:
+        assert self._pool is not None
+        if self._started >= self._workers:
+            return self._pool.submit(work, *args)
+        self._started += 1
+        with starting():  # it starts a process as long as there are fewer than asked for
+            return self._pool.submit(work, *args)
+
+
+class Record:
+    """The trials of a search in a file, one in a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.trials: dict[int, Trial] = {}
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            self._read(lines)
+            self._file = path.open("ab")
+            whole = sum(len(line) for line in lines if line.endswith(b"\n"))
+            self._file.truncate(whole)  # the search was interrupted in the midst of a line
+            if not lines:
+                self._write(msgspec.json.encode({"generator": generator()}))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+
+    def _read(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        try:
+            drawn_by = msgspec.json.decode(lines[0], type=dict[str, str]).get("generator")
+            trials = [msgspec.json.decode(line, type=Trial) for line in lines[1:] if line.endswith(b"\n")]
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self._path} is no record of a search: {error}") from None
+        if drawn_by != generator():
+            raise ConfigError(f"{self._path} is of another version, which drew other scenarios: give another file")
+        self.trials = {trial.seed: trial for trial in trials}
+
+    def add(self, trial: Trial) -> None:
+        """One more is done."""
+        self.trials[trial.seed] = trial
+        self._write(msgspec.json.encode(trial))
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be written: {error.strerror}") from None
+
+    def close(self) -> None:
+        """No more."""
+        self._file.close()
+
+
+def generator() -> str:
+    """What tells generators apart: what they draw."""
+    drawn = "".join(write_scenario(scenario_of(seed)) for seed in range(8))
+    return hashlib.sha256(drawn.encode()).hexdigest()[:16]
+
+
+def save_finding(folder: Path, finding: Finding) -> Path:
+    """Write a finding's file; where."""
+    path = folder / f"{finding.invariant}-seed-{finding.seed}.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(finding.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def cores() -> int:
+    """How many processes can work at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

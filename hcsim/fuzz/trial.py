@@ -1,0 +1,126 @@
+"""One run of a scenario, held to the invariants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from hcsim.config import Cluster, Scenario, Training
+from hcsim.fuzz.evidence import Evidence, Recorder
+from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
+from hcsim.fuzz.invariants import Breach, breaches
+from hcsim.fuzz.phases import Phases, excuse, phases_of
+from hcsim.launch import simulate_cluster
+from hcsim.training.run import Report
+from hcsim.virtual.census import Census
+
+SLOWEST = 4.0
+"""A step may take so many times as long as its computation alone."""
+ENDS_S = 60.0
+"""To leave, at the end, and for whoever comes late."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What came of a seed, or of a file."""
+
+    seed: int
+    nodes: int
+    method: str
+    virtual_s: float
+    views: int
+    struck: dict[str, int]
+    """How often each kind of fault struck."""
+    pairs: list[str]
+    """In which phases of the protocol; see `coverage`."""
+    excused: str
+    """Why the liveness phase asked for nothing; empty: it did."""
+    breaches: list[Breach]
+    trace_sha256: str
+
+    @property
+    def broken(self) -> list[str]:
+        """The invariants that did not hold, each once."""
+        return list(dict.fromkeys(breach.invariant for breach in self.breaches))
+
+
+def trial_of(seed: int) -> Trial:
+    """What comes of a seed."""
+    return run_trial(scenario_of(seed))
+
+
+def run_trial(scenario: Scenario, tell: Callable[[str, str], None] = lambda host, text: None) -> Trial:
+    """Run it, and hold it to the invariants."""
+    evidence, recorder, (seconds, digest) = gather(scenario, tell)
+    training = evidence.training
+    views = {(view.lineage, view.epoch) for view in recorder.views if len(view.members) > 1}
+    return Trial(
+        scenario.seed, len(scenario.nodes), f"{training.strategy}, {training.compressor}, {evidence.cluster.quorum}",
+        round(seconds, 3), len(views), dict(sorted(recorder.tracker.struck.items())), list(recorder.tracker.pairs),
+        evidence.excused, breaches(evidence), digest,
+    )  # fmt: skip
+
+
+def gather(
+    scenario: Scenario, tell: Callable[[str, str], None] = lambda host, text: None
+) -> tuple[Evidence, Recorder, tuple[float, str]]:
+    """Run it: what is known of it then, how it was gathered, how long it took and the trace's digest."""
+    phases, recorder = phases_of(scenario), Recorder(scenario)
+    census = Census(recorder.sink)
+    training = scenario.training or Training()
+    limit_s = _limit_s(scenario, training, phases)
+
+    def heard(host: str, text: str) -> None:
+        if not census.is_over:
+            recorder.tell(host, text)
+            tell(host, text)
+
+    lost = _Complaints(census)
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(lost)
+    try:
+        outcome = simulate_cluster(scenario, observer=recorder, tell=heard, limit_s=limit_s, census=census)
+    finally:
+        logger.removeHandler(lost)
+    names = [node.name for node in scenario.nodes]
+    results: dict[str, Report | BaseException] = dict(zip(names, outcome.results, strict=True))
+    cluster = scenario.cluster or Cluster()
+    evidence = Evidence(
+        scenario=scenario,
+        phases=phases,
+        excused=excuse(phases, cluster, recorder.lives(scenario)),
+        events=recorder.events,
+        said=recorder.said,
+        steps=recorder.steps,
+        results=results,
+        parameters=recorder.parameters,
+        usage=census.most,
+        lost=lost.texts,
+        limit_s=limit_s,
+    )
+    return evidence, recorder, (outcome.seconds, outcome.trace_sha256)
+
+
+class _Complaints(logging.Handler):
+    """Keeps what asyncio logs: errors of tasks that nobody looks at."""
+
+    def __init__(self, census: Census) -> None:
+        super().__init__(logging.ERROR)
+        self._census = census
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A complaint; what ends when the world is torn down is no news."""
+        if self._census.is_over:
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        self.texts.append(f"{record.getMessage().splitlines()[0]}: {error!r}")
+
+
+def _limit_s(scenario: Scenario, training: Training, phases: Phases) -> float:
+    """When everybody has to have come to the end: all steps after the last fault, and the sick thrice in the way."""
+    launches_s = [each.machine.overhead_s for each in scenario.nodes if not isinstance(each.machine, str)]
+    step_s = LAUNCHES_OF_A_STEP * max(launches_s, default=0.0)
+    work_s = SLOWEST * training.steps * max(step_s, 0.05)
+    return phases.liveness_s + work_s + 2 * phases.patience_s + ENDS_S

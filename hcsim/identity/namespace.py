@@ -35,7 +35,8 @@ class ClusterSecret:
     def __init__(self, data: bytes) -> None:
         if len(data) != SECRET_BYTES:
             raise UsageError(f"a cluster's secret has {SECRET_BYTES} random bytes, not {len(data)}")
-        self._data = data
+        self.data = data
+        """Not for anybody but members."""
         self.namespace = hashlib.sha3_256(b"hcsim namespace 1\0" + data).digest()
         """Public: which cluster this is."""
 
@@ -50,11 +51,11 @@ class ClusterSecret:
 
     def derive(self, purpose: str) -> bytes:
         """The 32 bytes that members use for that purpose and nothing else."""
-        return HKDF(SHA256(), 32, salt=b"hcsim cluster 1", info=purpose.encode()).derive(self._data)
+        return HKDF(SHA256(), 32, salt=b"hcsim cluster 1", info=purpose.encode()).derive(self.data)
 
     def phrase(self) -> str:
         """What a person types on the next machine."""
-        number = int.from_bytes(self._data, "big") << _CHECK_BITS | _check(self._data)
+        number = int.from_bytes(self.data, "big") << _CHECK_BITS | _check(self.data)
         letters = "".join(_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_CHARACTERS)))
         return "-".join(letters[start : start + _GROUP] for start in range(0, _CHARACTERS, _GROUP))
 

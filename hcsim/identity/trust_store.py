@@ -1,0 +1,167 @@
+"""What a machine keeps of its cluster's trust list: the list, the newest secret, and its own right to change them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from hcsim.errors import ConfigError, HcsimError
+from hcsim.identity.key import NodeKey, node_id_of
+from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
+
+NO_DIGEST = bytes(32)
+
+
+class Disk(Protocol):
+    """Where the record is. Other processes of the machine may change it, too."""
+
+    def load(self) -> TrustRecord | None:
+        """The record, if there is one."""
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        """Replace the record by what `change` makes of it, while nobody else does."""
+
+
+class Memory:
+    """A disk for one that has none."""
+
+    def __init__(self) -> None:
+        self._record: TrustRecord | None = None
+
+    def load(self) -> TrustRecord | None:
+        """See `Disk`."""
+        return self._record
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        """See `Disk`."""
+        self._record = change(self._record)
+
+
+class TrustStore:
+    """The trust list as one machine knows it. A machine that knows the present phrase puts itself on it."""
+
+    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk | None = None) -> None:
+        """`first` is the secret that the cluster began with."""
+        self.on_change: list[Callable[[], None]] = []
+        """Called when it has become another list."""
+        self._first = first
+        self._key = key
+        self._name = name
+        self._disk = disk or Memory()
+        self.list = TrustList.of(first)
+        self.secret: ClusterSecret | None = first
+        """The present secret, if it is known."""
+        self._adopt(*self._with(self._disk.load() or TrustRecord()))
+        self._list_ourselves()
+
+    @property
+    def namespace(self) -> bytes:
+        """Which cluster this is: it stays when the secret changes."""
+        return self._first.namespace
+
+    @property
+    def record(self) -> TrustRecord:
+        """The whole list, and the present secret."""
+        return _record(self.list, self.secret)
+
+    @property
+    def digest(self) -> bytes:
+        """Two members that have the same know the same. Never `NO_DIGEST`."""
+        known = b"" if self.secret is None else self.secret.namespace
+        return hashlib.sha3_256(self.list.digest + known).digest()
+
+    @property
+    def phrase(self) -> str | None:
+        """What a person types to join without an invitation, if we know it: after a rotation it has two parts."""
+        if self.secret is None:
+            return None
+        return "-".join(each.phrase() for each in dict.fromkeys((self._first, self.secret)))
+
+    def told_to(self, public: bytes) -> bytes:
+        """What a machine with that key may know: a member everything, anybody else how we are listed ourselves."""
+        if node_id_of(public) in self.list.members:
+            return msgspec.msgpack.encode(self.record)
+        return msgspec.msgpack.encode(TrustRecord(self.list.about(self._key.node_id)))
+
+    def hear(self, data: bytes, peer: str, public: bytes) -> bool:
+        """Take in what a machine with that key has told, if it is a member then; returns whether it is."""
+        told = decode_record(data, peer)
+        if node_id_of(public) not in self.list.merged(told.statements).members:
+            return False
+        self.take(told)
+        return True
+
+    def take(self, record: TrustRecord) -> None:
+        """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later."""
+        try:
+            self._change(record)
+        except HcsimError:
+            self._adopt(*self._with(record))
+
+    def enlist(self, public: bytes, name: str) -> None:
+        """Make a key a member; raises `ConfigError` where that cannot be, or cannot be saved."""
+        self._must_be_listed()
+        node = node_id_of(public)
+        if node in self.list.expelled:
+            raise ConfigError(f"{name} was expelled with the key that it has: delete its file node_key for a new one")
+        if node not in self.list.members:
+            self._change(TrustRecord((self.list.listing(public, name, self._key),)))
+
+    def rotate(self, secret: ClusterSecret, expelled: Iterable[str] = ()) -> None:
+        """Replace the secret, and expel these nodes for good; raises `ConfigError` where that cannot be saved."""
+        self._must_be_listed()
+        rotation = self.list.rotation(expelled, phrase_key(secret).public, self._key)
+        self._change(TrustRecord((rotation,), secret.data))
+
+    def _must_be_listed(self) -> None:
+        if self._key.node_id in self.list.expelled:
+            raise ConfigError(
+                "this machine was expelled from the cluster; to join it again, it needs a new key (delete its file "
+                "node_key) and an invitation (`hcsim cluster invite` on a member)"
+            )
+        if self._key.node_id not in self.list.members:
+            raise ConfigError(
+                "this machine's key is not on the cluster's trust list: run `hcsim cluster invite` on a member and "
+                "`hcsim cluster join` here"
+            )
+
+    def _list_ourselves(self) -> None:
+        node, secret = self._key.node_id, self.secret
+        if secret is not None and node not in self.list.members and node not in self.list.expelled:
+            self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
+
+    def _change(self, record: TrustRecord) -> None:
+        """Add this to what is on the disk, and both to what we know."""
+
+        def merged(saved: TrustRecord | None) -> TrustRecord:
+            nonlocal known
+            known = self._with(record, saved or TrustRecord())
+            return _record(*known)
+
+        known = self.list, self.secret
+        self._disk.update(merged)
+        self._adopt(*known)
+
+    def _with(self, *records: TrustRecord) -> tuple[TrustList, ClusterSecret | None]:
+        """The list and the secret that follow from these and ours."""
+        merged, secrets = self.list, [self._first, *([] if self.secret is None else [self.secret])]
+        for record in records:
+            merged = merged.merged(record.statements)
+            secrets += [ClusterSecret(record.secret)] if len(record.secret) == SECRET_BYTES else []
+        right = {phrase_key(secret).public: secret for secret in secrets}
+        return merged, next((right[phrase] for phrase in merged.phrases if phrase in right), None)
+
+    def _adopt(self, merged: TrustList, secret: ClusterSecret | None) -> None:
+        before = self.digest
+        self.list, self.secret = merged, secret
+        if self.digest != before:
+            for act in self.on_change:
+                act()
+
+
+def _record(merged: TrustList, secret: ClusterSecret | None) -> TrustRecord:
+    return TrustRecord(merged.statements, secret.data if secret is not None and merged.generation else b"")

@@ -11,7 +11,9 @@ import msgspec
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.reasons import WE_ARE_EXPELLED, WE_ARE_UNLISTED
 from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
+from hcsim.runtime.store import Store, keep, kept
 
 NO_DIGEST = bytes(32)
 
@@ -26,32 +28,32 @@ class Disk(Protocol):
         """Replace the record by what `change` makes of it, while nobody else does."""
 
 
-class Memory:
-    """A disk for one that has none."""
+class StoredTrust:
+    """The record in a host's store, which is one process's alone."""
 
-    def __init__(self) -> None:
-        self._record: TrustRecord | None = None
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     def load(self) -> TrustRecord | None:
         """See `Disk`."""
-        return self._record
+        return kept(self._store, "trust", TrustRecord)
 
     def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
         """See `Disk`."""
-        self._record = change(self._record)
+        keep(self._store, "trust", change(self.load()))
 
 
 class TrustStore:
     """The trust list as one machine knows it. A machine that knows the present phrase puts itself on it."""
 
-    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk | None = None) -> None:
+    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk) -> None:
         """`first` is the secret that the cluster began with."""
         self.on_change: list[Callable[[], None]] = []
         """Called when it has become another list."""
         self._first = first
         self._key = key
         self._name = name
-        self._disk = disk or Memory()
+        self._disk = disk
         self.list = TrustList.of(first)
         self.secret: ClusterSecret | None = first
         """The present secret, if it is known."""
@@ -119,15 +121,9 @@ class TrustStore:
 
     def _must_be_listed(self) -> None:
         if self._key.node_id in self.list.expelled:
-            raise ConfigError(
-                "this machine was expelled from the cluster; to join it again, it needs a new key (delete its file "
-                "node_key) and an invitation (`hcsim cluster invite` on a member)"
-            )
+            raise ConfigError(WE_ARE_EXPELLED)
         if self._key.node_id not in self.list.members:
-            raise ConfigError(
-                "this machine's key is not on the cluster's trust list: run `hcsim cluster invite` on a member and "
-                "`hcsim cluster join` here"
-            )
+            raise ConfigError(WE_ARE_UNLISTED)
 
     def _list_ourselves(self) -> None:
         node, secret = self._key.node_id, self.secret
@@ -136,15 +132,14 @@ class TrustStore:
 
     def _change(self, record: TrustRecord) -> None:
         """Add this to what is on the disk, and both to what we know."""
+        known = [(self.list, self.secret)]
 
         def merged(saved: TrustRecord | None) -> TrustRecord:
-            nonlocal known
-            known = self._with(record, saved or TrustRecord())
-            return _record(*known)
+            known[0] = self._with(record, saved or TrustRecord())
+            return _record(*known[0])
 
-        known = self.list, self.secret
         self._disk.update(merged)
-        self._adopt(*known)
+        self._adopt(*known[0])
 
     def _with(self, *records: TrustRecord) -> tuple[TrustList, ClusterSecret | None]:
         """The list and the secret that follow from these and ours."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -210,10 +211,8 @@ def test_a_list_that_is_too_long_is_refused_and_the_old_one_stays() -> None:
 
 @given(st.binary(max_size=300))
 def test_noise_is_no_list(data: bytes) -> None:
-    try:
-        decode_record(data, "mini")
-    except RemoteProtocolError as error:
-        assert "mini" in str(error)
+    with suppress(RemoteProtocolError):
+        assert EMPTY.merged(decode_record(data, "mini").statements) == EMPTY
 
 
 @given(st.data())
@@ -242,7 +241,8 @@ def test_openssl_agrees_on_what_was_signed_by_whom(tmp_path: Path) -> None:
     """The signed bytes are put together here once more, by hand."""
     whole = rotated("a", joined("a", "b"), "b")
     [rotation] = [each for each in whole.statements if isinstance(each, Rotation)]
-    fields = ["rotation", 1, [key("b").public], [key("a").public], phrase_key_of(secret("by a")).public, key("a").public, b""]
+    a, b, phrase = key("a").public, key("b").public, phrase_key_of(secret("by a")).public
+    fields = ["rotation", 1, [b], [a], phrase, a, b""]
     message = b"hcsim trust list 1\0" + FIRST.namespace + msgspec.msgpack.encode(fields)
     (tmp_path / "message").write_bytes(message)
     (tmp_path / "signature").write_bytes(rotation.signature)
@@ -253,14 +253,31 @@ def test_openssl_agrees_on_what_was_signed_by_whom(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode != 0
 
 
+class Disk:
+    """In memory."""
+
+    def __init__(self) -> None:
+        self.record: TrustRecord | None = None
+
+    def load(self) -> TrustRecord | None:
+        return self.record
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        self.record = change(self.record)
+
+
+def store_of(name: str) -> TrustStore:
+    return TrustStore(FIRST, key(name), name, Disk())
+
+
 def test_a_machine_that_knows_the_phrase_is_on_its_own_list_from_its_first_start() -> None:
-    store = TrustStore(FIRST, key("a"), "a")
+    store = store_of("a")
     assert names(store.list) == ["a"]
     assert store.phrase == FIRST.phrase()
 
 
 def test_stores_that_hear_each_other_know_the_same_and_the_expelled_one_is_refused() -> None:
-    a, b, x = (TrustStore(FIRST, key(name), name) for name in "abx")
+    a, b, x = map(store_of, "abx")
     for one, other in ((a, b), (b, a), (a, x), (b, x), (b, a), (x, a)):
         name = {id(a): "a", id(b): "b", id(x): "x"}[id(other)]
         assert one.hear(other.told_to(key("?").public), name, key(name).public)
@@ -268,7 +285,8 @@ def test_stores_that_hear_each_other_know_the_same_and_the_expelled_one_is_refus
     assert not a.hear(x.told_to(key("a").public), "x", key("x").public)
     assert b.digest != a.digest
     assert b.hear(a.told_to(key("b").public), "a", key("a").public)
-    assert (b.digest, b.secret, b.phrase) == (a.digest, secret("second"), f"{FIRST.phrase()}-{secret('second').phrase()}")
+    assert (b.digest, b.secret) == (a.digest, secret("second"))
+    assert b.phrase == f"{FIRST.phrase()}-{secret('second').phrase()}"
     assert x.hear(a.told_to(key("x").public), "a", key("a").public), "of a it learns nothing but how a is listed"
     assert x.secret == FIRST
     with pytest.raises(ConfigError, match="delete its file node_key"):
@@ -276,7 +294,7 @@ def test_stores_that_hear_each_other_know_the_same_and_the_expelled_one_is_refus
 
 
 def test_a_machine_that_is_not_listed_cannot_change_the_list() -> None:
-    a, late = TrustStore(FIRST, key("a"), "a"), TrustStore(FIRST, key("late"), "late")
+    a, late = store_of("a"), store_of("late")
     a.rotate(secret("second"))
     late.take(a.record)
     for change in (lambda: late.rotate(secret("third")), lambda: late.enlist(key("y").public, "y")):

@@ -9,7 +9,7 @@ rotation    ends a generation. It expels keys, names the keys that stay members,
             a member.
 
 The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing counts in its own
-generation, if a member or the phrase key of that generation has signed it. It goes on to count where the rotation to
+generation, if a member has signed it, or in that of the phrase key that has. It goes on to count where the rotation to
 the next generation keeps it. So nothing that was signed with an old phrase, by an expelled member, or by a member that
 had not heard of a rotation, counts after it, however late it arrives.
 
@@ -217,12 +217,20 @@ class TrustList:
         names: dict[bytes, str],
     ) -> None:
         """Take in the listings of the present generation, each once its signer is a member."""
-        waiting = [each for each in listings if each.generation == self.generation and each.public not in expelled]
-        while ready := [each for each in waiting if each.signer in members or each.signer in self.phrases]:
-            waiting = [each for each in waiting if each not in ready]
+        waiting = [each for each in listings if each.public not in expelled]
+        while True:
+            ready = [each for each in waiting if self._may_list(each, members)]
+            if not ready:
+                return
+            waiting = [each for each in waiting if not self._may_list(each, members)]
             for each in ready:
                 members.setdefault(each.public, self.generation)
                 names[each.public] = max(each.name, names.get(each.public, ""))
+
+    def _may_list(self, listing: Listing, members: Mapping[bytes, int]) -> bool:
+        if listing.signer in self.phrases:
+            return True
+        return listing.generation == self.generation and listing.signer in members
 
 
 def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[Rotation]:

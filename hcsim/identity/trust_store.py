@@ -55,8 +55,9 @@ class TrustStore:
         self._name = name
         self._disk = disk
         self.list = TrustList.of(first)
-        self.secret: ClusterSecret | None = first
-        """The present secret, if it is known."""
+        self._later: ClusterSecret | None = None
+        """The secret of the last rotation that we know of, or one that a person has told us and that is yet to be heard
+        of from a member."""
         self._adopt(*self._with(self._disk.load() or TrustRecord()))
         self._list_ourselves()
 
@@ -68,7 +69,13 @@ class TrustStore:
     @property
     def record(self) -> TrustRecord:
         """The whole list, and the present secret."""
-        return _record(self.list, self.secret)
+        return _record(self.list, self._later)
+
+    @property
+    def secret(self) -> ClusterSecret | None:
+        """The present secret, if we know it."""
+        known = [secret for secret in (self._later, self._first) if secret is not None]
+        return next((secret for secret in known if phrase_key(secret).public in self.list.phrases), None)
 
     @property
     def digest(self) -> bytes:
@@ -86,8 +93,13 @@ class TrustStore:
     def told_to(self, public: bytes) -> bytes:
         """What a machine with that key may know: a member everything, anybody else how we are listed ourselves."""
         if node_id_of(public) in self.list.members:
-            return msgspec.msgpack.encode(self.record)
-        return msgspec.msgpack.encode(TrustRecord(self.list.about(self._key.node_id)))
+            told = self.record
+        else:
+            told = TrustRecord(self.list.about(self._key.node_id))
+        if self._later is not None and self._later != self.secret:  # a member may know what it is good for
+            claim = self.list.listing(self._key.public, self._name, phrase_key(self._later))
+            told = TrustRecord((*told.statements, claim))
+        return msgspec.msgpack.encode(told)
 
     def hear(self, data: bytes, peer: str, public: bytes) -> bool:
         """Take in what a machine with that key has told, if it is a member then; returns whether it is."""
@@ -100,26 +112,27 @@ class TrustStore:
     def take(self, record: TrustRecord) -> None:
         """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later."""
         try:
-            self._change(record)
+            self.save(record)
         except HcsimError:
             self._adopt(*self._with(record))
 
     def enlist(self, public: bytes, name: str) -> None:
         """Make a key a member; raises `ConfigError` where that cannot be, or cannot be saved."""
-        self._must_be_listed()
+        self.check_listed()
         node = node_id_of(public)
         if node in self.list.expelled:
             raise ConfigError(f"{name} was expelled with the key that it has: delete its file node_key for a new one")
         if node not in self.list.members:
-            self._change(TrustRecord((self.list.listing(public, name, self._key),)))
+            self.save(TrustRecord((self.list.listing(public, name, self._key),)))
 
     def rotate(self, secret: ClusterSecret, expelled: Iterable[str] = ()) -> None:
         """Replace the secret, and expel these nodes for good; raises `ConfigError` where that cannot be saved."""
-        self._must_be_listed()
+        self.check_listed()
         rotation = self.list.rotation(expelled, phrase_key(secret).public, self._key)
-        self._change(TrustRecord((rotation,), secret.data))
+        self.save(TrustRecord((rotation,), secret.data))
 
-    def _must_be_listed(self) -> None:
+    def check_listed(self) -> None:
+        """Raises `ConfigError` where this machine is no member."""
         if self._key.node_id in self.list.expelled:
             raise ConfigError(WE_ARE_EXPELLED)
         if self._key.node_id not in self.list.members:
@@ -130,9 +143,9 @@ class TrustStore:
         if secret is not None and node not in self.list.members and node not in self.list.expelled:
             self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
 
-    def _change(self, record: TrustRecord) -> None:
+    def save(self, record: TrustRecord) -> None:
         """Add this to what is on the disk, and both to what we know."""
-        known = [(self.list, self.secret)]
+        known = [(self.list, self._later)]
 
         def merged(saved: TrustRecord | None) -> TrustRecord:
             known[0] = self._with(record, saved or TrustRecord())
@@ -142,21 +155,22 @@ class TrustStore:
         self._adopt(*known[0])
 
     def _with(self, *records: TrustRecord) -> tuple[TrustList, ClusterSecret | None]:
-        """The list and the secret that follow from these and ours."""
-        merged, secrets = self.list, [self._first, *([] if self.secret is None else [self.secret])]
+        """The list and the later secret that follow from these and ours."""
+        merged, secrets = self.list, [] if self._later is None else [self._later]
         for record in records:
             merged = merged.merged(record.statements)
             secrets += [ClusterSecret(record.secret)] if len(record.secret) == SECRET_BYTES else []
         right = {phrase_key(secret).public: secret for secret in secrets}
-        return merged, next((right[phrase] for phrase in merged.phrases if phrase in right), None)
+        present = next((right[phrase] for phrase in merged.phrases if phrase in right), None)
+        return merged, present or next(iter(secrets), None)
 
-    def _adopt(self, merged: TrustList, secret: ClusterSecret | None) -> None:
+    def _adopt(self, merged: TrustList, later: ClusterSecret | None) -> None:
         before = self.digest
-        self.list, self.secret = merged, secret
+        self.list, self._later = merged, later
         if self.digest != before:
             for act in self.on_change:
                 act()
 
 
-def _record(merged: TrustList, secret: ClusterSecret | None) -> TrustRecord:
-    return TrustRecord(merged.statements, secret.data if secret is not None and merged.generation else b"")
+def _record(merged: TrustList, later: ClusterSecret | None) -> TrustRecord:
+    return TrustRecord(merged.statements, b"" if later is None else later.data)

@@ -56,7 +56,7 @@ def load_node_key(home: Path) -> NodeKey:
     if not isinstance(private, Ed25519PrivateKey):
         raise ConfigError(
             f"{path}: damaged, or not an Ed25519 key without a passphrase; "
-            "take it from a backup, or delete it: this machine is then a new node to its cluster"
+            "take it from a backup, or delete it: this machine is then a new node to its cluster, and has to be invited"
         )
     return NodeKey(private.private_bytes_raw())
 
@@ -78,6 +78,11 @@ def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
         f"--name {name}` prints how others join it); give this one another name (--name), or delete that file to "
         "forget the other"
     )
+
+
+def has_joined(home: Path, name: str) -> bool:
+    """Whether this machine belongs to a cluster of that name."""
+    return _cluster_file(home, name).exists()
 
 
 def load_secret(home: Path, name: str) -> ClusterSecret:
@@ -121,6 +126,15 @@ class TrustFile:
                 os.close(folder)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def add(self, record: TrustRecord) -> None:
+        """Put this beside what is there. What of it counts is found out when it is loaded."""
+
+        def joint(saved: TrustRecord | None) -> TrustRecord:
+            statements = () if saved is None else saved.statements
+            return TrustRecord(tuple(dict.fromkeys((*statements, *record.statements))), record.secret)
+
+        self.update(joint)
 
 
 def load_trust(home: Path, name: str, machine: str) -> TrustStore:

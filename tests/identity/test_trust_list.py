@@ -300,3 +300,21 @@ def test_a_machine_that_is_not_listed_cannot_change_the_list() -> None:
     for change in (lambda: late.rotate(secret("third")), lambda: late.enlist(key("y").public, "y")):
         with pytest.raises(ConfigError, match="not on the cluster's trust list"):
             change()
+
+
+def test_a_phrase_with_two_parts_lists_a_newcomer_at_the_first_member_that_it_meets() -> None:
+    a = store_of("a")
+    a.rotate(secret("second"))
+    assert a.phrase is not None
+    first, second = ClusterSecret.from_phrases(a.phrase)
+    assert (first, second) == (FIRST, secret("second"))
+    disk = Disk()
+    disk.record = TrustRecord(secret=second.data)
+    late = TrustStore(first, key("late"), "late", disk)
+    assert a.hear(late.told_to(key("a").public), "late", key("late").public)
+    late.hear(a.told_to(key("late").public), "a", key("a").public)
+    assert (names(late.list), late.digest) == (["a", "late"], a.digest)
+    a.rotate(secret("third"))
+    disk.record = TrustRecord(secret=second.data)
+    later = TrustStore(first, key("later"), "later", disk)
+    assert not a.hear(later.told_to(key("a").public), "later", key("later").public)

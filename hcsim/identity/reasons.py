@@ -30,10 +30,8 @@ class Reason(IntEnum):
 
 
 _INVITE = "run `hcsim cluster invite` on a member of the cluster, and `hcsim cluster join` on the other machine"
-_OTHER_CLUSTER = (
-    "it belongs to another cluster: if it should be in ours, remove the cluster on one of the two (its files in "
-    f"~/.hcsim/clusters), then {_INVITE}"
-)
+OTHER_CLUSTER = f"remove the cluster of one of the two (its files in ~/.hcsim/clusters), then {_INVITE}"
+_OTHER_CLUSTER = f"it belongs to another cluster: if the two belong together, {OTHER_CLUSTER}"
 _NEW_KEY = "to have it back, delete its file node_key, which makes it a new machine, and invite it"
 WE_ARE_EXPELLED = (
     "this machine was expelled from the cluster: it can come back with a new key (delete its file node_key) and an "

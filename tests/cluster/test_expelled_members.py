@@ -126,9 +126,8 @@ def test_an_expelled_member_that_comes_back_from_a_backup_changes_nothing() -> N
     known = TrustStore(FIRST, home.key("x"), "x", StoredTrust(home.world.host("x").store))
     for name in "ab":
         known.enlist(home.key(name).public, name)
-    stores = {name: StoredTrust(home.world.host(name).store) for name in "ab"}
-    for name, store in stores.items():
-        store.update(lambda saved: known.record)
+    for name in "ab":
+        StoredTrust(home.world.host(name).store).update(lambda saved: known.record)
     home.at.append((10.0, lambda: home.trusted["a"].rotate(SECOND, [home.key("x").node_id])))
 
     def retaliate() -> None:

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file by one with these bytes: all or nothing, also when the power goes."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is there, and no file", str(path))  # a device must not be replaced by one
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # two processes may write the same file
     try:
-        with beside.open("wb") as file:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -28,9 +28,10 @@ from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
-from hcsim.real.keys import credentials, load_node_key, load_secret
+from hcsim.real.keys import beside_a_node, load_credentials
 from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.address import address_at, with_port
 from hcsim.runtime.target import parse
@@ -278,10 +279,11 @@ async def train_in_cluster(
 async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: float, forget: str = "") -> Survey:
     """Ask the nodes of a cluster that this machine has joined how they stand; tell them who is gone for good.
 
-    The key is one of the moment: our own may be in use, by the node that runs here."""
-    key, secret = NodeKey(secrets.token_bytes(SEED_BYTES)), load_secret(home, cluster)
-    async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(key, secret))) as host:
-        admitted = AdmittedHost(host, credentials(key, secret))
+    Whoever is asked gets our trust list with the handshake, and we get theirs."""
+    proved = beside_a_node(load_credentials(home, cluster, host_name()))
+    secret = proved.secret
+    async with RealHost(RealOptions("asker", seed=secrets.randbits(64), tls=ClusterTls(proved.key, secret))) as host:
+        admitted = AdmittedHost(host, proved)
         survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
@@ -292,15 +294,14 @@ async def real_member(
     node: RealNode, tell: Callable[[str], None] = lambda what: None
 ) -> AsyncIterator[tuple[RealHost, Credentials]]:
     """This machine, with the TLS of a cluster that it has joined; `tell` hears who did not get through it."""
-    key, secret = load_node_key(node.home), load_secret(node.home, node.cluster)
     name = node.name or host_name()
-    options = RealOptions(
-        name, seed=secrets.randbits(64), tls=ClusterTls(key, secret), device=node.device, state=node.state
-    )
+    proved = load_credentials(node.home, node.cluster, name)
+    tls = ClusterTls(proved.key, proved.secret)
+    options = RealOptions(name, seed=secrets.randbits(64), tls=tls, device=node.device, state=node.state)
     once = Once(tell)
     here = RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}"))
     async with here as host, _serving(node.metrics_at, host):
-        yield host, credentials(key, secret)
+        yield host, proved
 
 
 def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:
@@ -322,9 +323,9 @@ def _virtual_credentials(host: VirtualHost, seed: int) -> Credentials:
     if kept is None:
         kept = host.rng("node key").randbytes(SEED_BYTES)
         host.store.save("node_key", kept)
-    secret = ClusterSecret(rng.stream(seed, "cluster secret").randbytes(SECRET_BYTES))
-    nonces = host.rng("nonces")
-    return Credentials(NodeKey(kept), secret, host.rng("boot").getrandbits(BOOT_BITS), nonces.randbytes)
+    key, secret = NodeKey(kept), ClusterSecret(rng.stream(seed, "cluster secret").randbytes(SECRET_BYTES))
+    trusted = TrustStore(secret, key, host.name, StoredTrust(host.store))
+    return Credentials(key, secret, host.rng("boot").getrandbits(BOOT_BITS), host.rng("nonces").randbytes, trusted)
 
 
 @asynccontextmanager

@@ -78,7 +78,8 @@ async def train_as_member(
         anew = ", as no member has a checkpoint" if durable and view.epoch > 1 else ""
         tell(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
-    node = Node(inside, me, plan.cluster, tell, _terms(plan))
+    trusted = None if credentials is None else credentials.trusted
+    node = Node(inside, me, plan.cluster, tell, _terms(plan), trusted)
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, tell) if durable else None
     extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")

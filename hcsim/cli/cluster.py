@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ app = typer.Typer(help="Say which machines belong together.", no_args_is_help=Tr
 
 Name = Annotated[str, typer.Option(help="What this machine calls the cluster.")]
 DEFAULT_NAME = "home"
+INVITATION_PORT = 52418
 
 
 def home() -> Path:
@@ -25,48 +27,112 @@ def home() -> Path:
 
 @app.command()
 def create(name: Name = DEFAULT_NAME) -> None:
-    """Make a new cluster, and print the phrase by which other machines join it."""
+    """Make a new cluster with this machine in it, and print the phrase by which other machines join it."""
     with plainly():
-        from hcsim.real.keys import load_node_key, new_secret, save_secret
+        from hcsim.real.interfaces import host_name
+        from hcsim.real.keys import load_node_key, load_trust, new_secret, save_secret
 
         key = load_node_key(home())
         secret = new_secret()
         save_secret(home(), name, secret)
+        load_trust(home(), name, host_name())
+        option = "" if name == DEFAULT_NAME else f" --name {name}"
         screen.note(f"created the cluster {name!r} with this machine in it, as node {key.node_id}")
-        _show(secret.phrase(), name)
-
-
-@app.command()
-def join(
-    phrase: Annotated[list[str] | None, typer.Argument(help="As `hcsim cluster create` printed it.")] = None,
-    name: Name = DEFAULT_NAME,
-) -> None:
-    """Make this machine a member; without PHRASE it is asked for, and stays out of the shell's history."""
-    with plainly():
-        from hcsim.identity.namespace import ClusterSecret
-        from hcsim.real.keys import load_node_key, save_secret
-
-        secret = ClusterSecret.from_phrase(" ".join(phrase) if phrase else typer.prompt("join phrase", err=True))
-        key = load_node_key(home())
-        is_new = save_secret(home(), name, secret)
-        screen.say(
-            f"this machine {'is now' if is_new else 'was already'} in the cluster {name!r}, as node {key.node_id}"
+        screen.note(f"on each of the other machines, run `hcsim cluster join{option}` and type this phrase:")
+        screen.say(secret.phrase())
+        screen.note(
+            "whoever knows it can join, until `hcsim cluster rotate`; `hcsim cluster invite` makes an invitation that "
+            "works once"
         )
-
-
-@app.command()
-def phrase(name: Name = DEFAULT_NAME) -> None:
-    """Print the join phrase again."""
-    with plainly():
-        from hcsim.real.keys import load_secret
-
-        _show(load_secret(home(), name).phrase(), name)
 
 
 Peers = Annotated[
     list[str] | None, typer.Option(help="host or host:port of a node, where the local network does not show it.")
 ]
 Look = Annotated[str, typer.Option(help="How long to look around on the local network.")]
+Inviter = Annotated[
+    list[str] | None,
+    typer.Option(help="host or host:port of the machine that invites, where the local network does not show it."),
+]
+
+
+@app.command()
+def join(
+    phrase: Annotated[
+        list[str] | None, typer.Argument(help="The invitation or phrase, or - to read it from standard input.")
+    ] = None,
+    name: Name = DEFAULT_NAME,
+    peer: Inviter = None,
+    look: Look = "10 s",
+) -> None:
+    """Make this machine a member, by an invitation or the phrase.
+
+    Without PHRASE it is asked for: so it is in no shell history, and no list of processes shows it."""
+    with plainly():
+        from hcsim.cli import members
+
+        if phrase == ["-"]:
+            text = sys.stdin.readline()
+        else:
+            text = " ".join(phrase) if phrase else typer.prompt("invitation or phrase", err=True)
+        members.join(text, home(), name, tuple(peer or ()), look)
+
+
+@app.command()
+def invite(
+    name: Name = DEFAULT_NAME,
+    expires: Annotated[str, typer.Option(help="How long it is good for.")] = "10 min",
+    uses: Annotated[int, typer.Option(min=1, max=64, help="How many machines may join by it.")] = 1,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where this machine waits for the other.")
+    ] = INVITATION_PORT,
+) -> None:
+    """Print an invitation to the cluster, and wait until the other machine has joined by it."""
+    with plainly():
+        from hcsim.cli import members as work
+
+        work.invite(home(), name, expires, uses, port)
+
+
+@app.command()
+def members(name: Name = DEFAULT_NAME) -> None:
+    """Print who belongs to the cluster, and who was expelled, as far as this machine knows."""
+    with plainly():
+        from hcsim.cli import members as work
+
+        work.list_members(home(), name)
+
+
+@app.command()
+def expel(
+    machine: Annotated[str, typer.Argument(help="What the others call it, or its node id.")],
+    name: Name = DEFAULT_NAME,
+    peer: Peers = None,
+    look: Look = "3 s",
+) -> None:
+    """Expel a machine for good, and replace the secret: its key is never admitted again."""
+    with plainly():
+        from hcsim.cli import members as work
+
+        work.rotate(home(), name, tuple(peer or ()), look, machine)
+
+
+@app.command()
+def rotate(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
+    """Replace the cluster's secret: the old phrase admits nobody any more. Members stay members."""
+    with plainly():
+        from hcsim.cli import members as work
+
+        work.rotate(home(), name, tuple(peer or ()), look)
+
+
+@app.command()
+def phrase(name: Name = DEFAULT_NAME) -> None:
+    """Print the phrase by which machines can join without an invitation."""
+    with plainly():
+        from hcsim.cli import members as work
+
+        work.show_phrase(home(), name)
 
 
 @app.command()
@@ -90,10 +156,3 @@ def forget(
         from hcsim.cli.standing import forget_machine
 
         forget_machine(machine, home(), name, tuple(peer or ()), look)
-
-
-def _show(phrase: str, name: str) -> None:
-    option = "" if name == DEFAULT_NAME else f" --name {name}"
-    screen.note("on each of the other machines, run:")
-    screen.say(f"hcsim cluster join {phrase}{option}")
-    screen.note("whoever knows this phrase can join: do not send it over a channel that others read")

@@ -106,6 +106,11 @@ def look_s(text: str) -> float:
     return float(_quantity("--look", text, PositiveSeconds))
 
 
+def expires_s(text: str) -> float:
+    """How long an invitation is good for."""
+    return float(_quantity("--expires", text, PositiveSeconds))
+
+
 def peers(text: str | None) -> tuple[str, ...]:
     """The addresses of all ranks."""
     addresses = tuple(part.strip() for part in (text or "").split(","))

@@ -14,6 +14,7 @@ from hcsim.cli.options import look_s
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.messages import Link, Told
 from hcsim.errors import HcsimError
+from hcsim.identity.reasons import OTHER_CLUSTER
 from hcsim.launch import ask_cluster
 from hcsim.runtime.address import hosts_of
 from hcsim.units import did_you_mean
@@ -65,9 +66,17 @@ def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey
         tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
         raise HcsimError(
             f"no node of the cluster {cluster!r} answers: looked around on the local network for {look}. Does "
-            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}"
+            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}{_foreign(survey)}"
         )
     return survey
+
+
+def _foreign(survey: Survey) -> str:
+    """Machines of other clusters: one of them may be looked for."""
+    seen = ", ".join(f"{screen.cell(name)} at {place}" for name, place in survey.foreign.items())
+    return (
+        f"\n  machines of another cluster are here: {seen}; if they belong to this one, {OTHER_CLUSTER}" if seen else ""
+    )
 
 
 def _seniority(told: Told) -> tuple[str, int, str]:

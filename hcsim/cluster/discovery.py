@@ -26,10 +26,12 @@ import msgspec
 
 from hcsim.config.cluster import Cluster
 from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
+from hcsim.identity.reasons import OTHER_CLUSTER
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 from hcsim.runtime.waiting import TokenBucket
+from hcsim.transport.refusals import one_line
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
 """Calls an address, for at most so long; the id of the node that answered."""
@@ -301,7 +303,7 @@ class Discovery:
                 continue
             if properties.get("namespace") != self._us.namespace:
                 if not sighting.gone:
-                    self._tell_foreign(node, place_of(sighting.service))
+                    self._tell_foreign(node, properties.get("namespace", ""), sighting.service)
             elif sighting.gone:
                 self._candidates.drop(node)
                 if node in self._wanted:
@@ -320,13 +322,14 @@ class Discovery:
             text = "more machines are announced on the local network than can be dialled: not all of them are tried"
             self._tell_some("left out", text, most=1)
 
-    def _tell_foreign(self, node: str, address: str) -> None:
+    def _tell_foreign(self, node: str, namespace: str, service: Service) -> None:
         """Once for each machine: it may be one that a person waits for."""
         if node not in self._foreign and len(self._foreign) < MOST_LINES:
             self._foreign[node] = None
             self._tell(
-                f"a machine at {address} belongs to a cluster with another secret: if it should take part here, run "
-                "`hcsim cluster join` with the same phrase on both"
+                f"{one_line(service.name, 80)}, a machine at {place_of(service)}, belongs to another cluster "
+                f"({one_line(namespace, 8)}; this one is {self._us.namespace[:8]}): if it should take part here, "
+                f"{OTHER_CLUSTER}"
             )
 
     def _tell_some(self, kind: str, text: str, most: int = MOST_LINES) -> None:

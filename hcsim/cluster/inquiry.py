@@ -34,6 +34,8 @@ async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> T
     return answer
 
 
+MOST_FOREIGN = 8
+"""Machines of other clusters that a person is told of."""
 MOST_ASKED = 64
 """Addresses that are asked because somebody announced them; what nodes that answered told is asked beyond that."""
 
@@ -53,6 +55,8 @@ class Survey:
         """Everybody who said something; two, where a key was copied."""
         self.failures: dict[str, str] = {}
         """By address, why nobody said anything."""
+        self.foreign: dict[str, str] = {}
+        """By name, where machines of other clusters are."""
 
     async def run(self, peers: Sequence[str], look_s: float) -> None:
         """Ask these, and whoever announces itself within that time; return when all have answered or failed."""
@@ -74,7 +78,10 @@ class Survey:
         try:
             async for sighting in self._host.lan.browse():
                 properties = sighting.service.properties
-                ours = properties.get("namespace") == self._namespace and not sighting.gone
+                is_node = "node" in properties and not sighting.gone
+                ours = properties.get("namespace") == self._namespace and is_node
+                if is_node and not ours and len(self.foreign) < MOST_FOREIGN:
+                    self.foreign[sighting.service.name] = place_of(sighting.service)
                 if ours and len(self._asking) < MOST_ASKED:  # anybody may have announced anything
                     self._ask(place_of(sighting.service))
         except HcsimError as error:

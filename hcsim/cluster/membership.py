@@ -63,6 +63,10 @@ class Membership:
         self._lives = 0
         self._entered: dict[tuple[str, int], None] = {}
         """The views that we have been in, in this life."""
+        self._fellows: dict[str, dict[str, None]] = {}
+        """By lineage, the nodes that were in views of it that we know of."""
+        for known in (self.view, *self._acceptor.record.past):
+            self._know_fellows(known)
         self._declined: dict[str, int] = {}
         """By lineage, the view that we said we shall never be in."""
         if not self._belongs_to(self.view) or (len(self.view.members) == 1 and not self.view.formed):
@@ -189,7 +193,8 @@ class Membership:
             if concerns_us and (answer := self._acceptor.accept(message)) is not None:
                 self._send(source, answer, now)
         elif isinstance(message, Decided):
-            self._learn(message.view, now)
+            if self._is_believed(source, message.view):
+                self._learn(message.view, now)
         elif isinstance(message, Promise | Abstained | Accepted | Refused):
             self._answered(source, message, now)
         elif isinstance(message, Declined):
@@ -204,6 +209,8 @@ class Membership:
     # What we answer.
 
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
+        if not self._is_believed(source, asked.after):
+            return
         self._proposer.saw(asked.ballot)
         self._learn(asked.after, now)
         proposer = self.roster.peers.get(source)
@@ -235,7 +242,7 @@ class Membership:
         for past in self._acceptor.record.past:
             if past.lineage == lineage and past.epoch > epoch:
                 self._send(source, Decided(past), now)
-        if lineage != view.lineage or not self._belongs_to(view):
+        if lineage != view.lineage or not self._belongs_to(view) or view.member(source) is None:
             return False
         if epoch < view.epoch:
             self._send(source, Decided(view), now)
@@ -346,6 +353,21 @@ class Membership:
         if peer.astray_since_s is None:
             peer.astray_since_s = now
 
+    def _is_believed(self, source: str, view: View) -> bool:
+        """Whether a node may tell us that a view was decided.
+
+        Members do not lie, and a view is decided by members of the one before it; others may know of it from them. So
+        we believe nodes that were in a view of our lineage with us, as far as we know; members of a cluster that we
+        asked to be taken in by; and when all others of our view are gone for good, whoever is left."""
+        ours = self.view
+        alone = len(ours.members) == 1 and ours.member(self.us.node) is not None
+        if view.lineage != ours.lineage and not view.branched_from(ours.lineage):
+            return alone and view.member(source) is not None
+        if alone or source in self._fellows.get(ours.lineage, ()):
+            return True
+        gone = self.roster.gone(ours)
+        return all(node in gone for node in ours.nodes if node != self.us.node)
+
     def _learn(self, view: View, now: float) -> None:
         """A view was decided: adopt it if it is for us."""
         ours = self.view
@@ -403,12 +425,16 @@ class Membership:
         formed = self._rules.needed == 1
         self._enter(View(lineage, before + 1, (self.us,), before, formed=formed, reason=f"{self.us.name} is alone"))
 
+    def _know_fellows(self, view: View) -> None:
+        self._fellows.setdefault(view.lineage, {}).update(dict.fromkeys(view.nodes))
+
     def _enter(self, view: View) -> None:
         self._proposer.overtaken()
         self._diagnosis.entered()
         self._told = None
         self._needed_since_s = None
         self._acceptor.adopt(view)
+        self._know_fellows(view)
         self._entered[view.lineage, view.epoch] = None
         if view.members:
             self.effects.append(Adopted(view))

@@ -14,6 +14,7 @@ from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepa
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.errors import UNDECODABLE, RemoteProtocolError
+from hcsim.identity.trust_list import TrustRecord
 from hcsim.runtime.host import Interface
 
 
@@ -79,6 +80,12 @@ class Decided(msgspec.Struct, frozen=True, tag="decided"):
     """This view was agreed on."""
 
     view: View
+
+
+class TrustUpdate(msgspec.Struct, frozen=True, tag="trust"):
+    """The cluster's trust list has changed."""
+
+    record: TrustRecord
 
 
 class Qualified(msgspec.Struct, frozen=True, tag="qualified"):
@@ -155,6 +162,7 @@ Message: TypeAlias = (
     | Declined
     | Findings
     | Qualified
+    | TrustUpdate
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

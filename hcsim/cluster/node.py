@@ -21,14 +21,15 @@ from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse, Watch
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, Link, Message, Status, Told
+from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, Link, Message, Status, Told, TrustUpdate
 from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
 from hcsim.cluster.terms import Terms, refusal, unlike
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
 from hcsim.config.cluster import Cluster
-from hcsim.errors import HcsimError, PeerRefused
+from hcsim.errors import ConfigError, HcsimError, PeerRefused
+from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import keep, kept
@@ -40,6 +41,7 @@ _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""
 GONE = "it has gone"
 """Why a node is not there that has said goodbye."""
+EXPELLED = "it was expelled from the cluster"
 _MEASURE_S = 10.0
 """How long a newcomer may measure its ways to the members before it joins them."""
 _READY_S = 0.1
@@ -78,8 +80,10 @@ class Node:
         config: Cluster,
         tell: Callable[[str], None] = lambda text: None,
         terms: Terms | None = None,
+        trusted: TrustStore | None = None,
     ) -> None:
         self._host = host
+        self._trusted = trusted
         self._me = me
         self._terms = dict(terms or {})
         self._terms_of: dict[str, Terms] = {}
@@ -120,6 +124,9 @@ class Node:
         listener = await self._host.listen(self._me.control)
         self._membership.started(self._now())
         self._carry_out()
+        if self._trusted is not None:
+            self._trusted.on_change.append(self._trust_changed)
+            self._leave_out_expelled()
         for name, work in (
             ("control", self._lines.serve(listener)),
             ("discovery", self._discovery.run()),
@@ -131,6 +138,8 @@ class Node:
 
     async def stop(self, reason: str = "it was stopped") -> None:
         """Be no node any more."""
+        if self._trusted is not None and self._trust_changed in self._trusted.on_change:
+            self._trusted.on_change.remove(self._trust_changed)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -264,12 +273,14 @@ class Node:
     def _meet(self, status: Status) -> None:
         """Call those whom a node reaches and we do not."""
         for node, control in zip(status.reaches, status.contacts, strict=False):
-            if node != self._us.node and not self._on_line(node):
+            if node != self._us.node and not self._on_line(node) and not self._is_expelled(node):
                 self._discovery.learn(node, control)
 
     def down(self, node: str, goodbye: Goodbye | None) -> None:
         """The line to a node has ended: it has gone, or has to be called again, though not soon if it refused us."""
-        if goodbye is not None:
+        if self._is_expelled(node):
+            self._leave_out_expelled()
+        elif goodbye is not None:
             if not goodbye.refused:
                 self._discovery.forget(node)
             self._membership.lost(node, "it refused us" if goodbye.refused else GONE, self._now())
@@ -281,6 +292,8 @@ class Node:
 
     def said(self, node: str, message: Message) -> None:
         """A node said something."""
+        if self._is_expelled(node):
+            return  # the channel to it ends
         now, pulse = self._now(), self._pulses[node]
         if isinstance(message, Beat):
             if message.number:
@@ -292,6 +305,8 @@ class Node:
         elif isinstance(message, Echo):
             if message.number in self._sent:
                 pulse.echoed(now - self._sent[message.number])
+        elif isinstance(message, TrustUpdate):
+            self._hear_trust(message)
         else:
             self._membership.message(node, message, now)
         pulse.sign(now)
@@ -302,6 +317,39 @@ class Node:
         """Something that a person might like to know."""
         self._host.trace("cluster", what)
         self._tell_once(what)
+
+    # Who belongs to the cluster.
+
+    def _is_expelled(self, node: str) -> bool:
+        return self._trusted is not None and node in self._trusted.list.expelled
+
+    def _hear_trust(self, update: TrustUpdate) -> None:
+        if self._trusted is not None:
+            try:
+                self._trusted.take(update.record)
+            except ConfigError as error:
+                self.told(str(error))
+
+    def _trust_changed(self) -> None:
+        """Tell the other members, and be without those that are members no more."""
+        assert self._trusted is not None
+        update = TrustUpdate(self._trusted.record)
+        for node in self._lines.nodes:
+            if node in self._trusted.list.members:
+                self._lines.send(node, update)
+        self._leave_out_expelled()
+
+    def _leave_out_expelled(self) -> None:
+        """Nobody waits for their word any more."""
+        assert self._trusted is not None
+        for node in self._trusted.list.expelled:
+            if (peer := self._membership.roster.peers.get(node)) is not None and peer.suspected != EXPELLED:
+                peer.suspected = ""
+                self._tell_once(f"{peer.status.us.name} was expelled from the cluster")
+                self._membership.lost(node, EXPELLED, self._now())
+            self._membership.forget(node, self._now())
+            self._discovery.forget(node)
+        self._carry_out()
 
     # What goes on by itself.
 

@@ -4,7 +4,9 @@
       | hello: version, role, namespace, key, boot, nonce →
       |    ← hello: the same of its own             |
       | proof: signature, MAC →                     |
-      |    ← proof: signature, MAC                  |   both are admitted
+      |    ← proof: signature, MAC                  |   both know whose key it is
+      | list, sealed →                              |   where their trust lists differ
+      |    ← list, sealed                           |   both are members: admitted
 
 Both proofs cover everything: both hellos as they were sent, the channel's `binding`, and the role of the prover. The
 signature is made with the node's key, the MAC with a key that takes two things to know: the cluster's
@@ -16,6 +18,11 @@ secret, and an agreement (X25519) between the two nonces, which are fresh public
 
 Hellos carry the namespace id, which is public; the secret and what is derived from it never leave the machine.
 The caller proves first, so that a stranger who dials around gets nothing from a listener.
+
+Hellos carry a digest of the trust list, too. Where both have the same, each looks the other's key up in it. Where not,
+they exchange their lists first, encrypted with a key made of the same agreement: a newcomer shows by whom it is
+listed, and a member that was off learns what has changed and the present secret. Whoever is not listed then is refused,
+and of what it has told nothing is kept. Nobody but a listed member is told more than how we are listed ourselves.
 
 On a channel without encryption (`binding` empty) a man in the middle can pass the handshake through and
 then speak in its place: admission says who was there, only TLS keeps it so.
@@ -34,19 +41,25 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 import msgspec
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from hcsim.errors import UsageError
+from hcsim.errors import HcsimError, UsageError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
+from hcsim.identity.trust_list import MOST_BYTES
+from hcsim.identity.trust_store import NO_DIGEST, TrustStore
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 256
-_HELLO, _PROOF, _REFUSAL = 1, 2, 3
-_HELLO_FIELDS = struct.Struct("!BBB32s32sQ32s")
+MAX_LIST_BYTES = MOST_BYTES + 64
+"""Of a sealed list."""
+_HELLO, _PROOF, _REFUSAL, _LIST = 1, 2, 3, 4
+_HELLO_FIELDS = struct.Struct("!BBB32s32sQ32s32s")
 _PROOF_FIELDS = struct.Struct("!B64s32s")
 _REFUSAL_BYTES = 2
 _LABEL = b"hcsim admission 1\0"
@@ -64,6 +77,7 @@ class State(Enum):
 
     AWAITS_HELLO = "awaits the hello"
     AWAITS_PROOF = "awaits the proof"
+    AWAITS_LIST = "awaits the trust list"
     ADMITTED = "the peer is a member"
     REFUSED = "one of us said no"
 
@@ -72,7 +86,9 @@ class Heard(Enum):
     """What a message turned out to be."""
 
     HELLO = "a hello without fault"
-    PROOF = "a proof without fault"
+    PROOF = "a proof without fault, of a member"
+    OTHER_LIST = "a proof without fault, of one with another trust list"
+    LIST = "a trust list by which they are a member"
     FAULT = "something that we refuse"
     REFUSAL = "their refusal"
 
@@ -82,8 +98,12 @@ NEXT = {
     (State.AWAITS_HELLO, Heard.FAULT): State.REFUSED,
     (State.AWAITS_HELLO, Heard.REFUSAL): State.REFUSED,
     (State.AWAITS_PROOF, Heard.PROOF): State.ADMITTED,
+    (State.AWAITS_PROOF, Heard.OTHER_LIST): State.AWAITS_LIST,
     (State.AWAITS_PROOF, Heard.FAULT): State.REFUSED,
     (State.AWAITS_PROOF, Heard.REFUSAL): State.REFUSED,
+    (State.AWAITS_LIST, Heard.LIST): State.ADMITTED,
+    (State.AWAITS_LIST, Heard.FAULT): State.REFUSED,
+    (State.AWAITS_LIST, Heard.REFUSAL): State.REFUSED,
     (State.ADMITTED, Heard.FAULT): State.REFUSED,
 }
 """All transitions, of both roles. The last is for a peer that is found too slow while our proof is under way."""
@@ -99,9 +119,11 @@ class Credentials(msgspec.Struct, frozen=True):
     key: NodeKey
     secret: ClusterSecret
     boot: int
-    """Which of its lives this is."""
+    """Which of its lives this is; 0: no node, but a command or a program beside it."""
     fresh: Callable[[int], bytes]
     """Random bytes that nobody can foresee: the operating system's, on a real machine."""
+    trusted: TrustStore | None = None
+    """The keys of members; None: whoever knows the secret is one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.boot < 2**64:
@@ -115,6 +137,7 @@ class Hello(NamedTuple):
     namespace: bytes
     public: bytes
     boot: int
+    list_digest: bytes
     nonce: bytes
 
     @property
@@ -146,9 +169,12 @@ class Handshake:
         self._us = us
         self._binding = binding
         self._secret_nonce: X25519PrivateKey | None = None
-        self._hello = self._make_hello() if role is Role.CALLER else b""  # a listener's, once somebody is worth it
         self._transcript = b""
         self._mac_key = b""
+        self._seal_key = b""
+        self._list_digest = NO_DIGEST if us.trusted is None else us.trusted.digest
+        """As we have said it: the list may change while the handshake goes on."""
+        self._hello = self._make_hello() if role is Role.CALLER else b""  # a listener's, once somebody is worth it
 
     def first(self) -> bytes | None:
         """What to send before anything was received."""
@@ -166,10 +192,18 @@ class Handshake:
                 self._hear_hello(message)
                 self._go(Heard.HELLO)
                 return self._proof() if self._role is Role.CALLER else self._hello
-            if self.state is State.AWAITS_PROOF:
-                self._hear_proof(message)
+            is_caller = self._role is Role.CALLER
+            if self.state is State.AWAITS_LIST:
+                self._hear_list(message)
+                self._go(Heard.LIST)
+                return None if is_caller else self._list()
+            self._hear_proof(message)
+            if self._lists_differ():
+                self._go(Heard.OTHER_LIST)
+                return self._list() if is_caller else self._proof()
+            self._look_up()
             self._go(Heard.PROOF)
-            return self._proof() if self._role is Role.LISTENER else None
+            return None if is_caller else self._proof()
         except Fault as fault:
             return self.refuse(fault.reason)
 
@@ -188,7 +222,8 @@ class Handshake:
         us = self._us
         self._secret_nonce = X25519PrivateKey.from_private_bytes(us.fresh(32))
         nonce = self._secret_nonce.public_key().public_bytes_raw()
-        return _HELLO_FIELDS.pack(_HELLO, VERSION, self._role, us.secret.namespace, us.key.public, us.boot, nonce)
+        said = us.secret.namespace, us.key.public, us.boot, self._list_digest, nonce
+        return _HELLO_FIELDS.pack(_HELLO, VERSION, self._role, *said)
 
     def _hear_hello(self, message: bytes) -> None:
         theirs = read_hello(message)
@@ -199,8 +234,12 @@ class Handshake:
         if not hmac.compare_digest(theirs.namespace, self._us.secret.namespace):
             raise Fault(Reason.OTHER_CLUSTER)
         # In the same life it is ourselves: a worker that calls the server beside it.
-        if theirs.public == self._us.key.public and theirs.boot != self._us.boot:
+        lives = theirs.boot, self._us.boot
+        if theirs.public == self._us.key.public and theirs.boot != self._us.boot and 0 not in lives:
             raise Fault(Reason.COPIED_IDENTITY)
+        if self._us.trusted is not None and theirs.node_id in self._us.trusted.list.expelled:
+            self.theirs = theirs  # it names a machine that we know
+            raise Fault(Reason.EXPELLED)
         self._hello = self._hello or self._make_hello()
         assert self._secret_nonce is not None
         try:
@@ -213,6 +252,7 @@ class Handshake:
         self._transcript = hashlib.sha3_256(_LABEL + said).digest()
         salt = self._us.secret.derive("admission")
         self._mac_key = HKDF(SHA256(), 32, salt=salt, info=_LABEL + self._transcript).derive(agreed)
+        self._seal_key = HKDF(SHA256(), 32, salt=salt, info=_LABEL + b"list" + self._transcript).derive(agreed)
 
     def _hear_proof(self, message: bytes) -> None:
         if len(message) != _PROOF_FIELDS.size or message[0] != _PROOF:
@@ -226,6 +266,41 @@ class Handshake:
             raise Fault(Reason.FOREIGN_PROOF)
         if not hmac.compare_digest(mac, self._mac(role)):
             raise Fault(Reason.WRONG_SECRET)
+
+    def _lists_differ(self) -> bool:
+        assert self.theirs is not None
+        digests = self._list_digest, self.theirs.list_digest
+        return NO_DIGEST not in digests and digests[0] != digests[1]
+
+    def _hear_list(self, message: bytes) -> None:
+        trusted, theirs = self._us.trusted, self.theirs
+        assert trusted is not None
+        assert theirs is not None
+        try:
+            if message[:1] != bytes([_LIST]):
+                raise Fault(Reason.MALFORMED)
+            told = ChaCha20Poly1305(self._seal_key).decrypt(_nonce(Role(theirs.role)), message[1:], self._transcript)
+            trusted.hear(told, theirs.node_id, theirs.public)
+        except (InvalidTag, HcsimError):
+            raise Fault(Reason.MALFORMED) from None
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """Whether both of us are members, by our list."""
+        assert self.theirs is not None
+        if self._us.trusted is not None:
+            known = self._us.trusted.list
+            if self._us.key.node_id not in known.members:
+                raise Fault(Reason.WE_ARE_UNLISTED)
+            if self.theirs.node_id not in known.members:
+                raise Fault(Reason.EXPELLED if self.theirs.node_id in known.expelled else Reason.UNLISTED)
+
+    def _list(self) -> bytes:
+        """Sealed once for each role in a handshake, so no nonce is used twice with a key."""
+        assert self._us.trusted is not None
+        assert self.theirs is not None
+        told = self._us.trusted.told_to(self.theirs.public)
+        return bytes([_LIST]) + ChaCha20Poly1305(self._seal_key).encrypt(_nonce(self._role), told, self._transcript)
 
     def _proof(self) -> bytes:
         signature = self._us.key.sign(self._statement(self._role))
@@ -247,6 +322,10 @@ def read_hello(message: bytes) -> Hello:
     if len(message) != _HELLO_FIELDS.size:
         raise Fault(Reason.MALFORMED)
     return Hello(*_HELLO_FIELDS.unpack(message)[2:])
+
+
+def _nonce(role: Role) -> bytes:
+    return bytes([role]) * 12
 
 
 def _reason_of(code: int) -> Reason:

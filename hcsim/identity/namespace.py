@@ -9,7 +9,8 @@ Keys are derived from it with HKDF, one for each purpose, so that what one purpo
 to another.
 
 The join phrase is the secret and a check of 22 bits, in Crockford's base 32 (no I, L, O, U: they are read as
-1, 1, 0, and refused), in six groups of five. A typo goes unnoticed once in four million times.
+1, 1, 0, and refused), in six groups of five. A typo goes unnoticed once in four million times. An invitation is such a
+secret too, of two machines for one conversation (see `cluster.joining`); its check is another one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _READ_AS = {letter: value for value, letter in enumerate(_ALPHABET)} | {"I": 1, 
 _GROUPS, _GROUP = 6, 5
 _CHARACTERS = _GROUPS * _GROUP
 _CHECK_BITS = 5 * _CHARACTERS - 8 * SECRET_BYTES
+_PHRASE, _INVITATION = b"hcsim join phrase 1\0", b"hcsim invitation 1\0"
 
 
 class ClusterSecret:
@@ -35,7 +37,8 @@ class ClusterSecret:
     def __init__(self, data: bytes) -> None:
         if len(data) != SECRET_BYTES:
             raise UsageError(f"a cluster's secret has {SECRET_BYTES} random bytes, not {len(data)}")
-        self._data = data
+        self.data = data
+        """Not for anybody but members."""
         self.namespace = hashlib.sha3_256(b"hcsim namespace 1\0" + data).digest()
         """Public: which cluster this is."""
 
@@ -50,39 +53,71 @@ class ClusterSecret:
 
     def derive(self, purpose: str) -> bytes:
         """The 32 bytes that members use for that purpose and nothing else."""
-        return HKDF(SHA256(), 32, salt=b"hcsim cluster 1", info=purpose.encode()).derive(self._data)
+        return HKDF(SHA256(), 32, salt=b"hcsim cluster 1", info=purpose.encode()).derive(self.data)
 
     def phrase(self) -> str:
         """What a person types on the next machine."""
-        number = int.from_bytes(self._data, "big") << _CHECK_BITS | _check(self._data)
+        return self._letters(_PHRASE)
+
+    def invitation(self) -> str:
+        """The same for an invitation."""
+        return self._letters(_INVITATION)
+
+    def _letters(self, label: bytes) -> str:
+        number = int.from_bytes(self.data, "big") << _CHECK_BITS | _check(self.data, label)
         letters = "".join(_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_CHARACTERS)))
         return "-".join(letters[start : start + _GROUP] for start in range(0, _CHARACTERS, _GROUP))
 
     @classmethod
     def from_phrase(cls, text: str) -> ClusterSecret:
         """Read a join phrase; case, spaces and hyphens do not matter."""
-        letters = [letter for letter in text.upper() if not letter.isspace() and letter not in "-–—"]
+        return cls._read(_letters_of(text), _PHRASE)
+
+    @classmethod
+    def from_invitation(cls, text: str) -> ClusterSecret | None:
+        """Read an invitation; None if it is a join phrase."""
+        letters = _letters_of(text)
+        try:
+            return cls._read(letters, _INVITATION)
+        except ConfigError:
+            cls.from_phrases(text)
+            return None
+
+    @classmethod
+    def from_phrases(cls, text: str) -> tuple[ClusterSecret, ...]:
+        """Read a join phrase; after a rotation it has a second part, the present secret."""
+        letters = _letters_of(text)
+        if len(letters) != 2 * _CHARACTERS:
+            return (cls._read(letters, _PHRASE),)
+        return cls._read(letters[:_CHARACTERS], _PHRASE), cls._read(letters[_CHARACTERS:], _PHRASE)
+
+    @classmethod
+    def _read(cls, letters: list[str], label: bytes) -> ClusterSecret:
         for place, letter in enumerate(letters):
             if letter not in _READ_AS:
                 where = f"character {place % _GROUP + 1} of group {place // _GROUP + 1}"
-                raise ConfigError(f"the join phrase has a typo: {letter!r} ({where}) never occurs in one")
+                raise ConfigError(f"the join phrase or invitation has a typo: {letter!r} ({where}) never occurs in one")
         if len(letters) != _CHARACTERS:
             raise ConfigError(
-                f"the join phrase has {len(letters)} letters and digits where {_CHARACTERS} are needed "
+                f"the join phrase or invitation has {len(letters)} letters and digits where {_CHARACTERS} are needed "
                 f"({_GROUPS} groups of {_GROUP}): is a group missing or typed twice?"
             )
         number = 0
         for letter in letters:
             number = number << 5 | _READ_AS[letter]
         data = (number >> _CHECK_BITS).to_bytes(SECRET_BYTES, "big")
-        if number & (1 << _CHECK_BITS) - 1 != _check(data):
+        if number & (1 << _CHECK_BITS) - 1 != _check(data, label):
             raise ConfigError(
-                "the join phrase has a typo (its check does not match): compare it, group by group, "
-                "with what the machine shows that created the cluster"
+                "the join phrase or invitation has a typo (its check does not match): compare it, group by group, "
+                "with what the other machine shows"
             )
         return cls(data)
 
 
-def _check(data: bytes) -> int:
-    digest = hashlib.sha3_256(b"hcsim join phrase 1\0" + data).digest()
+def _letters_of(text: str) -> list[str]:
+    return [letter for letter in text.upper() if not letter.isspace() and letter not in "-–—"]
+
+
+def _check(data: bytes, label: bytes) -> int:
+    digest = hashlib.sha3_256(label + data).digest()
     return int.from_bytes(digest, "big") >> 256 - _CHECK_BITS

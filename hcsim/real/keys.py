@@ -1,29 +1,38 @@
 """What a machine keeps secret: its node key, and the secrets of the clusters it has joined.
 
     HOME/node_key          the node's Ed25519 key, in PEM format
-    HOME/clusters/NAME     a cluster's join phrase
+    HOME/clusters/NAME     a cluster's join phrase, as it was when the cluster was created
+    HOME/clusters/NAME.trust   its trust list, and the secret of the last rotation
 
 HOME is `~/.hcsim` unless a person says otherwise. The files are made once, whole or not at all, and for our
-own eyes only; one that others can read is not used, since they may have read it.
+own eyes only; one that others can read is not used, since they may have read it. The trust list is replaced whole, by
+one process at a time. Where there is none yet, the machine makes one with itself on it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hcsim.errors import ConfigError
+from hcsim.files import write_whole
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.trust_list import TrustRecord
+from hcsim.identity.trust_store import TrustStore
+from hcsim.runtime.store import packed, unpacked
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
@@ -47,7 +56,7 @@ def load_node_key(home: Path) -> NodeKey:
     if not isinstance(private, Ed25519PrivateKey):
         raise ConfigError(
             f"{path}: damaged, or not an Ed25519 key without a passphrase; "
-            "take it from a backup, or delete it: this machine is then a new node to its cluster"
+            "take it from a backup, or delete it: this machine is then a new node to its cluster, and has to be invited"
         )
     return NodeKey(private.private_bytes_raw())
 
@@ -71,12 +80,17 @@ def save_secret(home: Path, name: str, secret: ClusterSecret) -> bool:
     )
 
 
+def has_joined(home: Path, name: str) -> bool:
+    """Whether this machine belongs to a cluster of that name."""
+    return _cluster_file(home, name).exists()
+
+
 def load_secret(home: Path, name: str) -> ClusterSecret:
     """The secret of a cluster that this machine has joined."""
     path = _cluster_file(home, name)
     data = _read_private(path)
     if data is None:
-        joined = ", ".join(sorted(other.name for other in path.parent.glob("*")))
+        joined = ", ".join(sorted(other.name for other in path.parent.glob("*") if _NAME.fullmatch(other.name)))
         raise ConfigError(
             f"this machine has joined no cluster of the name {name!r} ({path} does not exist)"
             f"{f', only {joined}' if joined else ''}: "
@@ -88,9 +102,59 @@ def load_secret(home: Path, name: str) -> ClusterSecret:
         raise ConfigError(f"{path}: damaged; delete it and join the cluster again") from None
 
 
-def credentials(key: NodeKey, secret: ClusterSecret) -> Credentials:
+class TrustFile:
+    """Where a cluster's trust list is."""
+
+    def __init__(self, home: Path, name: str) -> None:
+        self._path = _cluster_file(home, name).with_name(f"{name}.trust")
+
+    def load(self) -> TrustRecord | None:
+        """See `identity.trust_store.Disk`."""
+        data = _read_private(self._path)
+        return None if data is None else unpacked(data, TrustRecord, str(self._path))
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        """See `identity.trust_store.Disk`."""
+        path = self._path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                write_whole(path, packed(change(self.load())), 0o600)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def add(self, record: TrustRecord) -> None:
+        """Put this beside what is there. What of it counts is found out when it is loaded."""
+
+        def joint(saved: TrustRecord | None) -> TrustRecord:
+            statements = () if saved is None else saved.statements
+            return TrustRecord(tuple(dict.fromkeys((*statements, *record.statements))), record.secret)
+
+        self.update(joint)
+
+
+def load_trust(home: Path, name: str, machine: str) -> TrustStore:
+    """The trust list of a cluster that this machine, of that name, has joined."""
+    return TrustStore(load_secret(home, name), load_node_key(home), machine, TrustFile(home, name))
+
+
+def credentials(key: NodeKey, secret: ClusterSecret, trusted: TrustStore | None = None) -> Credentials:
     """What this machine proves itself with in a new life; its random bytes are the operating system's."""
-    return Credentials(key, secret, secrets.randbits(BOOT_BITS), os.urandom)
+    return Credentials(key, secret, 1 + secrets.randbelow(2**BOOT_BITS - 1), os.urandom, trusted)
+
+
+def load_credentials(home: Path, name: str, machine: str) -> Credentials:
+    """The same for a cluster that this machine has joined."""
+    return credentials(load_node_key(home), load_secret(home, name), load_trust(home, name, machine))
+
+
+def beside_a_node(credentials: Credentials) -> Credentials:
+    """The same for a command or a program on a machine whose node may run."""
+    return msgspec.structs.replace(credentials, boot=0)
 
 
 def _cluster_file(home: Path, name: str) -> Path:

@@ -29,15 +29,23 @@ class Store(Protocol):
 
 def keep(store: Store, name: str, record: Any) -> None:
     """Save a record in a form that shows whether it was damaged since."""
-    data = msgspec.msgpack.encode(record)
-    store.save(name, _MARK + zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data)
+    store.save(name, packed(record))
 
 
 def kept(store: Store, name: str, kind: type[T]) -> T | None:
     """What `keep` has saved, or None."""
     saved = store.load(name)
-    if saved is None:
-        return None
+    return None if saved is None else unpacked(saved, kind, store.where(name))
+
+
+def packed(record: Any) -> bytes:
+    """A record in that form."""
+    data = msgspec.msgpack.encode(record)
+    return _MARK + zlib.crc32(data).to_bytes(_CRC_BYTES, "big") + data
+
+
+def unpacked(saved: bytes, kind: type[T], where: str) -> T:
+    """The record; `where` is where a person finds it."""
     mark, rest = saved[: len(_MARK)], saved[len(_MARK) :]
     crc, data = rest[:_CRC_BYTES], rest[_CRC_BYTES:]
     if mark != _MARK:
@@ -49,4 +57,4 @@ def kept(store: Store, name: str, kind: type[T]) -> T | None:
             return msgspec.msgpack.decode(data, type=kind)
         except UNDECODABLE as error:
             why = f"it was written by another version ({error})"
-    raise ConfigError(f"{store.where(name)}: cannot be read: {why}; remove it to start afresh")
+    raise ConfigError(f"{where}: cannot be read: {why}; remove it to start afresh")

@@ -80,7 +80,9 @@ async def run_in_cluster(
     async with real_member(here, tell) as (host, credentials):
         me = real_introduction(host, here, cluster, credentials)
         inside = admitted(host, credentials, tell)
-        node = Node(inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"})
+        node = Node(
+            inside, me, cluster, tell, {"the script": f"with SHA-256 {script.sha256[:12]}…"}, credentials.trusted
+        )
         door = await inside.listen(me.address)  # before anybody counts on us: the port may be taken
         async with running(node):
             view = await next_view(inside, node, -1, leaving)

@@ -17,7 +17,7 @@ from hcsim.collectives.memory import Array
 from hcsim.collectives.options import Options
 from hcsim.errors import CollectiveError, DeadlineExceeded, UsageError
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.keys import credentials
+from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
 from hcsim.torch_backend.engine import Place
@@ -223,12 +223,11 @@ class LocalEngine:
 
     async def _make_host(self) -> Host:
         way = self._way
-        host = RealHost(RealOptions(f"process {os.getpid()}", tls=way.tls, insecure=way.insecure))
+        proved = way.proved
+        tls = None if proved is None else ClusterTls(proved.key, proved.secret)
+        host = RealHost(RealOptions(f"process {os.getpid()}", tls=tls, insecure=way.insecure))
         self._real = host
-        if way.tls is None:
-            return host
-        proved = credentials(way.tls.key, way.tls.secret)
-        return AdmittedHost(host, proved)
+        return host if proved is None else AdmittedHost(host, proved)
 
     def _stay_behind(self) -> None:
         self.forked = True

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import secrets
 import socket
 from collections.abc import Mapping
 
 import msgspec
 
 from hcsim.errors import ConfigError
-from hcsim.identity.key import SEED_BYTES, NodeKey
-from hcsim.real.interfaces import list_interfaces, reachable_at
-from hcsim.real.keys import default_home, load_secret
-from hcsim.real.tls import ClusterTls
+from hcsim.identity.handshake import Credentials
+from hcsim.real.interfaces import host_name, list_interfaces, reachable_at
+from hcsim.real.keys import beside_a_node, default_home, load_credentials
 
 CLUSTER = "HCSIM_CLUSTER"
 ADDRESSES = "HCSIM_ADDRESSES"
@@ -25,7 +23,8 @@ class Way(msgspec.Struct, frozen=True):
 
     hosts: tuple[str, ...]
     """Where the others reach us, the best first."""
-    tls: ClusterTls | None = None
+    proved: Credentials | None = None
+    """What we prove ourselves with as members of a cluster."""
     insecure: bool = False
 
 
@@ -36,9 +35,8 @@ def way_of(environment: Mapping[str, str]) -> Way:
     given = tuple(filter(None, environment.get(ADDRESSES, "").split(",")))
     hosts = given or (("127.0.0.1",) if _all_here(environment) else reachable_at(list_interfaces()))
     if name:
-        # The key is one of the moment: several ranks may run on this machine, and its own node beside them.
-        key = NodeKey(secrets.token_bytes(SEED_BYTES))
-        return Way(hosts, ClusterTls(key, load_secret(default_home(), name)), insecure)
+        # Several ranks may run on this machine, and its own node beside them.
+        return Way(hosts, beside_a_node(load_credentials(default_home(), name, host_name())), insecure)
     if not insecure and not all(_is_loopback(host) for host in hosts):
         raise ConfigError(
             f"the ranks of this program are on several machines ({', '.join(hosts)}), and nothing protects what they"

@@ -29,7 +29,16 @@ from hcsim.errors import (
     DeadlineExceeded,
     RemoteProtocolError,
 )
-from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Fault, Handshake, Role, State, read_hello
+from hcsim.identity.handshake import (
+    MAX_LIST_BYTES,
+    MAX_MESSAGE_BYTES,
+    Credentials,
+    Fault,
+    Handshake,
+    Role,
+    State,
+    read_hello,
+)
 from hcsim.identity.reasons import Reason, told
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
@@ -52,7 +61,7 @@ _FIRST_RETRY_S = 0.05
 _SLOWEST_RETRY_S = 1.0
 _NOT_NOW = (Reason.TOO_MANY_FAILURES.name, Reason.TOO_MANY_CALLERS.name)
 """Refusals after which one may call again."""
-_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES, Reason.TOO_MANY_CALLERS)
+_NO_GUESSES = (Reason.COPIED_IDENTITY, Reason.TOO_MANY_FAILURES, Reason.TOO_MANY_CALLERS, Reason.WE_ARE_UNLISTED)
 """Refusals that nobody has to wait for."""
 
 
@@ -75,11 +84,13 @@ class AdmittedChannel:
     """A channel to a member. Its methods are the inner channel's own, so that a frame costs nothing extra."""
 
     __slots__ = (
-        "_inner", "binding", "carrier", "close", "ends", "identity", "limit", "outlet", "peer", "pump", "recv", "send",
+        "_inner", "_on_close", "binding", "carrier", "ends", "identity", "limit", "outlet", "peer", "pump", "recv",
+        "send",
     )  # fmt: skip
 
-    def __init__(self, inner: Channel, identity: str) -> None:
+    def __init__(self, inner: Channel, identity: str, on_close: Callable[[AdmittedChannel], object]) -> None:
         self._inner = inner
+        self._on_close = on_close
         self.identity = identity
         self.peer = inner.peer
         self.carrier = inner.carrier
@@ -90,10 +101,14 @@ class AdmittedChannel:
         self.recv = inner.recv
         self.pump = inner.pump
         self.limit = inner.limit
-        self.close = inner.close
 
     def __repr__(self) -> str:
         return f"<{self._inner!r} to node {self.identity}>"
+
+    async def close(self) -> None:
+        """See `Channel.close`."""
+        self._on_close(self)
+        await self._inner.close()
 
 
 class AdmittedHost:
@@ -235,6 +250,17 @@ class _Doorkeeper:
         self._known: dict[str, None] = {}
         self._half_open: dict[str, int] = {}
         self._claims: dict[str, int] = {}
+        self._open: dict[AdmittedChannel, None] = {}
+        if credentials.trusted is not None:
+            credentials.trusted.on_change.append(self._hang_up_on_others)
+
+    def _hang_up_on_others(self) -> None:
+        """End the channels to those that are members no more."""
+        assert self._us.trusted is not None
+        members = self._us.trusted.list.members
+        for channel in [each for each in self._open if each.identity not in members]:
+            del self._open[channel]
+            self._host.spawn(channel.close(), name=f"hang up on {channel.identity}")
 
     async def call(self, channel: Channel) -> AdmittedChannel:
         """As the one who dialled; the channel is closed if this fails."""
@@ -297,7 +323,10 @@ class _Doorkeeper:
 
     async def _go_on(self, handshake: Handshake, channel: Channel) -> None:
         while handshake.state not in (State.ADMITTED, State.REFUSED):
-            await _say(channel, handshake.receive(await _hear(channel)))
+            answer = handshake.receive(await _hear(channel))
+            if handshake.state is State.AWAITS_LIST:
+                channel.limit(MAX_LIST_BYTES)
+            await _say(channel, answer)
 
     async def _refuse(self, handshake: Handshake, channel: Channel, reason: Reason) -> None:
         with suppress(ChannelError, TimeoutError):  # it need not listen
@@ -306,23 +335,31 @@ class _Doorkeeper:
 
     def _conclude(self, handshake: Handshake, channel: Channel, source: str = "") -> AdmittedChannel:
         """The member's channel, or an error that says why there is none; either is reported."""
-        theirs, reason, peer = handshake.theirs, handshake.reason, channel.peer
+        theirs, peer, trusted = handshake.theirs, channel.peer, self._us.trusted
+        if trusted is not None and theirs is not None:
+            if handshake.state is State.ADMITTED and theirs.node_id not in trusted.list.members:
+                handshake.refuse(Reason.UNLISTED)  # the list has changed just now
+            name = trusted.list.members.get(theirs.node_id) or trusted.list.expelled.get(theirs.node_id)
+            peer = f"{name} ({peer})" if name else peer
         if handshake.state is State.ADMITTED and theirs is not None:
             self._known[theirs.node_id] = None
             self._throttle.succeeded(source)
-            self._host.trace("admitted", peer, theirs.node_id, theirs.boot)
-            self._report(Verdict(peer, f"{peer} is node {theirs.node_id}", theirs.node_id, theirs.boot))
+            self._host.trace("admitted", channel.peer, theirs.node_id, theirs.boot)
+            self._report(Verdict(channel.peer, f"{peer} is node {theirs.node_id}", theirs.node_id, theirs.boot))
             channel.limit(FIRST_LIMIT_BYTES)
-            return AdmittedChannel(channel, theirs.node_id)
+            admitted = AdmittedChannel(channel, theirs.node_id, lambda closed: self._open.pop(closed, None))
+            self._open[admitted] = None
+            return admitted
+        reason = handshake.reason
         assert reason is not None
         if source and reason not in _NO_GUESSES and not handshake.was_told:
             self._throttle.failed(source, self._host.clock.elapsed())
         if not handshake.was_told:
             self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason.name.lower()).add()
         text = told(peer, reason, by_them=handshake.was_told)
-        self._host.trace("refused", peer, reason.name, "by them" if handshake.was_told else "by us")
-        self._report(Verdict(peer, text, reason=reason))
-        raise AdmissionRefused(text, peer, reason.name)
+        self._host.trace("refused", channel.peer, reason.name, "by them" if handshake.was_told else "by us")
+        self._report(Verdict(channel.peer, text, reason=reason))
+        raise AdmissionRefused(text, channel.peer, reason.name)
 
     def _report(self, verdict: Verdict) -> None:
         if self._observer is not None:

@@ -173,7 +173,7 @@ def test_a_cluster_with_another_secret_is_named_once_for_each_machine() -> None:
     again = [Sighting(record(f"n{n}", f"10.0.0.{n}:2", namespace="theirs")) for n in range(30)]
     alone.run(5.0, [(0.0, each) for each in (*other, *again)])
     assert alone.dials == []
-    assert [what for what in alone.told if "10.0.0.3:1 belongs to a cluster with another secret" in what] != []
+    assert [what for what in alone.told if "10.0.0.3:1, belongs to another cluster" in what] != []
     assert len(alone.told) == MOST_LINES
 
 

@@ -27,7 +27,7 @@ ELSEWHERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HCSIM_ADDRESSES": "192
 def test_ranks_of_one_machine_need_no_protection(environment: dict[str, str]) -> None:
     way = way_of(environment)
     assert way.hosts == ("127.0.0.1",)
-    assert way.tls is None
+    assert way.proved is None
 
 
 def test_ranks_on_several_machines_are_refused_without_protection() -> None:

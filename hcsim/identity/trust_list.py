@@ -1,0 +1,248 @@
+"""The trust list of a cluster: the keys that belong to it, and those that were expelled.
+
+The list is a set of signed statements. Everything else is computed from that set, so merging two lists is the union of
+their statements: in any order, any number of times, with the same result. There are two kinds:
+
+listing     this key belongs to the cluster, under this name. Signed by a member, or with the phrase key: who knows the
+            phrase may list itself.
+rotation    ends a generation. It expels keys, names the keys that stay members, and replaces the phrase key. Signed by
+            a member.
+
+The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing counts in its own
+generation, if a member has signed it, or in that of the phrase key that has. It goes on to count where the rotation to
+the next generation keeps it. So nothing that was signed with an old phrase, by an expelled member, or by a member that
+had not heard of a rotation, counts after it, however late it arrives.
+
+Members may rotate at the same time. Then all their expulsions count, and members are those that all of them keep; a
+newcomer that only one of them knew has to be invited again. A rotation by a member that a more senior one expels at
+the same time counts for nothing but this: it expels that senior one too. So an expelled member cannot undo its
+expulsion, and whoever was expelled once stays so. This needs no agreement among the members, who may be off.
+
+Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too, a set of signed updates is replicated
+by union, and which of them count follows from the set.
+
+Pure: no file, no clock, no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from hcsim.errors import UNDECODABLE, ConfigError, RemoteProtocolError
+from hcsim.identity.key import NodeKey, is_signed, node_id_of
+from hcsim.identity.namespace import ClusterSecret
+
+MOST_STATEMENTS = 512
+MOST_BYTES = 128 * 1024
+MOST_NAME = 64
+_LABEL = b"hcsim trust list 1\0"
+
+PublicKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32)]
+
+
+class Listing(msgspec.Struct, frozen=True, array_like=True, tag="listing"):
+    """A key belongs to the cluster."""
+
+    generation: Generation
+    public: PublicKey
+    name: Annotated[str, Meta(max_length=MOST_NAME)]
+    """For people, as it was when the machine joined."""
+    signer: PublicKey
+    signature: Signature = b""
+
+
+class Rotation(msgspec.Struct, frozen=True, array_like=True, tag="rotation"):
+    """A generation begins."""
+
+    generation: Annotated[int, Meta(ge=1, le=2**32)]
+    expelled: Annotated[tuple[PublicKey, ...], Meta(max_length=MOST_STATEMENTS)]
+    """Those that this rotation expels."""
+    kept: Annotated[tuple[PublicKey, ...], Meta(max_length=MOST_STATEMENTS)]
+    """The members that go on."""
+    phrase: PublicKey
+    """The new phrase key."""
+    signer: PublicKey
+    signature: Signature = b""
+
+
+Statement: TypeAlias = Listing | Rotation
+_Any = TypeVar("_Any", Listing, Rotation)
+
+
+class TrustRecord(msgspec.Struct, frozen=True):
+    """A list with the secret that goes with it, as it is kept in a file and handed to members."""
+
+    statements: Annotated[tuple[Statement, ...], Meta(max_length=MOST_STATEMENTS)] = ()
+    secret: Annotated[bytes, Meta(max_length=16)] = b""
+    """The secret of the last rotation; empty: it is the first one, or it is not told."""
+
+
+_DECODER = msgspec.msgpack.Decoder(TrustRecord)
+
+
+def decode_record(data: bytes, peer: str) -> TrustRecord:
+    """A record as a peer has sent it."""
+    try:
+        return _DECODER.decode(data)
+    except UNDECODABLE as error:
+        raise RemoteProtocolError(f"{peer} sent a trust list that cannot be read: {error}", peer) from None
+
+
+def phrase_key(secret: ClusterSecret) -> NodeKey:
+    """The key with which whoever knows a cluster's secret may list itself."""
+    return NodeKey(secret.derive("phrase key"))
+
+
+class TrustList:
+    """The statements of one cluster, and what follows from them."""
+
+    def __init__(self, namespace: bytes, root: bytes, statements: Iterable[Statement] = ()) -> None:
+        """`root` is the phrase key of the cluster's first secret. Signatures have been checked."""
+        self._namespace = namespace
+        self._root = root
+        encoded = {msgspec.msgpack.encode(each): each for each in statements}
+        self.statements = tuple(encoded[data] for data in sorted(encoded))
+        self.digest = hashlib.sha3_256(_LABEL + namespace + b"".join(sorted(encoded))).digest()
+        self.generation = 0
+        self.members: Mapping[str, str] = {}
+        """Their names, by node id, the most senior first."""
+        self.expelled: Mapping[str, str] = {}
+        """The same of those that were expelled."""
+        self.phrases: tuple[bytes, ...] = (root,)
+        """The phrase keys that newcomers may list themselves with: two after rotations at the same time, or none."""
+        self._publics: dict[str, bytes] = {}
+        self._evaluate()
+
+    @classmethod
+    def of(cls, secret: ClusterSecret) -> TrustList:
+        """The empty list of the cluster that begins with that secret."""
+        return cls(secret.namespace, phrase_key(secret).public)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrustList) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self.digest[:8], "big")
+
+    def named(self, name: str) -> tuple[str, ...]:
+        """The members of that name, or whose node id begins so."""
+        same = tuple(node for node, other in self.members.items() if other == name)
+        return same or tuple(node for node in self.members if len(name) >= 8 and node.startswith(name.lower()))
+
+    def about(self, node: str) -> tuple[Statement, ...]:
+        """The statements by which a member is listed."""
+        return tuple(each for each in self.statements if isinstance(each, Listing) and node_id_of(each.public) == node)
+
+    def merged(self, statements: Iterable[Statement]) -> TrustList:
+        """With these statements too, as far as their signatures are right and their signers can be known here.
+
+        Raises `ConfigError` when that makes it too long."""
+        mine = dict.fromkeys(self.statements)
+        new = [each for each in statements if each not in mine]
+        if not new:
+            return self
+        added = [each for each in self._connected([*self.statements, *new]) if each not in mine]
+        merged = TrustList(self._namespace, self._root, [*mine, *filter(self.is_authentic, added)])
+        too_long = len(msgspec.msgpack.encode(TrustRecord(merged.statements))) > MOST_BYTES
+        if too_long or len(merged.statements) > MOST_STATEMENTS:
+            raise ConfigError(
+                "the cluster's trust list is full: create a new cluster (`hcsim cluster create --name …`) and have its "
+                "machines join that"
+            )
+        return merged
+
+    def is_authentic(self, statement: Statement) -> bool:
+        """Whether its signer has signed it."""
+        return is_signed(self._signed_part(statement), statement.signature, statement.signer)
+
+    def listing(self, public: bytes, name: str, key: NodeKey) -> Listing:
+        """A statement that this key belongs to the cluster."""
+        return self._signed(Listing(self.generation, public, name[:MOST_NAME], key.public), key)
+
+    def rotation(self, expelled: Iterable[str], phrase: bytes, key: NodeKey) -> Rotation:
+        """A statement that begins the next generation."""
+        gone = tuple(self._publics[node] for node in expelled)
+        kept = tuple(self._publics[node] for node in self.members if self._publics[node] not in gone)
+        return self._signed(Rotation(self.generation + 1, gone, kept, phrase, key.public), key)
+
+    def _signed(self, statement: _Any, key: NodeKey) -> _Any:
+        return msgspec.structs.replace(statement, signature=key.sign(self._signed_part(statement)))
+
+    def _signed_part(self, statement: Statement) -> bytes:
+        bare = msgspec.structs.replace(statement, signature=b"")
+        return _LABEL + self._namespace + msgspec.msgpack.encode(bare)
+
+    def _connected(self, statements: Iterable[Statement]) -> list[Statement]:
+        """Those whose signers lead back to the first phrase key, whether they count or not."""
+        known, waiting, found = {self._root: None}, [*statements], list[Statement]()
+        while ready := [each for each in waiting if each.signer in known]:
+            found += ready
+            waiting = [each for each in waiting if each.signer not in known]
+            known |= {each.public if isinstance(each, Listing) else each.phrase: None for each in ready}
+        return found
+
+    def _evaluate(self) -> None:
+        members: dict[bytes, int] = {}  # since which generation
+        expelled: dict[bytes, None] = {}
+        names: dict[bytes, str] = {}
+        listings = [each for each in self.statements if isinstance(each, Listing)]
+        rotations = [each for each in self.statements if isinstance(each, Rotation)]
+        while True:
+            self._list(listings, members, expelled, names)
+            next_ones = [r for r in rotations if r.generation == self.generation + 1 and r.signer in members]
+            if not next_ones:
+                break
+            self.generation += 1
+            counting = _expel(sorted(next_ones, key=lambda each: (members[each.signer], each.signer)), expelled)
+            kept = {key: s for key, s in members.items() if all(key in rotation.kept for rotation in counting)}
+            members = {key: since for key, since in kept.items() if key not in expelled}
+            self.phrases = tuple(rotation.phrase for rotation in counting if rotation.signer not in expelled)
+        seniority = sorted(members, key=lambda key: (members[key], key))
+        self.members = {node_id_of(key): names[key] for key in seniority}
+        self.expelled = {node_id_of(key): names.get(key, "") for key in expelled}
+        self._publics = {node_id_of(key): key for key in seniority}
+
+    def _list(
+        self,
+        listings: Iterable[Listing],
+        members: dict[bytes, int],
+        expelled: Mapping[bytes, None],
+        names: dict[bytes, str],
+    ) -> None:
+        """Take in the listings of the present generation, each once its signer is a member."""
+        waiting = [each for each in listings if each.public not in expelled]
+        while True:
+            ready = [each for each in waiting if self._may_list(each, members)]
+            if not ready:
+                return
+            waiting = [each for each in waiting if not self._may_list(each, members)]
+            for each in ready:
+                members.setdefault(each.public, self.generation)
+                names[each.public] = max(each.name, names.get(each.public, ""))
+
+    def _may_list(self, listing: Listing, members: Mapping[bytes, int]) -> bool:
+        if listing.signer in self.phrases:
+            return True
+        return listing.generation == self.generation and listing.signer in members
+
+
+def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[Rotation]:
+    """Carry out the expulsions of rotations of one generation, in order of seniority; those that count for more."""
+    expellers: dict[bytes, list[bytes]] = {}
+    counting = []
+    for rotation in rotations:
+        against = expellers.get(rotation.signer)
+        if against is None:
+            counting.append(rotation)
+        for key in rotation.expelled:
+            if against is None or key in against:
+                expellers.setdefault(key, []).append(rotation.signer)
+                expelled[key] = None
+    return counting

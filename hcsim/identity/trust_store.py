@@ -1,0 +1,176 @@
+"""What a machine keeps of its cluster's trust list: the list, the newest secret, and its own right to change them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from hcsim.errors import ConfigError, HcsimError
+from hcsim.identity.key import NodeKey, node_id_of
+from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
+from hcsim.identity.reasons import WE_ARE_EXPELLED, WE_ARE_UNLISTED
+from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
+from hcsim.runtime.store import Store, keep, kept
+
+NO_DIGEST = bytes(32)
+
+
+class Disk(Protocol):
+    """Where the record is. Other processes of the machine may change it, too."""
+
+    def load(self) -> TrustRecord | None:
+        """The record, if there is one."""
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        """Replace the record by what `change` makes of it, while nobody else does."""
+
+
+class StoredTrust:
+    """The record in a host's store, which is one process's alone."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def load(self) -> TrustRecord | None:
+        """See `Disk`."""
+        return kept(self._store, "trust", TrustRecord)
+
+    def update(self, change: Callable[[TrustRecord | None], TrustRecord]) -> None:
+        """See `Disk`."""
+        keep(self._store, "trust", change(self.load()))
+
+
+class TrustStore:
+    """The trust list as one machine knows it. A machine that knows the present phrase puts itself on it."""
+
+    def __init__(self, first: ClusterSecret, key: NodeKey, name: str, disk: Disk) -> None:
+        """`first` is the secret that the cluster began with."""
+        self.on_change: list[Callable[[], None]] = []
+        """Called when it has become another list."""
+        self._first = first
+        self._key = key
+        self._name = name
+        self._disk = disk
+        self.list = TrustList.of(first)
+        self._later: ClusterSecret | None = None
+        """The secret of the last rotation that we know of, or one that a person has told us and that is yet to be heard
+        of from a member."""
+        self._adopt(*self._with(self._disk.load() or TrustRecord()))
+        self._list_ourselves()
+
+    @property
+    def namespace(self) -> bytes:
+        """Which cluster this is: it stays when the secret changes."""
+        return self._first.namespace
+
+    @property
+    def record(self) -> TrustRecord:
+        """The whole list, and the present secret."""
+        return _record(self.list, self._later)
+
+    @property
+    def secret(self) -> ClusterSecret | None:
+        """The present secret, if we know it."""
+        known = [secret for secret in (self._later, self._first) if secret is not None]
+        return next((secret for secret in known if phrase_key(secret).public in self.list.phrases), None)
+
+    @property
+    def digest(self) -> bytes:
+        """Two members that have the same know the same. Never `NO_DIGEST`."""
+        known = b"" if self.secret is None else self.secret.namespace
+        return hashlib.sha3_256(self.list.digest + known).digest()
+
+    @property
+    def phrase(self) -> str | None:
+        """What a person types to join without an invitation, if we know it: after a rotation it has two parts."""
+        if self.secret is None:
+            return None
+        return "-".join(each.phrase() for each in dict.fromkeys((self._first, self.secret)))
+
+    def told_to(self, public: bytes) -> bytes:
+        """What a machine with that key may know: a member everything, anybody else how we are listed ourselves."""
+        if node_id_of(public) in self.list.members:
+            told = self.record
+        else:
+            told = TrustRecord(self.list.about(self._key.node_id))
+        if self._later is not None and self._later != self.secret:  # a member may know what it is good for
+            claim = self.list.listing(self._key.public, self._name, phrase_key(self._later))
+            told = TrustRecord((*told.statements, claim))
+        return msgspec.msgpack.encode(told)
+
+    def hear(self, data: bytes, peer: str, public: bytes) -> bool:
+        """Take in what a machine with that key has told, if it is a member then; returns whether it is."""
+        told = decode_record(data, peer)
+        if node_id_of(public) not in self.list.merged(told.statements).members:
+            return False
+        self.take(told)
+        return True
+
+    def take(self, record: TrustRecord) -> None:
+        """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later."""
+        try:
+            self.save(record)
+        except HcsimError:
+            self._adopt(*self._with(record))
+
+    def enlist(self, public: bytes, name: str) -> None:
+        """Make a key a member; raises `ConfigError` where that cannot be, or cannot be saved."""
+        self.check_listed()
+        node = node_id_of(public)
+        if node in self.list.expelled:
+            raise ConfigError(f"{name} was expelled with the key that it has: delete its file node_key for a new one")
+        if node not in self.list.members:
+            self.save(TrustRecord((self.list.listing(public, name, self._key),)))
+
+    def rotate(self, secret: ClusterSecret, expelled: Iterable[str] = ()) -> None:
+        """Replace the secret, and expel these nodes for good; raises `ConfigError` where that cannot be saved."""
+        self.check_listed()
+        rotation = self.list.rotation(expelled, phrase_key(secret).public, self._key)
+        self.save(TrustRecord((rotation,), secret.data))
+
+    def check_listed(self) -> None:
+        """Raises `ConfigError` where this machine is no member."""
+        if self._key.node_id in self.list.expelled:
+            raise ConfigError(WE_ARE_EXPELLED)
+        if self._key.node_id not in self.list.members:
+            raise ConfigError(WE_ARE_UNLISTED)
+
+    def _list_ourselves(self) -> None:
+        node, secret = self._key.node_id, self.secret
+        if secret is not None and node not in self.list.members and node not in self.list.expelled:
+            self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
+
+    def save(self, record: TrustRecord) -> None:
+        """Add this to what is on the disk, and both to what we know."""
+        known = [(self.list, self._later)]
+
+        def merged(saved: TrustRecord | None) -> TrustRecord:
+            known[0] = self._with(record, saved or TrustRecord())
+            return _record(*known[0])
+
+        self._disk.update(merged)
+        self._adopt(*known[0])
+
+    def _with(self, *records: TrustRecord) -> tuple[TrustList, ClusterSecret | None]:
+        """The list and the later secret that follow from these and ours."""
+        merged, secrets = self.list, [] if self._later is None else [self._later]
+        for record in records:
+            merged = merged.merged(record.statements)
+            secrets += [ClusterSecret(record.secret)] if len(record.secret) == SECRET_BYTES else []
+        right = {phrase_key(secret).public: secret for secret in secrets}
+        present = next((right[phrase] for phrase in merged.phrases if phrase in right), None)
+        return merged, present or next(iter(secrets), None)
+
+    def _adopt(self, merged: TrustList, later: ClusterSecret | None) -> None:
+        before = self.digest
+        self.list, self._later = merged, later
+        if self.digest != before:
+            for act in self.on_change:
+                act()
+
+
+def _record(merged: TrustList, later: ClusterSecret | None) -> TrustRecord:
+    return TrustRecord(merged.statements, b"" if later is None else later.data)

@@ -20,7 +20,7 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.trust_list import MOST_STATEMENTS, Listing, Rotation, TrustList, TrustRecord, decode_record
 from hcsim.identity.trust_list import phrase_key as phrase_key_of
-from hcsim.identity.trust_store import TrustStore
+from hcsim.identity.trust_store import MOST_UNPROVED, TrustStore
 
 FIRST = ClusterSecret(bytes(range(16)))
 EMPTY = TrustList.of(FIRST)
@@ -294,6 +294,16 @@ def test_stores_that_hear_each_other_know_the_same_and_the_expelled_one_is_refus
     assert x.secret == FIRST
     with pytest.raises(ConfigError, match="delete its file node_key"):
         a.enlist(key("x").public, "x")
+
+
+def test_a_stranger_cannot_have_many_statements_checked() -> None:
+    a = store_of("a")
+    before = a.list
+    many = [before.listing(key(f"m{number}").public, "m", key("late")) for number in range(MOST_UNPROVED)]
+    theirs = TrustRecord((*joined("late").statements, *many))
+    assert not a.hear(msgspec.msgpack.encode(theirs), "late", key("late").public)
+    assert a.list == before
+    assert a.hear(msgspec.msgpack.encode(TrustRecord(theirs.statements[:1])), "late", key("late").public)
 
 
 def test_a_machine_that_is_not_listed_cannot_change_the_list() -> None:

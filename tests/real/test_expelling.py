@@ -42,12 +42,12 @@ def test_one_joins_by_an_invitation_and_one_is_expelled_while_they_train(tmp_pat
         at_a.says("n joined")
 
         # One is expelled, by a member: it is left out at once, told why, and nobody takes it back.
-        seen = at_a.says("")
+        seen = len(at_a.lines)
         said = done(b, "expel", "x")
         assert "x is expelled" in said
-        at_a.says(r"view \d+: [abn, ]+ \(x is not there: it was expelled", seen - 1)
+        at_a.says(r"view \d+: [abn, ]+ \(x .*: it was expelled", seen)
         at_x.says("refused us: this machine was expelled from the cluster.*node_key.*hcsim cluster invite")
-        at_a.says("we refused x .*: it was expelled from the cluster", seen - 1)
+        at_a.says("we refused x .*: it was expelled from the cluster", seen)
         assert sorted(members(at_a)) == ["a", "b", "n"]
         lists = [load_trust(machine.folder, "home", "") for machine in (a, b, n)]
         assert len({each.digest for each in lists}) == 1

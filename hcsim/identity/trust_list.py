@@ -131,11 +131,6 @@ class TrustList:
     def __hash__(self) -> int:
         return int.from_bytes(self.digest[:8], "big")
 
-    def named(self, name: str) -> tuple[str, ...]:
-        """The members of that name, or whose node id begins so."""
-        same = tuple(node for node, other in self.members.items() if other == name)
-        return same or tuple(node for node in self.members if len(name) >= 8 and node.startswith(name.lower()))
-
     def about(self, node: str) -> tuple[Statement, ...]:
         """The statements by which a member is listed."""
         return tuple(each for each in self.statements if isinstance(each, Listing) and node_id_of(each.public) == node)

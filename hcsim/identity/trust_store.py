@@ -16,6 +16,8 @@ from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phr
 from hcsim.runtime.store import Store, keep, kept
 
 NO_DIGEST = bytes(32)
+MOST_UNPROVED = 64
+"""New statements that we check for a peer that is not on our list: each costs a verification."""
 
 
 class Disk(Protocol):
@@ -104,8 +106,13 @@ class TrustStore:
     def hear(self, data: bytes, peer: str, public: bytes) -> bool:
         """Take in what a machine with that key has told, if it is a member then; returns whether it is."""
         told = decode_record(data, peer)
-        if node_id_of(public) not in self.list.merged(told.statements).members:
-            return False
+        node = node_id_of(public)
+        if node not in self.list.members:
+            known = dict.fromkeys(self.list.statements)
+            if sum(each not in known for each in told.statements) > MOST_UNPROVED:
+                return False
+            if node not in self.list.merged(told.statements).members:
+                return False
         self.take(told)
         return True
 

@@ -11,7 +11,10 @@ _RECORD_STARTS = {
     b"\x16\x03": "spoke TLS to a plaintext port",
 }
 """How TLS looks to who does not expect it: an alert, or the first message of a handshake."""
-_SAME_PHRASE = "join both to one cluster (`hcsim cluster join`), or give both certificates of one authority"
+_SAME_PHRASE = (
+    "join both to one cluster (`hcsim cluster invite` on a member, `hcsim cluster join` on the other), or give both "
+    "certificates of one authority"
+)
 _CLOCKS = "are the clocks of both machines right?"
 
 _EXPIRED, _NOT_YET_VALID = 10, 9

@@ -11,8 +11,9 @@ from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
 from hcsim.runtime.host import Host
 
-Checker: TypeAlias = Callable[[Sequence[str]], Awaitable[tuple[str, list[str]]]]
-"""Given addresses of members' collectives: what is wrong with this machine, and with each of them (empty: nothing)."""
+Checker: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]
+"""Given addresses of members' collectives, each with the seconds that the answer to a check may take: what is wrong
+with this machine, and with each of them (empty: nothing)."""
 
 
 class Conductor(Protocol):
@@ -43,7 +44,8 @@ class Conductor(Protocol):
         """Whether a later view is known."""
 
     async def newcomers_ready(self, epoch: int) -> None:
-        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline."""
+        """All steps are done: return when no machine in sight is still preparing to join that epoch's view, or after a
+        deadline."""
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""

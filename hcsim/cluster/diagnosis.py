@@ -9,6 +9,8 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that.
+    Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
+    to that member before, and the members compare their own work for a step.
 3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
     to the operation at all.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
@@ -25,6 +27,7 @@ Pure: what was found comes in, who is left out goes out.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -39,6 +42,8 @@ FRUITLESS = 2
 """Views in a row without a step, after which members are checked whatever the reason was."""
 ELIMINATE = 3
 """The same, after which members are left out in turn."""
+SLOWER = 4.0
+"""A member is too slow for the others if its work for a step, or a check, takes so many times as long as expected."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
@@ -58,7 +63,11 @@ class Failure(msgspec.Struct, frozen=True):
     progressed: bool = False
     """Whether a step was done in that view."""
     stalled_s: float = 0.0
-    """How long no step had been done."""
+    """How long no step had been done, or steps had been slow."""
+    slow: bool = False
+    """Steps were done, but they took much longer than usual."""
+    work_s: float = 0.0
+    """What this node itself computed and encoded for a step."""
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -82,6 +91,10 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     ended: bool = False
     """Whether its own work in the view has ended; otherwise it was only told that others' has."""
     waited_for: str = ""
+    slow: bool = False
+    """Whether the view failed because its steps were slow."""
+    work_s: float = 0.0
+    """What it computed and encoded itself for a step."""
     accusations: tuple[Accusation, ...] = ()
 
 
@@ -106,7 +119,10 @@ class Diagnosis:
             self._accuse([Accusation(failure.violator, failure.reason)])
         self.stalled_s = failure.stalled_s
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
-        told = Findings(lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for)
+        told = Findings(
+            lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for, slow=failure.slow,
+            work_s=failure.work_s,
+        )  # fmt: skip
         return self._tell(told, now)
 
     def heard(self, source: str, findings: Findings, lineage: str, epoch: int, now: float) -> bool:
@@ -114,7 +130,7 @@ class Diagnosis:
         self._theirs[source] = findings
         if (findings.lineage, findings.epoch) != (lineage, epoch):
             return False
-        return self._tell(Findings(lineage, epoch, findings.fruitless, findings.checking), now)
+        return self._tell(Findings(lineage, epoch, findings.fruitless, findings.checking, slow=findings.slow), now)
 
     def _tell(self, news: Findings, now: float) -> bool:
         """Bring what we tell up to date; whether our checks have to begin."""
@@ -129,6 +145,8 @@ class Diagnosis:
             before.checked if before.checking else not checking,
             news.ended or before.ended,
             news.waited_for or before.waited_for,
+            news.slow or before.slow,
+            news.work_s or before.work_s,
             self._accusations,
         )
         return checking and not before.checking
@@ -144,6 +162,11 @@ class Diagnosis:
         self._accuse(accusations)
         self.ours = msgspec.structs.replace(self.ours, checked=True, accusations=self._accusations)
         return True
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the view failed because its steps were slow."""
+        return self.ours is not None and self.ours.slow
 
     @property
     def pause_s(self) -> float:
@@ -176,6 +199,8 @@ class Diagnosis:
         unchecked = self._unchecked(lineage, epoch, nodes)
         if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
             edges |= {(node, node): f"it did not finish its checks within {CHECKS_S:g} s" for node in unchecked}
+        if any(findings.slow for findings in known.values()):
+            edges |= _slowest(known)
         if not edges and not unchecked and any(findings.checking for findings in known.values()):
             edges = _waits(known) or _eliminated(known, nodes)
         covered = _smallest_cover([*edges], nodes)
@@ -203,6 +228,16 @@ class Diagnosis:
         if not any(findings.checking for findings in known.values()):
             return []
         return [node for node in nodes if node not in known or not known[node].checked]
+
+
+def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
+    """Members whose own work for a step takes much longer than that of the others."""
+    edges = {}
+    for node, findings in known.items():
+        others_s = [other.work_s for other_node, other in known.items() if other_node != node and other.work_s]
+        if others_s and findings.work_s > SLOWER * (median_s := statistics.median(others_s)):
+            edges[node, node] = f"it works {findings.work_s:.3g} s for a step, and the others {median_s:.3g} s"
+    return edges
 
 
 def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:

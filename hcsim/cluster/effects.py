@@ -40,6 +40,8 @@ class Check(msgspec.Struct, frozen=True):
     """Check our device and the other members of that epoch's view, and tell `Membership.checked` what was found."""
 
     epoch: int
+    slow: bool = False
+    """Whether members that are only slow are looked for."""
 
 
 class Qualify(msgspec.Struct, frozen=True):

@@ -139,7 +139,7 @@ class Membership:
                     self.roster.pardon(node)
             self._tried_without = []
             if self._diagnosis.failed(view.lineage, view.epoch, failure, now):
-                self.effects.append(Check(view.epoch))
+                self.effects.append(Check(view.epoch, self._diagnosis.is_slow))
             self._review(now)
 
     def checked(self, epoch: int, accusations: Iterable[Accusation], now: float) -> None:
@@ -198,7 +198,7 @@ class Membership:
             self.roster.qualify(source, message.lineage, message.boot)
         elif isinstance(message, Findings) and self.view.member(source) is not None:
             checks = self._diagnosis.heard(source, message, self.view.lineage, self.view.epoch, now)
-            self.effects += [Check(self.view.epoch)] if checks else []
+            self.effects += [Check(self.view.epoch, self._diagnosis.is_slow)] if checks else []
         self._review(now)
 
     # What we answer.

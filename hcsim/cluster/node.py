@@ -14,7 +14,7 @@ import msgspec
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.conductor import Checker
-from hcsim.cluster.diagnosis import Accusation, Failure
+from hcsim.cluster.diagnosis import SLOWER, Accusation, Failure
 from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.effects import Adopted, Check, Over, Qualify, Send, Waiting
 from hcsim.cluster.figures import Figures
@@ -33,6 +33,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
+from hcsim.transport.reception import CHECK_S, echo_s
 from hcsim.transport.refusals import one_line
 
 _TICK_S = 0.001
@@ -48,6 +49,8 @@ QUALIFY_AGAIN_MOST_S = 60.0
 """How long a machine that cannot join waits before it checks again: at first, and at most."""
 _REFUSAL_S = 0.1
 """How long the system of a node whose process has ended may take to say so."""
+_BUSY_S = 0.25
+"""How long a machine that is well may be too busy to answer a check."""
 _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
 
@@ -175,8 +178,11 @@ class Node:
         return self._membership.view.epoch > epoch
 
     async def newcomers_ready(self, epoch: int) -> None:
-        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline."""
+        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline.
+
+        Those in quarantine may try too: there is no step left that they could keep from being done."""
         membership = self._membership
+        membership.roster.release(self._now())
         until_s = self._now() + _MEASURE_S
         while self._now() < until_s and not self.superseded(epoch) and not self.over(epoch).done():
             if not membership.roster.preparing(membership.view, self._now()):
@@ -373,7 +379,9 @@ class Node:
                 elif isinstance(effect, Over):
                     self._is_over(effect)
                 elif isinstance(effect, Check):
-                    self._host.spawn(self._check(self._membership.view), name=f"check the members of {effect.epoch}")
+                    self._host.spawn(
+                        self._check(self._membership.view, effect), name=f"check the members of {effect.epoch}"
+                    )
                 elif isinstance(effect, Qualify):
                     self._host.spawn(self._qualify(effect), name="qualify")
                 elif isinstance(effect, Waiting) and effect.reason != self._waiting:
@@ -382,10 +390,10 @@ class Node:
                     self._tell(effect.reason)
         self._review.set()
 
-    async def _check(self, view: View) -> None:
+    async def _check(self, view: View, asked: Check) -> None:
         """Find out which members of a view that failed cannot be worked with."""
         others = [member for member in view.members if member.node != self._us.node]
-        wrong = await self._wrong_with(others)
+        wrong = await self._wrong_with(others, slow=asked.slow)
         accusations = [Accusation(node, reason) for node, reason in wrong.items()]
         for node, reason in wrong.items():
             self._host.trace("accused", view.epoch, node, reason)
@@ -416,11 +424,19 @@ class Node:
         membership.qualified(asked.lineage, self._now())
         self._carry_out()
 
-    async def _wrong_with(self, members: Sequence[Member]) -> dict[str, str]:
-        """What is wrong with our machine and with these, by node; nothing where it is well or cannot be seen."""
+    async def _wrong_with(self, members: Sequence[Member], *, slow: bool = False) -> dict[str, str]:
+        """What is wrong with our machine and with these, by node; nothing where it is well or cannot be seen.
+
+        If steps are slow, members are to answer as soon as what was measured on the ways to them promises."""
         if self._checker is None:
             return {}
-        own, theirs = await self._checker([self._ways.address(member) for member in members])
+        lines = [self._ways.line(member) if slow else None for member in members]
+        promised_s = [echo_s(line.latency_s, line.there_Bps, line.back_Bps) if line else CHECK_S for line in lines]
+        peers = [
+            (self._ways.address(member), SLOWER * each_s + _BUSY_S)
+            for member, each_s in zip(members, promised_s, strict=True)
+        ]
+        own, theirs = await self._checker(peers)
         wrong = {self._us.node: own, **{member.node: why for member, why in zip(members, theirs, strict=True)}}
         return {node: why for node, why in wrong.items() if why}
 

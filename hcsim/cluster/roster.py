@@ -50,6 +50,8 @@ class Roster:
         self._given_up: dict[str, Member] = {}
         """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
         self._quarantined: dict[str, Quarantine] = {}
+        self._released: dict[str, None] = {}
+        """Nodes whose quarantine was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
         """By node: the lineage that it can work with, and its boot when it found that out."""
 
@@ -69,6 +71,13 @@ class Roster:
         """A member is left out, because a view did not work with it. Returns for how long."""
         self._quarantined[node] = Quarantine.after(self._quarantined.get(node), stalled_s, now)
         return self._quarantined[node]
+
+    def release(self, now: float) -> None:
+        """End all quarantines, of each node once: whoever keeps another view from working waits its time."""
+        for node, quarantine in self._quarantined.items():
+            if node not in self._released and now < quarantine.until_s:
+                self._released[node] = None
+                self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
         """A view did not work without it either."""

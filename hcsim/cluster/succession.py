@@ -91,7 +91,11 @@ def _mutual(now: Situation, one: str, other: str) -> bool:
 def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) -> str:
     left = [m.name for m in view.members if m.node in now.leavers]
     parts = [now.failed] if now.failed else [f"{', '.join(lost)} lost"] if lost else []
-    parts += [f"{m.name} is left out: {now.culprits[m.node]}" for m in view.members if m.node in now.culprits]
+    culprits = [(m.name, now.culprits[m.node]) for m in view.members if m.node in now.culprits]
+    parts += [f"{name} is left out" + (f": {why}" if why not in now.failed else "") for name, why in culprits]
+    silent = [m.name for m in view.members if m.name in lost and m.node not in now.culprits]
+    if now.failed and any(name not in now.failed for name in silent):
+        parts.append(f"without {', '.join(silent)}, which did not answer, or not to all")
     parts += [f"{', '.join(m.name for m in newcomers)} joined"] if newcomers else []
     parts += [f"{', '.join(left)} left"] if left else []
     return "; ".join(parts)

@@ -99,23 +99,29 @@ async def _echo(channel: Channel, data: bytes) -> None:
             return
 
 
-async def check_peer(host: Host, address: str) -> str:
+def echo_s(latency_s: float, there_Bps: float, back_Bps: float) -> float:
+    """How long the frames of a check take on a line of that latency (one way) and these rates."""
+    return ECHOES * (2 * latency_s + len(_ECHO) / there_Bps + len(_ECHO) / back_Bps)
+
+
+async def check_peer(host: Host, address: str, within_s: float = CHECK_S) -> str:
     """Why collectives cannot work with the node at that address, as far as can be seen from here; empty: they can."""
-    done = 0
+    done, within_s = 0, min(CHECK_S, within_s)
     try:
         async with host.clock.timeout(CHECK_S):
             channel = await host.connect(address, timeout_s=CHECK_S)
             try:
                 channel.limit(HELLO_LIMIT_BYTES)
-                for _ in range(ECHOES):
-                    await channel.send(Header(len(_ECHO), Kind.CONTROL), _ECHO)
-                    _, payload = await channel.recv(lambda header: None)
-                    done += len(EMPTY if isinstance(payload, Phantom) else payload)
+                async with host.clock.timeout(within_s):
+                    for _ in range(ECHOES):
+                        await channel.send(Header(len(_ECHO), Kind.CONTROL), _ECHO)
+                        _, payload = await channel.recv(lambda header: None)
+                        done += len(EMPTY if isinstance(payload, Phantom) else payload)
                 return "" if done == ECHOES * len(_ECHO) else f"{address} does not answer checks"
             finally:
                 await channel.close()
     except TimeoutError:
-        return f"{address} answered {done} of {ECHOES * len(_ECHO)} bytes within {CHECK_S:g} s"
+        return f"{address} answered {done} of {ECHOES * len(_ECHO)} bytes within {within_s:.3g} s"
     except HcsimError as error:
         return f"{address} cannot be used: {error}"
 
@@ -133,7 +139,9 @@ async def check_device(host: Host) -> str:
     return ""
 
 
-async def check_all(host: Host, addresses: Sequence[str]) -> tuple[str, list[str]]:
-    """Check this host's device and all peers at once: what is wrong with each, in their order."""
-    own, *others = await asyncio.gather(check_device(host), *(check_peer(host, each) for each in addresses))
+async def check_all(host: Host, peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+    """Check this host's device and all peers at once, which are addresses, each with the seconds that it may take: what
+    is wrong with each, in their order."""
+    checks = [check_peer(host, address, within_s) for address, within_s in peers]
+    own, *others = await asyncio.gather(check_device(host), *checks)
     return own, others

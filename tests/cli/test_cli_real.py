@@ -64,7 +64,7 @@ def test_ranks_with_unlike_jobs_are_told_so_though_each_would_only_wait_for_the_
         _, other_errors = one.communicate(timeout=LIMIT_S)
     assert (zero.returncode, one.returncode) == (2, 2)
     for told in (errors, other_errors):
-        assert "unlike settings: operation is all_reduce and broadcast" in told
+        assert "unlike settings: operation is all_reduce on rank 0 and broadcast on rank 1" in told
 
 
 def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:

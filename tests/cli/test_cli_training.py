@@ -143,7 +143,7 @@ def test_real_ranks_with_unlike_settings_are_told_so() -> None:
     with rank(0, peers, *job, "--lr", "0.1") as zero, rank(1, peers, *job, "--lr", "0.2") as one:
         errors = [process.communicate(timeout=LIMIT_S)[1] for process in (zero, one)]
     assert [process.returncode for process in (zero, one)] == [2, 2]
-    assert all("lr is 0.1 and 0.2" in error for error in errors)
+    assert all("lr is 0.1 on rank 0 and 0.2 on rank 1" in error for error in errors)
 
 
 def test_a_task_of_shapes_cannot_be_trained_for_real() -> None:

@@ -177,6 +177,23 @@ def test_work_that_failed_gets_a_new_view_with_the_same_members():
     assert party.views["c"][1].reason == "as a test"
 
 
+def test_members_whose_views_never_work_ask_for_others_less_and_less_often():
+    party = Party(ABC)
+
+    async def complain(node: Node) -> None:
+        epoch = -1
+        while True:
+            epoch = (await node.view(epoch)).epoch
+            node.broken(epoch, Failure("as a test"))
+
+    for name in ABC:
+        party.meanwhile[name] = complain
+    party.run(60)
+    began_s = [party.when_s["a", view.epoch] for view in party.views["a"]]
+    assert 10 < len(began_s) < 40
+    assert began_s[-1] - began_s[-2] > 4
+
+
 def test_one_that_leaves_is_missed_in_the_next_view_and_nothing_is_cut_short():
     party = Party(ABC)
     over: list[bool] = []

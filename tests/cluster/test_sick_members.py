@@ -23,7 +23,7 @@ medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }}]
 [[node]]
 name = "mac"
 count = 4
-machine = {{ name = "slow", peak = "1 TFLOPS", memory = "100 GB/s", overhead = "30 ms" }}
+machine = {machine}
 links = ["switch"]
 
 [cluster]
@@ -39,7 +39,11 @@ batch = 4
 evaluate_every = {steps}
 timeout = "{timeout} s"
 """
+BY_KERNELS = '{ name = "slow", peak = "1 TFLOPS", memory = "100 GB/s", overhead = "30 ms" }'
+"""Whose steps take the same time at any clock rate."""
+BY_ARITHMETIC = '{ name = "slow", peak = "1 MFLOPS", memory = "100 GB/s", overhead = "1 ms" }'
 QUICK = (
+    "slow cable",
     "stuck device",
     "gradient port closed",
     "gradient port silent",
@@ -49,22 +53,20 @@ QUICK = (
     "misbehaves: raw_bytes",
     "misbehaves to one peer: wrong_signature",
 )
-WITHOUT_FAILURE = ("slow cable", "throttled device")
-"""Every step is slow with these, and none fails within the timeout."""
 
 
 @cache
-def calm_s() -> float:
+def calm_s(machine: str = BY_KERNELS) -> float:
     """How long all of them take when nothing is wrong."""
-    return max(run("", "none", limit_s=None)[1].values())
+    return max(run("", "none", limit_s=None, machine=machine)[1].values())
 
 
 def run(
-    faults: str, compressor: str, limit_s: float | None
+    faults: str, compressor: str, limit_s: float | None, machine: str = BY_KERNELS
 ) -> tuple[dict[str, Report | BaseException], dict[str, float]]:
     """What each machine came to, and when it did its last step."""
     events: list[Event] = []
-    text = HOME.format(compressor=compressor, steps=STEPS, timeout=TIMEOUT_S) + faults
+    text = HOME.format(compressor=compressor, steps=STEPS, timeout=TIMEOUT_S, machine=machine) + faults
     outcome = simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=limit_s, sink=events.extend)
     last_s = {str(event[2]): int(event[0]) / 1e9 for event in events if event[1] == "applied"}
     return {f"mac-{number}": result for number, result in enumerate(outcome.results, 1)}, last_s
@@ -75,7 +77,7 @@ def run(
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.soak)
         for name in SICK_MEMBERS
-        if name not in WITHOUT_FAILURE and not name.endswith(": lie")
+        if not name.endswith(": lie")
     ],
 )
 @pytest.mark.parametrize("compressor", ["none", pytest.param("int8+ef", marks=pytest.mark.soak)])
@@ -86,3 +88,26 @@ def test_the_others_go_on_at_full_speed(name: str, compressor: str) -> None:
     assert len(done) >= 3
     assert len({result.sha256 for result in results.values() if isinstance(result, Report)}) == 1
     assert max(last_s[machine] for machine in done) < limit_s
+
+
+def test_a_machine_that_becomes_ten_times_slower_is_left_out() -> None:
+    limit_s = calm_s(BY_ARITHMETIC) + 3 * TIMEOUT_S
+    throttled = '[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac-2"\nfactor = 0.1\n'
+    results, last_s = run(throttled, "none", limit_s, BY_ARITHMETIC)
+    for machine in ("mac-1", "mac-3", "mac-4"):
+        result = results[machine]
+        assert isinstance(result, Report)
+        assert result.steps == STEPS
+        assert last_s[machine] < limit_s
+
+
+def test_machines_that_become_slow_together_go_on_together() -> None:
+    """There is nobody without whom they would be faster."""
+    throttled = "".join(
+        f'[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac-{number}"\nfactor = 0.1\n' for number in range(1, 5)
+    )
+    results, _ = run(throttled, "none", None, BY_ARITHMETIC)
+    for result in results.values():
+        assert isinstance(result, Report)
+        assert result.steps == STEPS
+        assert result.points[-1].ranks == 4

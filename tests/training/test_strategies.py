@@ -185,11 +185,11 @@ def test_a_clock_that_jumps_does_not_change_what_took_how_long(jump_s: float) ->
 @pytest.mark.parametrize(
     ("unlike", "complaint"),
     [
-        ({"lr": 0.01}, "unlike settings: lr is 0.05 and 0.01"),
-        ({"steps": 3}, "steps is 8 and 3"),
-        ({"batch": 7}, "batch is 16 and 7"),
-        ({"task": "digits"}, "task is convex and digits"),
-        ({"strategy": "parameter_server"}, "strategy is ddp and parameter_server"),
+        ({"lr": 0.01}, "unlike settings: lr is 0.05 on rank 0 and 0.01 on rank 2"),
+        ({"steps": 3}, "steps is 8 on rank 0 and 3 on rank 2"),
+        ({"batch": 7}, "batch is 16 on rank 0 and 7 on rank 2"),
+        ({"task": "digits"}, "task is convex on rank 0 and digits on rank 2"),
+        ({"strategy": "parameter_server"}, "strategy is ddp on rank 0 and parameter_server on rank 2"),
     ],
 )
 def test_ranks_that_mean_to_do_unlike_things_find_out_before_they_start(
@@ -208,7 +208,7 @@ def test_ranks_with_unlike_seeds_find_out() -> None:
         await train(group, CONVEX, group.rank)
 
     results = hcsim.simulate(quiet_cluster(2), program).results
-    assert all("seed is 0 and 1" in str(result) for result in results)
+    assert all("seed is 0 on rank 0 and 1 on rank 1" in str(result) for result in results)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd:2", "parameter_server"])

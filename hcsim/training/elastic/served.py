@@ -79,7 +79,7 @@ class Served:
         self._task = what
         self._conductor = conductor
         self.leaving = extras.leaving
-        self.observer = Recovery(host, extras.observer)
+        self.observer = Recovery(host, extras.observer, settings.timeout_s)
         self._checkpoints = extras.checkpoints
         self._began = extras.began
         self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
@@ -199,7 +199,7 @@ class Served:
             group.fail(why)  # whoever stands by would go on doing so
             raise CollectiveError(why)
 
-    async def _ended(self, group: Group) -> bool:
+    async def _ended(self, group: Group, view: View) -> bool:
         """Whether that was all, for us or for all."""
         working = self._working
         assert working.task is not None
@@ -209,6 +209,9 @@ class Served:
         if done is None:  # it has retired, with nothing owed
             await self._conductor.leave()
         else:
+            await self._conductor.newcomers_ready(view.epoch)
+            if self._conductor.superseded(view.epoch):
+                return False
             await group.barrier()  # until all have the final model, somebody may have to serve it again
             await working.note(done.version)
         return True
@@ -238,7 +241,7 @@ class Served:
             raise outcome
         if group.size > 1:
             await standby.tell_end(group)
-        return await self._ended(group)
+        return await self._ended(group, view)
 
     # The standby, and those who only work.
 
@@ -256,7 +259,7 @@ class Served:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        return await self._ended(group)
+        return await self._ended(group, view)
 
 
 def _policy(settings: Training) -> Policy:

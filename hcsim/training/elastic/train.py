@@ -31,6 +31,7 @@ from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.part import Extras, Part
+from hcsim.training.elastic.recovery import SlowSteps
 from hcsim.training.elastic.served import Served
 from hcsim.training.elastic.survey import survey
 from hcsim.training.elastic.trainee import Trainee
@@ -40,6 +41,9 @@ from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.transport.hello import Membership
 from hcsim.transport.reception import Reception, check_all
 from hcsim.transport.wire import Wire
+
+_LAST_STEPS = 4
+"""Steps whose work a member tells the others when a view fails."""
 
 
 async def elastic_train(
@@ -139,14 +143,23 @@ class _Progress:
         peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
         seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
         violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
+        slow, now = isinstance(error, SlowSteps), self._host.clock.elapsed()
+        stalled_s = 0.0 if progress_s is None else now - progress_s
         return Failure(
             named(str(error), view),
             view.nodes[peer] if violation and peer is not None else "",
             isinstance(error, CollectiveTimeout),
-            view.nodes[waited_for] if waited_for is not None else "",
+            view.nodes[waited_for] if waited_for is not None and not slow else "",
             self._steps() != self._step,
-            0.0 if progress_s is None else self._host.clock.elapsed() - progress_s,
+            max(stalled_s, self._part.observer.pace.slow_s),
+            slow,
+            self._work_s(),
         )
+
+    def _work_s(self) -> float:
+        """What this member itself computed and encoded for its last steps, in seconds a step."""
+        points = self._part.run.points[-_LAST_STEPS:] if self._part.has_begun else []
+        return sum(point.spent_s["compute"] + point.spent_s["encode"] for point in points) / max(1, len(points))
 
     def _steps(self) -> int:
         return self._part.run.step if self._part.has_begun else -1

@@ -24,7 +24,7 @@ class Voting:
     def __init__(self, trainee: Trainee, conductor: Conductor, settings: Training, extras: Extras) -> None:
         self.trainee = trainee
         self.settings = settings
-        self.observer = Recovery(trainee.host, extras.observer)
+        self.observer = Recovery(trainee.host, extras.observer, settings.timeout_s)
         self.ballot = Ballot(trainee.learner.layout, lambda: trainee.method.alike, conductor)
         self.ballot.leaving = self.leaving = extras.leaving
         self._checkpoints = extras.checkpoints
@@ -104,6 +104,7 @@ class Voting:
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
             await checkpoints.save(run.group.host, self.trainee.saved(), run.step)
+        self.observer.pace.settled(run.step, run.group.host.clock.elapsed())
 
     async def save(self) -> None:
         """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do

@@ -12,9 +12,7 @@ from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Partition, Pause, Reset, Training, load_scenario
 from hcsim.training.run import Report
-from hcsim.transport.wire import Wire
 from hcsim.units import PositiveSeconds, Seconds
-from hcsim.virtual.host import VirtualHost
 from tests.switches import on_switch
 from tests.training.elastic.script import Outcome, train, without_faults
 
@@ -145,14 +143,3 @@ def test_the_same_faults_give_the_same_trace() -> None:
     crash = Crash(at_s=Seconds(0.031), node="a")
     runs = [train(SWITCH, CONVEX, first=ABCD, plan=[(4, "bcde")], faults=[crash]).digest for _ in range(2)]
     assert runs[0] == runs[1]
-
-
-def test_members_that_can_never_begin_ask_for_views_less_and_less_often() -> None:
-    """One was started with other segments, so no link opens."""
-
-    def wire(host: VirtualHost) -> Wire:
-        return Wire(segment_bytes=1000 if host.name == "a" else 2000)
-
-    ends = [Crash(at_s=Seconds(60), node=node) for node in "ab"]
-    faulty = train(SWITCH, CONVEX, first=("a", "b"), faults=ends, wire=wire)
-    assert 10 < len(faulty.cluster.views) < 30, "a minute of views, most of them five seconds long"

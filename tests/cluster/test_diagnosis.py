@@ -1,0 +1,99 @@
+"""Who is left out of the next view, given what the members of a failed one found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings
+
+NODES = ("a", "b", "c", "d")
+LINEAGE, EPOCH = "line", 7
+
+
+def found(
+    accused: Mapping[str, str] = {}, *, checking: bool = True, checked: bool = True, waited_for: str = "",
+    slow: bool = False, work_s: float = 0.0, fruitless: int = 1,
+) -> Findings:  # fmt: skip
+    accusations = tuple(Accusation(node, why) for node, why in accused.items())
+    return Findings(LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations)
+
+
+def diagnosis(failure: Failure, ours: Mapping[str, str], theirs: Mapping[str, Findings]) -> Diagnosis:
+    """What `a` knows: how its work failed, what its checks found, and what the others told."""
+    made = Diagnosis("a")
+    if made.failed(LINEAGE, EPOCH, failure, 0.0):
+        made.checked(EPOCH, [Accusation(node, why) for node, why in ours.items()])
+    for node, findings in theirs.items():
+        made.heard(node, findings, LINEAGE, EPOCH, 0.0)
+    return made
+
+
+LATE = Failure("an operation took too long", late=True)
+
+
+def culprits(made: Diagnosis, now: float = 1.0) -> dict[str, str]:
+    return made.culprits(LINEAGE, EPOCH, NODES, now)
+
+
+def test_a_member_that_broke_the_protocol_is_left_out() -> None:
+    made = diagnosis(Failure("c sent a frame of another epoch", violator="c"), {}, {"b": found(checking=False)})
+    assert culprits(made) == {"c": "c sent a frame of another epoch"}
+
+
+def test_the_end_that_all_accusations_share_is_left_out() -> None:
+    """A machine with a broken network card accuses everybody, and everybody accuses it."""
+    theirs = {"b": found({"d": "no answer"}), "c": found({"d": "no answer"}), "d": found(dict.fromkeys("abc", "none"))}
+    assert list(culprits(diagnosis(LATE, {"d": "no answer"}, theirs))) == ["d"]
+
+
+def test_of_a_pair_the_junior_is_left_out() -> None:
+    theirs = {"b": found({"c": "no answer"}), "c": found({"b": "no answer"}), "d": found()}
+    assert list(culprits(diagnosis(LATE, {}, theirs))) == ["c"]
+
+
+def test_a_member_that_does_not_finish_its_checks_is_left_out() -> None:
+    theirs = {"b": found(), "c": found(checked=False), "d": found()}
+    made = diagnosis(LATE, {}, theirs)
+    assert culprits(made, now=CHECKS_S / 2) == {}
+    assert list(culprits(made, now=CHECKS_S)) == ["c"]
+
+
+def test_the_end_of_a_chain_of_waiting_is_left_out() -> None:
+    theirs = {"b": found(waited_for="c"), "c": found(), "d": found(waited_for="a")}
+    made = diagnosis(Failure("late", late=True, waited_for="b"), {}, theirs)
+    assert list(culprits(made)) == ["c"]
+
+
+def test_the_slowest_of_a_slow_view_is_left_out() -> None:
+    theirs = {"b": found(work_s=0.1), "c": found(work_s=2.0), "d": found(work_s=0.2)}
+    made = diagnosis(Failure("slow", late=True, slow=True, work_s=0.1), {}, theirs)
+    assert culprits(made) == {"c": "it works 2 s for a step, and the others 0.1 s"}
+
+
+def test_a_slow_machine_stays_where_steps_are_as_fast_as_ever() -> None:
+    theirs = {"b": found(work_s=0.1), "c": found(work_s=2.0), "d": found(work_s=0.2)}
+    assert culprits(diagnosis(Failure("late", late=True, work_s=0.1), {}, theirs)) == {}
+
+
+def test_nobody_is_left_out_of_a_view_that_is_slow_everywhere() -> None:
+    theirs = {node: found(slow=True, work_s=1.0) for node in "bcd"}
+    assert culprits(diagnosis(Failure("slow", late=True, slow=True, work_s=1.5), {}, theirs)) == {}
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_where_nothing_tells_members_are_left_out_in_turn(turn: int) -> None:
+    theirs = {node: found(fruitless=ELIMINATE + turn) for node in "bcd"}
+    assert list(culprits(diagnosis(LATE, {}, theirs))) == [NODES[-1 - turn]]
+
+
+def test_never_is_everybody_left_out() -> None:
+    theirs = {node: found({node: "its device is stuck"}) for node in "bcd"}
+    assert culprits(diagnosis(LATE, {"a": "its device is stuck"}, theirs)) == {}
+
+
+def test_findings_of_another_view_say_nothing() -> None:
+    made = diagnosis(LATE, {}, {node: found() for node in "bd"})
+    made.heard("c", Findings(LINEAGE, EPOCH - 1, accusations=(Accusation("b", "long ago"),)), LINEAGE, EPOCH, 0.0)
+    assert "b" not in culprits(made, now=CHECKS_S)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ RATE_KBIT = 1_000_000
 BURST = "512kb"
 DISK = "24m"
 """Three checkpoints and a record need a third of it."""
+LEAST_FREE_BYTES = 8 << 20
 SPARE_DESCRIPTORS = 1
 LOOK_S = 0.05
 CHECK_S = 2.0
@@ -70,13 +72,12 @@ class Member:
 
     def fill_disk(self) -> None:
         """Leave no room on it."""
-        with self._filler.open("wb") as filler:
-            try:
-                while True:
-                    filler.write(bytes(1 << 16))
-                    filler.flush()
-            except OSError:
-                pass
+        if shutil.disk_usage(self.disk).free < LEAST_FREE_BYTES:
+            kept = {file.name: file.stat().st_size for file in self.disk.iterdir()}
+            raise Broken(f"{self.machine.name} has filled its disk: {kept}")
+        with self._filler.open("wb", buffering=0) as filler, suppress(OSError):
+            while True:
+                filler.write(bytes(1 << 16))
 
     def free_disk(self) -> None:
         """There is room again."""

@@ -30,6 +30,7 @@ LEAST_FREE_BYTES = 8 << 20
 SPARE_DESCRIPTORS = 1
 LOOK_S = 0.05
 CHECK_S = 2.0
+STANDSTILL_S = 120.0
 SHARE = 0.7
 """Steps of the job, of those that would be done without faults and with nothing but computing. The faults end when
 the steps do."""
@@ -187,9 +188,7 @@ def soak(profile: Profile, periods: int, seed: int, preset: str, folder: Path) -
         cluster["a"].process.says("training begins")
         origin_s = time.monotonic()
         count = _strike_all(cluster, schedule, origin_s, profile.period_s, steps, periods)
-        for member in cluster:
-            if member.process.ends() != 0:
-                raise Broken(f"{member.machine.name} failed:\n{member.process.text[-2000:]}")
+        _finish(cluster)
         events = [event for member in cluster for trace in member.traces for event in read_trace(trace)]
         digests: list[str | None] = [digest(member.process) for member in cluster]
         return Outcome(History(events), Planned(profile, schedule, count, origin_s), digests, cluster.held())
@@ -220,6 +219,21 @@ def _strike_all(
                 member.look()
         time.sleep(LOOK_S / 2)
     return periods
+
+
+def _finish(cluster: Cluster) -> None:
+    """Wait until all have done the last step; those that stand still for long never will."""
+    step, since_s = cluster.step, time.monotonic()
+    while any(member.process.running for member in cluster):
+        if cluster.step > step:
+            step, since_s = cluster.step, time.monotonic()
+        if time.monotonic() > since_s + STANDSTILL_S:
+            told = "\n".join(f"{member.machine.name}:\n{member.process.text[-2000:]}" for member in cluster)
+            raise Broken(f"step {step} is the last for {STANDSTILL_S:g} s:\n{told}")
+        time.sleep(LOOK_S)
+    for member in cluster:
+        if member.process.ends() != 0:
+            raise Broken(f"{member.machine.name} failed:\n{member.process.text[-2000:]}")
 
 
 @contextmanager

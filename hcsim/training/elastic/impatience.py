@@ -19,10 +19,12 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.errors import CollectiveError
 from hcsim.training.elastic.recovery import SLOW, Recovery
-from hcsim.transport.reception import check_peer
+from hcsim.transport.reception import CHECK_S, check_peer
 
 LEAST_S = 1.0
 """A step may always take so long, or `SLOW` times as long as usual."""
+STOOD_STILL_S = 1.0
+"""If we come so late to what we were to do, we slept or had no processor, and blame nobody for that time."""
 
 
 class NotAnswering(CollectiveError):
@@ -47,11 +49,19 @@ async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Rec
         patience_s = max(LEAST_S, SLOW * (usual_s or 0.0)) * 2**looks
         wait_s = since_s + patience_s - clock.elapsed()
         if usual_s is None or wait_s > 0:
-            await clock.sleep(LEAST_S if usual_s is None else wait_s)
+            pause_s = LEAST_S if usual_s is None else wait_s
+            due_s = clock.elapsed() + pause_s
+            await clock.sleep(pause_s)
+            if clock.elapsed() > due_s + STOOD_STILL_S:
+                since_s = clock.elapsed()
             continue
+        due_s = clock.elapsed() + CHECK_S
         found = await asyncio.gather(*(check_peer(host, each) for each in _addresses(view, conductor, others)))
         if steps.progress_s is not None and steps.progress_s > since_s:
             continue  # it did go on
+        if clock.elapsed() > due_s + STOOD_STILL_S:
+            since_s = clock.elapsed()
+            continue
         wrong = {rank: why for rank, why in zip(others, found, strict=True) if why}
         if wrong:
             text = f"no step for {clock.elapsed() - since_s:.1f} s, and {'; '.join(wrong.values())}"

@@ -34,6 +34,7 @@ class Pace:
     def __init__(self, patience_s: float) -> None:
         self.slow_s = 0.0
         """For how long steps have been slow."""
+        self._slow_steps = 0
         self._patience_s = patience_s
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._last: tuple[int, float] | None = None
@@ -46,7 +47,7 @@ class Pace:
     def began(self) -> None:
         """A view begins: the time since the last step is not that of a step."""
         self._last = None
-        self.slow_s = 0.0
+        self.slow_s, self._slow_steps = 0.0, 0
 
     def settled(self, step: int, now: float) -> None:
         """So many steps are done; raises `SlowSteps` once they have been slow for too long."""
@@ -57,11 +58,12 @@ class Pace:
         step_s = lasted_s / (step - last[0])
         usual_s = self.usual_s or step_s
         if step_s <= SLOW * usual_s:
-            self.slow_s = 0.0
+            self.slow_s, self._slow_steps = 0.0, 0
             self._usual.append(step_s)
             return
         self.slow_s += lasted_s
-        if self.slow_s >= self._patience_s:
+        self._slow_steps += 1
+        if self.slow_s >= self._patience_s and self._slow_steps > 1:  # one may have had a reason, such as an evaluation
             self._usual.clear()
             raise SlowSteps(f"for {self.slow_s:.3g} s a step has taken {step_s:.3g} s instead of {usual_s:.3g} s")
 

@@ -74,3 +74,9 @@ def test_time_is_counted_for_each_step_of_a_period() -> None:
     pace.settled(400, now := now + 5.0)
     pace.settled(401, now + 0.1)  # what is left at the end
     assert pace.slow_s == 0.0
+
+
+def test_one_long_step_is_nothing() -> None:
+    pace, step, now = pace_of(0.1)
+    step, now = go_on(pace, step, now, 90.0, 1)
+    go_on(pace, step, now, 0.1, 1)

@@ -7,7 +7,7 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 # The tests start hundreds of processes, and each would compile hcsim anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install sweep test check clean
+.PHONY: install sweep test soak check clean
 
 install: $(READY)  ## hcsim into .venv
 
@@ -16,6 +16,12 @@ sweep: $(READY)  ## all studies at low resolution: tables and figures in results
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+MINUTES ?= 60
+
+soak: $(READY)  ## an hour of faults on a real cluster in network namespaces (Linux, root), and the longer tests
+	$(BIN)/python -m experiments.soak --minutes $(MINUTES)
+	$(BIN)/python -m pytest -m soak
 
 check: $(READY)  ## lint, types, architecture
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import socket
 import ssl
@@ -232,13 +231,9 @@ class Besieged:
 
 
 def _sample(process: Process) -> Sample:
-    pid = process._popen.pid
     steps = [int(found[1]) for line in process.lines[-200:] if (found := re.search(r"step (\d+) of", line))]
-    resident = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert resident is not None, process.text[-4000:]
     lines = sum("step" not in line for line in process.lines)
-    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return Sample(time.monotonic(), steps[-1] if steps else 0, descriptors, int(resident[1]) / 1024, lines)
+    return Sample(time.monotonic(), steps[-1] if steps else 0, process.descriptors, process.memory_mb, lines)
 
 
 def start(machine: Machine, job: Path) -> Process:

@@ -36,7 +36,7 @@ from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.address import address_at, with_port
 from hcsim.runtime.target import parse
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.trace import Sink
+from hcsim.telemetry.trace import Sink, Trace
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost
@@ -257,11 +257,14 @@ async def train_in_cluster(
     observer: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
     leaving: asyncio.Event | None = None,
+    sink: Sink | None = None,
 ) -> Report:
-    """Find the other machines of a cluster, and train with them until the end or until `leaving` is set."""
+    """Find the other machines of a cluster, and train with them until the end or until `leaving` is set.
+
+    `sink` gets the events of this machine's trace."""
     from hcsim.node import train_as_member
 
-    async with real_member(node, tell) as (host, credentials):
+    async with real_member(node, tell, sink) as (host, credentials):
         me = real_introduction(host, node, plan.cluster, credentials)
         tell(f"{me.name} is node {me.node[:8]}, at {me.address}")
         return await train_as_member(
@@ -291,7 +294,7 @@ async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: fl
 
 @asynccontextmanager
 async def real_member(
-    node: RealNode, tell: Callable[[str], None] = lambda what: None
+    node: RealNode, tell: Callable[[str], None] = lambda what: None, sink: Sink | None = None
 ) -> AsyncIterator[tuple[RealHost, Credentials]]:
     """This machine, with the TLS of a cluster that it has joined; `tell` hears who did not get through it."""
     name = node.name or host_name()
@@ -299,9 +302,14 @@ async def real_member(
     tls = ClusterTls(proved.key, proved.secret)
     options = RealOptions(name, seed=secrets.randbits(64), tls=tls, device=node.device, state=node.state)
     once = Once(tell)
-    here = RealHost(options, on_refused=lambda error: once(f"a call was not taken: {error}"))
+    trace = None if sink is None else Trace(sink)
+    here = RealHost(options, trace=trace, on_refused=lambda error: once(f"a call was not taken: {error}"))
     async with here as host, _serving(node.metrics_at, host):
-        yield host, proved
+        try:
+            yield host, proved
+        finally:
+            if trace is not None:
+                trace.digest()  # hands on the last events
 
 
 def real_introduction(host: RealHost, node: RealNode, cluster: Cluster, proved: Credentials) -> Introduction:

@@ -81,7 +81,7 @@ class Asked(msgspec.Struct, frozen=True):
     insecure: Annotated[bool, _option(_RANKS, "Allow plaintext beyond this machine.", "--insecure")] = False
 
     save: Annotated[File, _option(_OUTPUT, "Write the model that was learned to this file (safetensors).")] = None
-    trace: Annotated[File, _option(_OUTPUT, "Virtual: write every event to this file, as JSON lines.")] = None
+    trace: Annotated[File, _option(_OUTPUT, "Write every event to this file, as JSON lines.")] = None
     metrics: Annotated[File, _option(_OUTPUT, "Virtual: write the hosts' final metrics to this file.")] = None
     metrics_port: Annotated[
         Text, _option(_OUTPUT, "Real: serve metrics at this port of this machine, or at host:port.")

@@ -49,9 +49,10 @@ def perform(asked: Asked) -> bool:
     if not asked.real:
         assert chosen is not None  # it was needed
         return _virtual(asked, chosen, settings, wire)
-    _only(asked, "in a virtual run", *_VIRTUAL)
+    _only(asked, "in a virtual run", "metrics")
     if asked.rank is None and asked.peers is None:
         return _together(asked, chosen, settings, wire, attended)
+    _only(asked, "in a virtual run, or where machines find each other", "trace")
     return _by_hand(asked, chosen, settings, wire)
 
 
@@ -89,7 +90,7 @@ def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, 
     others = options.others(asked.hosts, asked.remote_hcsim)
     cluster = options.cluster(chosen.cluster if chosen else None, asked.nodes, len(others.hosts))
     plan = Plan(cluster, options.to_learn(settings), _seed(asked, chosen), wire)
-    return train_together(here, plan, asked.save, others, attended=attended)
+    return train_together(here, plan, _files(asked), asked.save, others, attended=attended)
 
 
 def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire) -> bool:

@@ -21,6 +21,7 @@ from hcsim.node import Plan
 from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import Remotes, remotes
+from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.tasks import task
 from hcsim.transport.wire import Wire
@@ -61,7 +62,9 @@ def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files:
     return tell_outcome(scenario, settings, "node", outcome)
 
 
-def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others, *, attended: bool) -> bool:
+def train_together(
+    node: RealNode, plan: Plan, files: Files, save: Path | None, others: Others, *, attended: bool
+) -> bool:
     """Find the other machines, train with them, and show how it went.
 
     Others may be started from here; if we ourselves were (`attended`), we leave when whoever did so goes."""
@@ -73,13 +76,13 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
     check_torch_device(node.device)
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
-    with screen.Progress("step", settings.steps) as progress:
+    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
         missing = cluster.needed - 1
         if missing:
             progress.waiting([screen.counted(missing, "other node")])
         else:
             progress.news("work begins with this member alone (--nodes); others may join it")
-        report = asyncio.run(_Session(node, plan, progress, save).run(others, attended=attended))
+        report = asyncio.run(_Session(node, plan, progress, save, record.sink).run(others, attended=attended))
     screen.training_report(settings, f"this node was rank {report.rank} at the end, for real", [report])
     return True
 
@@ -87,8 +90,11 @@ def train_together(node: RealNode, plan: Plan, save: Path | None, others: Others
 class _Session:
     """This node's training, and what a person does meanwhile."""
 
-    def __init__(self, node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None) -> None:
+    def __init__(
+        self, node: RealNode, plan: Plan, progress: screen.Progress, save: Path | None, sink: Sink | None
+    ) -> None:
         self._node = node
+        self._sink = sink
         self._plan = plan
         self._progress = progress
         self._onlooker = Member(progress, save, only_first=False)
@@ -140,5 +146,10 @@ class _Session:
 
     async def _train(self) -> Report:
         return await train_in_cluster(
-            self._node, self._plan, observer=self._onlooker, tell=self._progress.news, leaving=self._leaving
+            self._node,
+            self._plan,
+            observer=self._onlooker,
+            tell=self._progress.news,
+            leaving=self._leaving,
+            sink=self._sink,
         )

@@ -8,7 +8,8 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
 1.  Violations. A peer broke the protocol: the receiver accuses it.
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
-    does not finish its checks in time accuses itself by that.
+    does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
+    the others without an end of the view (`hcsim.training.elastic.impatience`).
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
 3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
@@ -68,6 +69,8 @@ class Failure(msgspec.Struct, frozen=True):
     """Steps were done, but they took much longer than usual."""
     work_s: float = 0.0
     """What this node itself computed and encoded for a step."""
+    accusations: tuple[Accusation, ...] = ()
+    """What checks found before it ended."""
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -117,6 +120,7 @@ class Diagnosis:
         self._fruitless += 1
         if failure.violator:
             self._accuse([Accusation(failure.violator, failure.reason)])
+        self._accuse(failure.accusations)
         self.stalled_s = failure.stalled_s
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
         told = Findings(

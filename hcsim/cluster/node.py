@@ -49,6 +49,8 @@ _READY_S = 0.1
 QUALIFY_AGAIN_S = 2.0
 QUALIFY_AGAIN_MOST_S = 60.0
 """How long a machine that cannot join waits before it checks again: at first, and at most."""
+_REFUSAL_S = 0.1
+"""How long the system of a node whose process has ended may take to say so."""
 _BUSY_S = 0.25
 """How long a machine that is well may be too busy to answer a check."""
 _LOOKS = 4
@@ -393,18 +395,22 @@ class Node:
                 self._carry_out()
 
     async def _call_again(self, node: str, pause_s: float) -> None:
-        """A line broke: call once more, and take a refusal for an answer."""
+        """A line broke: call once more, and take a refusal for an answer.
+
+        Where only the process has ended, its system refuses at once, and the others need not wait for a heartbeat."""
         peer = self._membership.roster.peers[node]
         await self._host.clock.sleep(pause_s)
-        if self._on_line(node):
-            return
-        try:
-            await self._lines.dial(peer.status.control, self._beat.interval_s)
-        except PeerRefused as error:
-            self._pulses[node].refused(str(error))
-            self._look()
-        except HcsimError as error:
-            self._host.trace("not reached", node, str(error))
+        for timeout_s in (min(_REFUSAL_S, self._beat.interval_s), self._beat.interval_s):
+            if self._on_line(node):
+                return
+            try:
+                await self._lines.dial(peer.status.control, timeout_s)
+            except PeerRefused as error:
+                self._pulses[node].refused(str(error))
+                self._look()
+                return
+            except HcsimError as error:
+                self._host.trace("not reached", node, str(error))
 
     def _carry_out(self) -> None:
         membership = self._membership

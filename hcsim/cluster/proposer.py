@@ -8,6 +8,7 @@ Pure: what it says goes out through `send`, which also brings our own answers ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from hcsim.cluster.agreement import Absence, Abstained, Accept, Accepted, Ballot, Prepare, Promise, Proposal, Refused
@@ -112,7 +113,8 @@ class Proposer:
     def pursue(self, now: float) -> str:
         """Go on: choose once everybody who is well has answered, and give up in time. Returns what we wait for.
 
-        For one that is well and in no position to answer we do not wait long, or the others would take their turns."""
+        For one that is well and in no position to answer we do not wait long, or the others would take their turns; and
+        not at all for those that the next view does without, if the others may decide."""
         proposal = self._proposal
         if proposal is None:
             return ""
@@ -123,7 +125,7 @@ class Proposer:
         late = now >= self._deadline_s
         enough_s = self._asked_s + HOPELESS_S if hopeless else self._deadline_s
         self.look_at_s = enough_s if now < enough_s else self._deadline_s
-        if proposal.chosen is None and (not silent or now >= enough_s):
+        if proposal.chosen is None and (not silent or now >= enough_s or self._is_enough_without(silent, now)):
             obstacle = self._obstacle(proposal)
             chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal, now)
             if chosen is None:
@@ -136,6 +138,20 @@ class Proposer:
         elif late:
             self._give_up(proposal, now)
         return ""
+
+    def _is_enough_without(self, silent: Sequence[str], now: float) -> bool:
+        """Whether all who have not answered keep the view from working, and the others may decide."""
+        proposal = self._proposal
+        assert proposal is not None
+        view = proposal.present
+        if not self._stance.failure(view):
+            return False
+        culprits = self._culprits(view, view.nodes, now)
+        return all(node in culprits for node in silent) and not self._obstacle(proposal)
+
+    def _culprits(self, view: View, nodes: Sequence[str], now: float) -> dict[str, str]:
+        """Of these members those that keep the view from working, and why."""
+        return self._diagnosis.culprits(view.lineage, view.epoch, nodes, now)
 
     def overtaken(self) -> None:
         """Another view has taken the place of the one that we spoke of."""
@@ -175,6 +191,8 @@ class Proposer:
         well = [node for node in answers if roster.well(node, view)]
         failed = self._stance.failure(view)
         staying = [m.node for m in view.members if m.node in well and answers[m.node].us == m]
+        silent = [node for node in self._culprits(view, view.nodes, now) if node not in answers] if failed else []
+        staying = [node for node in view.nodes if node in staying or node in silent]
         situation = Situation(
             {node: promise for node, promise in proposal.promises.items() if node in well},
             {node: answer for node, answer in proposal.abstained.items() if node in well},
@@ -183,7 +201,7 @@ class Proposer:
             reaches | {self._us.node: roster.reaches()},
             {node: peer.status.epoch for node, peer in roster.peers.items()},
             failed,
-            self._diagnosis.culprits(view.lineage, view.epoch, staying, now) if failed else {},
+            self._culprits(view, staying, now) if failed else {},
             self._rules.needed,
             self._rules.quorum,
         )

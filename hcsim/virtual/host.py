@@ -77,6 +77,8 @@ class VirtualHost:
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
         self.alive = True
+        self.system_lives = False
+        """After a crash of the program alone: its system then refuses calls."""
         self.pauses = 0
         """How many faults hold it at the moment."""
         self.sleeps: list[tuple[tuple[str, str], ...]] = []
@@ -194,7 +196,7 @@ class VirtualHost:
             self._post(packet, self._world.datagrams.delays_s(datagram))
 
     def _post(self, packet: _Packet, delays_s: tuple[float, ...] = (0.0,), over: tuple[str, str] | None = None) -> None:
-        if self.alive:
+        if self.alive or packet.what == "refusal":
             packet.note("send")
             self._carry(packet, delays_s, over)
 
@@ -203,7 +205,7 @@ class VirtualHost:
         path = self._world.topology.route(self._name, target, over)
         if path is None or self._world.wiring.is_cut(self._name, target):
             return
-        if not self.alive and packet.what != "reset":  # which a system sends that outlives its process
+        if not self.alive and packet.what not in ("reset", "refusal"):  # a system sends these that outlives its process
             return
         if self.net.waits(path, partial(self._carry, packet, delays_s, over)):
             return
@@ -224,9 +226,13 @@ class VirtualHost:
         if self.loop.now_ns < clear_ns:
             if clear_ns < NEVER_NS:
                 self.loop.call_at_ns(clear_ns, self._came, packet)
-        elif target.alive and not wiring.is_cut(self._name, target.name):
+        elif target.hears(packet.what) and not wiring.is_cut(self._name, target.name):
             packet.note("deliver")
             packet.arrive(*packet.args)
+
+    def hears(self, what: str) -> bool:
+        """Whether there is somebody to take such a packet: the program, or the system that refuses in its place."""
+        return self.alive or (self.system_lives and what == "call")
 
     def present(self, name: str) -> VirtualHost:
         """The host of that name, in the life that it has now."""
@@ -336,7 +342,8 @@ class VirtualHost:
         wiring = self._world.wiring
         if wiring.is_silent(self._name, call.port):
             return
-        listener = None if wiring.is_closed(self._name, call.port) else self._listeners.get(call.port)
+        is_closed = not self.alive or wiring.is_closed(self._name, call.port)
+        listener = None if is_closed else self._listeners.get(call.port)
         if call.taken_by is not self:
             if listener is None:
                 self.signal(call.caller, "refusal", call.answered, None)

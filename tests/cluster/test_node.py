@@ -57,6 +57,12 @@ def test_a_crashed_member_is_left_out_and_the_others_go_on():
     assert party.views["a"][-1].abrupt
 
 
+def test_a_member_whose_process_was_killed_is_left_out_long_before_it_misses_a_heartbeat():
+    party = Party(ABC, [Crash(at_s=Seconds(30), node="b", clean=True)], heartbeat=Heartbeat()).run(33)
+    assert party.members("a")[-1] == ("a", "c")
+    assert party.when_s["a", party.views["a"][-1].epoch] < 30.5
+
+
 def test_when_the_leader_crashes_the_next_most_senior_leads():
     party = Party(ABC, [Crash(at_s=Seconds(3), node="a")]).run(10)
     assert party.members("b") == [ABC, ("b", "c")]

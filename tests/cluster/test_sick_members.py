@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -88,6 +89,16 @@ def test_the_others_go_on_at_full_speed(name: str, compressor: str) -> None:
     assert len(done) >= 3
     assert len({result.sha256 for result in results.values() if isinstance(result, Report)}) == 1
     assert max(last_s[machine] for machine in done) < limit_s
+
+
+@pytest.mark.parametrize("name", ["slow cable", "gradient port silent"])
+def test_the_others_do_not_wait_for_the_time_limit_of_an_exchange(name: str) -> None:
+    events: list[Event] = []
+    text = HOME.format(compressor="none", steps=40, timeout=600, machine=BY_KERNELS) + SICK_MEMBERS[name]
+    simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=60, sink=events.extend)
+    done_s = [int(event[0]) / 1e9 for event in events if event[1:3] == ("applied", "mac-1")]
+    assert len(done_s) == 40
+    assert max(after - before for before, after in pairwise(done_s)) < 20
 
 
 def test_a_machine_that_becomes_ten_times_slower_is_left_out() -> None:

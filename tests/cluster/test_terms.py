@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hcsim.cluster.terms import unlike
 from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError
 from hcsim.node import Plan, train_as_member
-from hcsim.training.run import Report
+from hcsim.training.run import Observer, Point, Report, Run
 from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -26,7 +27,9 @@ LIMIT_S = 60.0
 
 
 def trained(
-    plans: Mapping[str, Plan], late_s: Mapping[str, float]
+    plans: Mapping[str, Plan],
+    late_s: Mapping[str, float],
+    observe: Callable[[VirtualHost], Observer | None] = lambda host: None,
 ) -> tuple[dict[str, Report | BaseException], dict[str, list[str]]]:
     """What came of each host, and what it said."""
     world = World(on_switch([*plans], rate="2 Mb/s"))
@@ -36,7 +39,9 @@ def trained(
         await host.clock.sleep(late_s.get(host.name, 0.0))
         me = Introduction(host.name, 1, host.name, f"{host.name}:52415", f"{host.name}:52416")
         async with asyncio.timeout_at(LIMIT_S):
-            return await train_as_member(host, me, plans[host.name], tell=told[host.name].append, durable=False)
+            return await train_as_member(
+                host, me, plans[host.name], observer=observe(host), tell=told[host.name].append, durable=False
+            )
 
     return dict(zip(plans, world.run_on_all(on_host), strict=True)), told
 
@@ -86,3 +91,27 @@ def test_the_leader_does_not_wait_for_one_that_cannot_take_part() -> None:
     results, told = trained({"a": plan(2), "b": plan(2, SMALL)}, {})
     assert sorted(type(each).__name__ for each in results.values()) == ["ConfigError", "Report"]
     assert [line for lines in told.values() for line in lines if "was started otherwise; " in line]
+
+
+def test_one_that_ends_with_an_error_as_a_view_begins_hardly_holds_up_the_others() -> None:
+    steps_s: dict[str, list[float]] = {"a": [], "b": []}
+
+    class Watch:
+        """Notes when a host's steps were done."""
+
+        def __init__(self, host: VirtualHost) -> None:
+            self._host = host
+
+        def point(self, rank: int, point: Point) -> None:
+            steps_s.setdefault(self._host.name, []).append(self._host.clock.elapsed())
+
+        def finished(self, run: Run) -> None:
+            pass
+
+    late = msgspec.structs.replace(plan(2), training=Training(task="convex", steps=STEPS, lr=0.01))
+    results, _ = trained({"a": plan(2), "b": plan(2), "c": late}, {"c": 2.0}, Watch)
+    with pytest.raises(ConfigError, match="the others train with other settings"):
+        raise results["c"]  # type: ignore[misc]
+    for name in ("a", "b"):
+        assert len(steps_s[name]) == STEPS
+        assert max(after - before for before, after in pairwise(steps_s[name])) < 1.0

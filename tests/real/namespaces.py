@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,8 @@ class Process:
             env=machine.environment, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []
+        self.times_s: list[float] = []
+        """When each was said, on the monotonic clock."""
         self._news = Condition()
         self._ended = False
         self._reader = Thread(target=self._read, daemon=True)
@@ -51,10 +54,27 @@ class Process:
     def text(self) -> str:
         return "\n".join(self.lines)
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
+    def memory_mb(self) -> float:
+        """How much of it is resident."""
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())
+        assert found is not None, self.text[-4000:]
+        return int(found[1]) / 1024
+
     def _read(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
             with self._news:
+                self.times_s.append(time.monotonic())
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
         with self._news:
@@ -158,11 +178,31 @@ class Machine:
         """Plug the cable into one of the switch's halves."""
         ip("-n", self._switch, "link", "set", self._port, "master", bridge)
 
-    def slow(self, kbit: int) -> None:
+    def slow(self, kbit: int, burst: str = "3kb") -> None:
         """The cable carries so many kbit/s, each way."""
         for namespace, device in ((self.namespace, "eth0"), (self._switch, self._port)):
             run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-                f"{kbit}kbit", "burst", "3kb", "latency", "2s")  # fmt: skip
+                f"{kbit}kbit", "burst", burst, "latency", "2s")  # fmt: skip
+
+    def silence(self, port: int) -> None:
+        """What this machine would send from or to that TCP port is lost."""
+        for side in ("sport", "dport"):
+            ip("-n", self.namespace, "rule", "add", "ipproto", "tcp", side, str(port), "blackhole")
+
+    def unsilence(self, port: int) -> None:
+        """That port works again."""
+        for side in ("sport", "dport"):
+            ip("-n", self.namespace, "rule", "delete", "ipproto", "tcp", side, str(port), "blackhole")
+
+    def lose(self, other: Machine) -> None:
+        """What this machine sends to another one is lost."""
+        for address in (f"{other.ip}/32", f"{other.ip6}/128"):
+            ip("-n", self.namespace, "route", "replace", "blackhole", address)
+
+    def find(self, other: Machine) -> None:
+        """It arrives again."""
+        for address in (f"{other.ip}/32", f"{other.ip6}/128"):
+            ip("-n", self.namespace, "route", "delete", "blackhole", address)
 
     def fast(self) -> None:
         """As fast as the machine allows."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hcsim.config import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle, parse_scenario
-from hcsim.errors import ChannelBroken, DeadlineExceeded
+from hcsim.errors import ChannelBroken, DeadlineExceeded, PeerRefused
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
@@ -78,6 +78,18 @@ def test_nobody_answers_at_a_crashed_host():
         await until(2.0)
         with pytest.raises(DeadlineExceeded):
             await world.host("a").connect(listener.address, timeout_s=3.0)
+
+    world.run(main())
+
+
+def test_the_system_of_a_host_whose_program_crashed_refuses_calls():
+    world = world_with(Crash(at_s=1.0, node="b", clean=True))
+
+    async def main() -> None:
+        listener = await world.host("b").listen("b:0")
+        await until(2.0)
+        with pytest.raises(PeerRefused):
+            await world.host("a").connect(listener.address, timeout_s=0.1)
 
     world.run(main())
 

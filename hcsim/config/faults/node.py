@@ -11,7 +11,7 @@ from hcsim.units import PositiveSeconds, PositiveShare, Seconds
 
 
 class Crash(Fault, frozen=True, tag="crash"):
-    """The node is gone; `clean`: its connections are reset, otherwise they fall silent."""
+    """The node is gone; `clean`: its connections are reset and calls to it refused, otherwise it falls silent."""
 
     node: str
     clean: bool = False

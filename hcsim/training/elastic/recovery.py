@@ -39,6 +39,11 @@ class Pace:
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._last: tuple[int, float] | None = None
 
+    @property
+    def usual_s(self) -> float | None:
+        """How long a step usually takes; None while that is not known."""
+        return statistics.median(self._usual) if len(self._usual) >= _ENOUGH else None
+
     def began(self) -> None:
         """A view begins: the time since the last step is not that of a step."""
         self._last = None
@@ -51,7 +56,7 @@ class Pace:
             return
         lasted_s = now - last[1]
         step_s = lasted_s / (step - last[0])
-        usual_s = statistics.median(self._usual) if len(self._usual) >= _ENOUGH else step_s
+        usual_s = self.usual_s or step_s
         if step_s <= SLOW * usual_s:
             self.slow_s, self._slow_steps = 0.0, 0
             self._usual.append(step_s)

@@ -9,6 +9,11 @@
     from their own home if somebody there has it.
 4.  Everybody tells its fingerprint again: now all are alike, and are of the new era.
 
+A newcomer's state is sent here, while the others wait, and not beside their steps. Every step changes all of it, so a
+copy sent earlier is of no use when it arrives, unless all updates since are sent too; both would take their bandwidth
+from the exchanges of the steps that they are to spare. The rest is done earlier: a newcomer loads its program and its
+data, checks the members and measures the links before it joins.
+
 Whoever dies on the way ends the view, and nobody is worse off: a member changes only by an update that counts,
 or by all of a state that arrived whole.
 """

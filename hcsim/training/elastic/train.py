@@ -23,13 +23,14 @@ from functools import partial
 import msgspec
 
 from hcsim.cluster.conductor import Conductor, next_view
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.diagnosis import Accusation, Failure
 from hcsim.cluster.view import View
 from hcsim.collectives.fate import TOLD
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
+from hcsim.training.elastic.impatience import NotAnswering
 from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.recovery import SlowSteps
 from hcsim.training.elastic.served import Served
@@ -143,6 +144,7 @@ class _Progress:
         peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
         seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
         violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
+        wrong = error.wrong if isinstance(error, NotAnswering) else {}
         slow, now = isinstance(error, SlowSteps), self._host.clock.elapsed()
         stalled_s = 0.0 if progress_s is None else now - progress_s
         return Failure(
@@ -154,6 +156,7 @@ class _Progress:
             max(stalled_s, self._part.observer.pace.slow_s),
             slow,
             self._work_s(),
+            tuple(Accusation(view.nodes[rank], why) for rank, why in wrong.items()),
         )
 
     def _work_s(self) -> float:

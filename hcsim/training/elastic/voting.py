@@ -8,6 +8,7 @@ from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CompressionError
+from hcsim.training.elastic.impatience import watch_steps
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.part import Extras
@@ -60,12 +61,17 @@ class Voting:
             self._due = self._checkpoints.after(run.step)
         votes = run.pact = Votes(self.ballot, group, view, self._settled)
         run.observer = self.observer
+        watching = trainee.host.spawn(
+            watch_steps(group, view, self._conductor, self.observer), name=f"watch the steps of view {view.epoch}"
+        )
         try:
             await trainee.method.train(run)
         except CompressionError as error:
             # The others wait for what we cannot send: all try this step once more.
             votes.cannot_send(run.step, error)
             raise CollectiveError(f"{self._conductor.us.name} cannot send: {error}", peer=group.rank) from error
+        finally:
+            watching.cancel()
         if run.step >= run.settings.steps:
             await self._conductor.newcomers_ready(view.epoch)
             return await votes.confirmed(run.step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
-from hcsim.errors import ConfigError
+from hcsim.errors import ConfigError, UsageError
 from hcsim.training.task import Task
 from hcsim.units import did_you_mean
 
@@ -40,13 +40,20 @@ def _shapes(name: str) -> Task:
     return SHAPES[name]()
 
 
-_TASKS: Mapping[str, Callable[[], Task]] = {
+_TASKS: dict[str, Callable[[], Task]] = {
     "digits": _digits,
     "text": _text,
     "convex": _convex,
     "slopes": _slopes,
     **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
 }
+
+
+def register(name: str, make: Callable[[], Task]) -> None:
+    """Have one more task, which a program outside the package brings with it."""
+    if name in _TASKS:
+        raise UsageError(f"there is a task {name!r} already")
+    _TASKS[name] = make
 
 
 def names() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def crash(fault: Crash, world: World) -> None:
     """The process dies in the middle of whatever it does.
 
-    With `clean` its system lives on and resets the connections; without, the peers hear nothing.
+    With `clean` its system lives on: it resets the connections and refuses new ones. Without, the peers hear nothing.
     """
     die(world, world.host(fault.node), clean=fault.clean)
 
@@ -32,7 +32,7 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
     channels = list(host.channels) if clean else world.wiring.channels_of(host.name)
     for channel in channels if clean else ():
         channel.tell_peer(f"{host.name} crashed")
-    host.alive = False
+    host.alive, host.system_lives = False, clean
     for channel in channels:
         channel.vanish()
     for ways in host.sleeps:

@@ -15,6 +15,11 @@ Checker: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str
 """Given addresses of members' collectives, each with the seconds that the answer to a check may take: what is wrong
 with this machine, and with each of them (empty: nothing)."""
 
+LAST_CALL_S = 10.0
+"""How long members that have finished wait for machines that prepare to join them."""
+LAST_CALL_PAUSE_S = 0.5
+"""How long they wait before they ask each other again whether there are any."""
+
 
 class Conductor(Protocol):
     """Says which view counts. One computation at a time follows it."""
@@ -43,9 +48,8 @@ class Conductor(Protocol):
     def superseded(self, epoch: int) -> bool:
         """Whether a later view is known."""
 
-    async def newcomers_ready(self, epoch: int) -> None:
-        """All steps are done: return when no machine in sight is still preparing to join that epoch's view, or after a
-        deadline."""
+    def preparing(self, epoch: int) -> bool:
+        """All steps are done: whether a machine in sight is still preparing to join that epoch's view."""
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""

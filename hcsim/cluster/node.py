@@ -44,8 +44,6 @@ GONE = "it has gone"
 EXPELLED = "it was expelled from the cluster"
 _MEASURE_S = 10.0
 """How long a newcomer may measure its ways to the members before it joins them."""
-_READY_S = 0.1
-"""How often members that have finished look whether newcomers are ready."""
 QUALIFY_AGAIN_S = 2.0
 QUALIFY_AGAIN_MOST_S = 60.0
 """How long a machine that cannot join waits before it checks again: at first, and at most."""
@@ -186,17 +184,14 @@ class Node:
         """Whether a later view is known."""
         return self._membership.view.epoch > epoch
 
-    async def newcomers_ready(self, epoch: int) -> None:
-        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline.
+    def preparing(self, epoch: int) -> bool:
+        """Whether a machine in sight is still preparing to join that epoch's view, after the last step.
 
         Those in quarantine may try too: there is no step left that they could keep from being done."""
-        membership = self._membership
-        membership.roster.release(self._now())
-        until_s = self._now() + _MEASURE_S
-        while self._now() < until_s and not self.superseded(epoch) and not self.over(epoch).done():
-            if not membership.roster.preparing(membership.view, self._now()):
-                return
-            await self._host.clock.sleep(_READY_S)
+        membership, now = self._membership, self._now()
+        membership.roster.release(now)
+        ended = self.superseded(epoch) or self.over(epoch).done()
+        return not ended and membership.roster.preparing(membership.view, now)
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""

@@ -122,3 +122,15 @@ def test_machines_that_become_slow_together_go_on_together() -> None:
         assert isinstance(result, Report)
         assert result.steps == STEPS
         assert result.points[-1].ranks == 4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
+def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to_join(strategy: str) -> None:
+    """They wait for it, longer than an exchange may take."""
+    events: list[Event] = []
+    text = HOME.format(compressor="none", steps=2 * STEPS, timeout=2, machine=BY_KERNELS)
+    text += SICK_MEMBERS["clogged with one peer"]
+    scenario = parse_scenario(text.replace("[training]", f'[training]\nstrategy = "{strategy}"'), "sick")
+    outcome = simulate_cluster(scenario, what=Slopes(), limit_s=120, sink=events.extend)
+    assert sum(isinstance(result, Report) and result.steps == 2 * STEPS for result in outcome.results) >= 3
+    assert len({event[3] for event in events if event[1] == "view failed"}) == 1, "none fails because of the waiting"

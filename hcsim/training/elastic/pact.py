@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
@@ -41,6 +41,7 @@ class _Vote(NamedTuple):
     """The number of the first tensor that is not finite; or -1."""
     superseded: int
     leaving: int
+    """After the last step: whether it sees newcomers that prepare to join."""
 
 
 class Ballot:
@@ -101,10 +102,20 @@ class Votes:
         await self._settled()
 
     async def confirmed(self, step: int) -> bool:
-        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it."""
-        later = self._ballot.conductor.superseded(self._view.epoch)
-        votes = await self._gathered(step, _Vote(await self._print(), -1, later, 0))
-        return not any(vote.superseded for vote in votes)
+        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it.
+
+        Members see newcomers that prepare at different times, and so ask each other again and again: whoever waited
+        alone would keep the others waiting for its vote."""
+        conductor, epoch, clock = self._ballot.conductor, self._view.epoch, self._group.host.clock
+        until_s = clock.elapsed() + LAST_CALL_S
+        while True:
+            waits = conductor.preparing(epoch) and clock.elapsed() < until_s
+            votes = await self._gathered(step, _Vote(await self._print(), -1, conductor.superseded(epoch), waits))
+            if any(vote.superseded for vote in votes):
+                return False
+            if not any(vote.leaving for vote in votes):
+                return True
+            await clock.sleep(LAST_CALL_PAUSE_S)
 
     async def _print(self) -> int:
         alike = self._ballot.alike()

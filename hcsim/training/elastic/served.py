@@ -29,7 +29,7 @@ from copy import copy
 import msgspec
 import numpy as np
 
-from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -209,12 +209,23 @@ class Served:
         if done is None:  # it has retired, with nothing owed
             await self._conductor.leave()
         else:
-            await self._conductor.newcomers_ready(view.epoch)
-            if self._conductor.superseded(view.epoch):
+            if not await self._confirmed(group, view):
                 return False
-            await group.barrier()  # until all have the final model, somebody may have to serve it again
             await working.note(done.version)
         return True
+
+    async def _confirmed(self, group: Group, view: View) -> bool:
+        """All have the final model: before, somebody might have to serve it again. Whether we may go: nobody knows of
+        newcomers who want it."""
+        conductor, clock = self._conductor, self._host.clock
+        until_s = clock.elapsed() + LAST_CALL_S
+        while True:
+            waits = conductor.preparing(view.epoch) and clock.elapsed() < until_s
+            known = np.array([conductor.superseded(view.epoch), waits], np.int64)
+            await group.all_reduce(known, "max")
+            if known[0] or not known[1]:
+                return not known[0]
+            await clock.sleep(LAST_CALL_PAUSE_S)
 
     # The server.
 

@@ -73,7 +73,6 @@ class Voting:
         finally:
             watching.cancel()
         if run.step >= run.settings.steps:
-            await self._conductor.newcomers_ready(view.epoch)
             return await votes.confirmed(run.step)
         if not votes.leavers:
             return False

@@ -167,8 +167,8 @@ class Scripted:
     def check_with(self, check: Checker | None) -> None:
         pass
 
-    async def newcomers_ready(self, epoch: int) -> None:
-        pass
+    def preparing(self, epoch: int) -> bool:
+        return False
 
     async def leave(self) -> None:
         self._cluster.left(self._name)

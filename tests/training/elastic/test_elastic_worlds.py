@@ -75,8 +75,8 @@ class Reader:
     def check_with(self, check: Checker | None) -> None:
         pass
 
-    async def newcomers_ready(self, epoch: int) -> None:
-        pass
+    def preparing(self, epoch: int) -> bool:
+        return False
 
     async def leave(self) -> None:
         await self._board.show()

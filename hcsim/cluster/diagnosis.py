@@ -62,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True):
     waited_for: str = ""
     """The node that was waited for, if one was."""
     progressed: bool = False
-    """Whether a step was done in that view."""
+    """Whether a step was done since a view failed before."""
     stalled_s: float = 0.0
     """How long no step had been done, or steps had been slow."""
     slow: bool = False

@@ -125,18 +125,17 @@ async def _follow(
 
 
 class _Progress:
-    """Whether a view comes to anything."""
+    """Whether views come to anything."""
 
     def __init__(self, host: Host, part: Part) -> None:
         self._host = host
         self._part = part
-        self._step = -1
-        """The step that the view began with."""
+        self._step = 0
+        """Where we were when a view last failed: what was done since may have been done in views that others joined."""
 
     def begin(self) -> None:
         """A view begins."""
         self._part.observer.began()
-        self._step = self._steps()
 
     def failure(self, view: View, group: Group) -> Failure:
         """What there is to know of a view whose group failed."""
@@ -147,12 +146,13 @@ class _Progress:
         wrong = error.wrong if isinstance(error, NotAnswering) else {}
         slow, now = isinstance(error, SlowSteps), self._host.clock.elapsed()
         stalled_s = 0.0 if progress_s is None else now - progress_s
+        before, self._step = self._step, self._part.run.step if self._part.has_begun else 0
         return Failure(
             named(str(error), view),
             view.nodes[peer] if violation and peer is not None else "",
             isinstance(error, CollectiveTimeout),
             view.nodes[waited_for] if waited_for is not None and not slow else "",
-            self._steps() != self._step,
+            self._step != before,
             max(stalled_s, self._part.observer.pace.slow_s),
             slow,
             self._work_s(),
@@ -163,9 +163,6 @@ class _Progress:
         """What this member itself computed and encoded for its last steps, in seconds a step."""
         points = self._part.run.points[-_LAST_STEPS:] if self._part.has_begun else []
         return sum(point.spent_s["compute"] + point.spent_s["encode"] for point in points) / max(1, len(points))
-
-    def _steps(self) -> int:
-        return self._part.run.step if self._part.has_begun else -1
 
 
 def named(text: str, view: View) -> str:

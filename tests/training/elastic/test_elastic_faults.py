@@ -143,3 +143,12 @@ def test_the_same_faults_give_the_same_trace() -> None:
     crash = Crash(at_s=Seconds(0.031), node="a")
     runs = [train(SWITCH, CONVEX, first=ABCD, plan=[(4, "bcde")], faults=[crash]).digest for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_what_was_done_in_a_view_that_a_newcomer_ended_counts_as_progress() -> None:
+    """Otherwise what was found of a view before that one would be held against members that have worked since."""
+    pause = Pause(at_s=Seconds(0.0), node="c", duration_s=PositiveSeconds(3))
+    outcome = train(SWITCH, CONVEX, first="ab", plan=[(3, "abc")], faults=[pause])
+    progressed = [(epoch, failure.progressed) for epoch, failure in outcome.cluster.reports]
+    assert progressed[0] == (1, True)
+    assert (2, False) in progressed

@@ -86,6 +86,8 @@ class VirtualLoop(PlainLoop):
         self._at_instant_end: deque[Callable[[], object]] = deque()
         self._held: dict[object, deque[Callback]] = {}
         self._discarded: list[object] = []
+        self._ends = False
+        """Whether the world is being torn down: nothing is held back any more."""
         # The loop keeps its unfinished tasks alive: one that were collected while it waits would run
         # its `finally` blocks whenever the garbage collector pleases. The value is the task's owner.
         self._tasks: dict[asyncio.Task[Any], object] = {}
@@ -228,10 +230,11 @@ class VirtualLoop(PlainLoop):
     # Owners.
 
     def freeze(self, owner: object) -> None:
-        """Hold back every callback of this owner, ready or from timers, until it is thawed."""
+        """Hold back every callback of this owner, ready or from timers, until it is thawed; not while all is torn down."""
         if owner is None:
             raise UsageError("the world itself cannot be frozen")
-        self._held.setdefault(owner, deque())
+        if not self._ends:
+            self._held.setdefault(owner, deque())
 
     def is_frozen(self, owner: object) -> bool:
         """Whether this owner's callbacks are held back."""
@@ -305,6 +308,7 @@ class VirtualLoop(PlainLoop):
         return result
 
     def _tear_down(self) -> None:
+        self._ends = True
         self._discarded.clear()
         for owner in tuple(self._held):
             self.thaw(owner)

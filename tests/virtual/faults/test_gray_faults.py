@@ -353,6 +353,24 @@ def test_a_process_waits_for_its_slow_disk_and_saves_wait_for_each_other():
     assert world.run_on_all(program) == [[6.0, 10.5, 20.0], [2.0, 6.5, 20.0], [2.0, 6.5, 20.0]]
 
 
+def test_a_world_ends_although_a_machine_that_is_paused_for_good_saves_to_its_slow_disk_then():
+    world = world_with(SlowDisk(0.0, "a", 2.0), Pause(1.0, "a"))
+    saved = []
+
+    async def program(host: VirtualHost) -> str:
+        try:
+            await host.clock.sleep(5.0)
+        finally:
+            host.store.save("record", b"")
+            await asyncio.sleep(0.5)
+            saved.append(host.name)
+        return "done"
+
+    paused, *others = world.run_on_all(program)
+    assert "is paused for good" in str(paused) and others == ["done", "done"]
+    assert sorted(saved) == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_what_a_device_saves_keeps_the_device_busy_and_the_process_goes_on(factor: float):
     world = world_with(SlowDisk(1.0, "a", 2.0), Throttle(1.0, "a", factor))

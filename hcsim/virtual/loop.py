@@ -230,7 +230,7 @@ class VirtualLoop(PlainLoop):
     # Owners.
 
     def freeze(self, owner: object) -> None:
-        """Hold back every callback of this owner, ready or from timers, until it is thawed; not while all is torn down."""
+        """Hold back every callback of this owner, ready or from timers, until it is thawed; not in the tearing down."""
         if owner is None:
             raise UsageError("the world itself cannot be frozen")
         if not self._ends:

@@ -367,7 +367,8 @@ def test_a_world_ends_although_a_machine_that_is_paused_for_good_saves_to_its_sl
         return "done"
 
     paused, *others = world.run_on_all(program)
-    assert "is paused for good" in str(paused) and others == ["done", "done"]
+    assert "is paused for good" in str(paused)
+    assert others == ["done", "done"]
     assert sorted(saved) == ["a", "b", "c"]
 
 

@@ -7,8 +7,9 @@ so that nobody waits for longer than one piece takes.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ class _Item(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        return int(np.prod(self.shape)) * (np.dtype(self.dtype).itemsize if self.dtype else 1)
+        return math.prod(self.shape) * (np.dtype(self.dtype).itemsize if self.dtype else 1)
 
 
 class _Label(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class Parcel(msgspec.Struct, frozen=True):
         try:
             return msgspec.msgpack.decode(self.about, type=kind)
         except UNDECODABLE as error:
-            raise unreadable(self.giver, error) from None
+            refuse(self.giver, error)
 
     def packed(self) -> tuple[bytes, list[npt.NDArray[np.uint8] | Phantom]]:
         """A label, and the content in pieces."""
@@ -73,24 +74,27 @@ class Parcel(msgspec.Struct, frozen=True):
 class _Taking:
     """A parcel that arrives."""
 
-    def __init__(self, label: bytes, giver: int) -> None:
+    def __init__(self, label: bytes, giver: int, pieces: int) -> None:
+        """`pieces` is how many it announced before."""
         try:
             self._label = msgspec.msgpack.decode(label, type=_Label)
-            total = sum(item.size_bytes for item in self._label.items)
+            self._total = sum(item.size_bytes for item in self._label.items)
         except (*UNDECODABLE, TypeError, ValueError) as error:
-            raise unreadable(giver, error) from None
+            refuse(giver, error)
+        if any(length < 0 for item in self._label.items for length in item.shape):
+            refuse(giver, "an array of it would have a negative length")
+        if pieces != -(-self._total // PIECE_BYTES):
+            refuse(giver, f"it announced {pieces} pieces, and its label says {self._total} bytes")
         self._giver = giver
         self._phantom = any(not item.dtype for item in self._label.items)
-        self._joined = np.empty(0 if self._phantom else total, np.uint8)
-        self._cuts = _cuts(total)
-
-    @property
-    def pieces(self) -> int:
-        """How many make all of it."""
-        return len(self._cuts)
+        try:
+            self._joined = np.empty(0 if self._phantom else self._total, np.uint8)
+        except (MemoryError, ValueError):
+            refuse(giver, f"there is no room here for {self._total} bytes")
 
     def piece(self, number: int) -> npt.NDArray[np.uint8] | Phantom:
-        lo, hi = self._cuts[number]
+        lo = number * PIECE_BYTES
+        hi = min(lo + PIECE_BYTES, self._total)
         return Phantom(hi - lo) if self._phantom else self._joined[lo:hi]
 
     def parcel(self) -> Parcel:
@@ -104,7 +108,7 @@ class _Taking:
                     Phantom(item.size_bytes) if self._phantom else flat.view(item.dtype).reshape(item.shape)
                 )
             except (TypeError, ValueError) as error:
-                raise unreadable(self._giver, error) from None
+                refuse(self._giver, error)
             at = end
         return Parcel(self._label.about, arrays, self._giver)
 
@@ -119,16 +123,15 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
     ours = [(giver, everyone[giver][group.rank]) for giver, taker in routes if taker == group.rank]
     for giver, (length, _) in ours:
         if not 0 <= length <= LABEL_MOST_BYTES:
-            raise unreadable(giver, f"its label would have {length} bytes")
+            refuse(giver, f"its label would have {length} bytes")
     labels = [np.empty(int(length), np.uint8) for _, (length, _) in ours]
     await _carried(
         [group.send(np.frombuffer(label, np.uint8), taker) for taker, (label, _) in packed.items()]
         + [group.recv(label, giver) for label, (giver, _) in zip(labels, ours, strict=True)]
     )
-    arriving = [_Taking(label.tobytes(), giver) for label, (giver, _) in zip(labels, ours, strict=True)]
-    for taking, (giver, (_, count)) in zip(arriving, ours, strict=True):
-        if count != taking.pieces:
-            raise unreadable(giver, f"it announced {count} pieces, and its label says {taking.pieces}")
+    arriving = [
+        _Taking(label.tobytes(), giver, int(count)) for label, (giver, (_, count)) in zip(labels, ours, strict=True)
+    ]
     rounds = max((int(everyone[giver][taker][1]) for giver, taker in routes), default=0)
     for number in range(rounds):
         await _carried(
@@ -143,12 +146,10 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
     return [taking.parcel() for taking in arriving]
 
 
-def unreadable(giver: int, error: object) -> CollectiveError:
-    """What a member handed over cannot be what a correct one hands over."""
-    text = f"rank {giver} handed over a state that cannot be read: {error}"
-    failure = CollectiveError(text, peer=giver, phase="synchronising")
-    failure.__cause__ = RemoteProtocolError(text, str(giver))
-    return failure
+def refuse(giver: int, why: object) -> NoReturn:
+    """What a member handed over cannot be what a correct one hands over: it has broken the protocol."""
+    text = f"rank {giver} handed over a state that cannot be read: {why}"
+    raise CollectiveError(text, peer=giver, phase="synchronising") from RemoteProtocolError(text, str(giver))
 
 
 async def _carried(operations: list[asyncio.Task[Any]]) -> None:

@@ -2,7 +2,8 @@
 
 The server sends the learning rate, which pushes are answered how, and either the averaged gradients or the pushes as
 they came, whichever is less: where gradients are compressed, so is this. The standby says that it has them, and does
-what the server did with a replica of its own. A length of 0 is the end.
+what the server did with a replica of its own. A length of 0 is the end. What no correct server says is not
+believed: it ends the view.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Bytes
+from hcsim.errors import UNDECODABLE, CompressionError
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.training.elastic.keeper import Keeper
+from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, refuse
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import clip
 from hcsim.training.parameter_server.gradients import Gradients, Received, average
@@ -71,17 +74,35 @@ async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: f
         await group.recv(length, SERVER)
         if not length[0]:
             return
-        text = np.empty(int(length[0]), np.uint8)
-        await group.recv(text, SERVER)
-        update = msgspec.msgpack.decode(text.tobytes(), type=_Update)
+        update = await _heard(group, int(length[0]), gradients)
         packed = _room(update, learner)
         await group.recv(learner.replica.gradients if packed is None else packed, SERVER)
         await group.send(length, SERVER)  # from here on it counts: nothing but our own end keeps us from the rest
         if packed is not None:
-            await average(learner, await _unpacked(update, packed, learner, gradients))
+            try:
+                received = await _unpacked(update, packed, learner, gradients)
+            except CompressionError as error:
+                keeper.state = None  # the server may have told its workers of an update that we do not have
+                refuse(SERVER, error)
+            await average(learner, received)
             await clip_gradients(learner, max_norm)
         await learner.update(update.lr)
         keeper.state.version, keeper.state.workers = update.version, update.workers
+
+
+async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
+    """The server's next words, of that length."""
+    if not 0 < length <= LABEL_MOST_BYTES:
+        refuse(SERVER, f"its update would have {length} bytes beside the gradients")
+    text = np.empty(length, np.uint8)
+    await group.recv(text, SERVER)
+    try:
+        update = msgspec.msgpack.decode(text.tobytes(), type=_Update)
+    except UNDECODABLE as error:
+        refuse(SERVER, error)
+    if objection := next(filter(None, map(gradients.objection, update.pushes)), ""):
+        refuse(SERVER, objection)
+    return update
 
 
 async def clip_gradients(learner: Learner, max_norm: float | None) -> None:

@@ -27,10 +27,10 @@ import numpy as np
 from hcsim.cluster.view import View
 from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
-from hcsim.errors import CollectiveError, ConfigError, Diverged
+from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
 from hcsim.training.elastic.method import Tally
-from hcsim.training.elastic.parcel import Route, relay
+from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
 from hcsim.training.elastic.standing import Header, most_right
 from hcsim.training.elastic.trainee import Trainee
 
@@ -127,10 +127,16 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
         return
     text = np.frombuffer(ours, np.uint8)
     lengths = [int(array_of(each)[0]) for each in await group.all_gather(np.array([text.size]))]
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= LABEL_MOST_BYTES:
+            refuse(rank, f"its settings would have {length} bytes")
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     if texts[group.rank] != texts[right]:
         names = (view.members[rank].name for rank in (right, group.rank))
-        unlike = difference(texts[right], texts[group.rank], *names)
+        try:
+            unlike = difference(texts[right], texts[group.rank], *names)
+        except UNDECODABLE as error:
+            refuse(right, error)
         raise ConfigError(f"the others train with other settings: {unlike}")
     await group.barrier()  # whoever is wrong has heard it before this ends, as it must
     rank = next(rank for rank, theirs in enumerate(texts) if theirs != texts[right])

@@ -1,0 +1,123 @@
+"""What a member hands over to another is not believed before it is checked: also where it is noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from experiments.clusters import ideal
+from hcsim.collectives.group import Group
+from hcsim.compressors.registry import make
+from hcsim.config import Training
+from hcsim.errors import CollectiveError, RemoteProtocolError
+from hcsim.launch import simulate
+from hcsim.training.elastic import standby
+from hcsim.training.elastic.keeper import Keeper, State
+from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay
+from hcsim.training.learner import Learner
+from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.strategies import completed, optimizer
+from hcsim.training.tasks import task
+
+EXBIBYTES = 1 << 61
+
+
+class Endless:
+    """So many pieces are announced, and each is small."""
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return self._pieces
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return np.zeros(8, np.uint8)
+
+
+class Forged:
+    """A parcel whose label says what it likes."""
+
+    def __init__(self, shape: list[int], pieces: int, dtype: str = "|u1") -> None:
+        item = {"name": "parameters", "dtype": dtype, "shape": shape}
+        self._packed = msgspec.msgpack.encode({"about": b"", "items": [item]}), Endless(pieces)
+
+    def packed(self) -> tuple[bytes, Endless]:
+        return self._packed
+
+
+def failure(give: Callable[[Group], Any], take: Callable[[Group], Any]) -> BaseException:
+    """How the second of two ranks ends, when the first one gives this."""
+
+    async def program(group: Group) -> None:
+        await (give if group.rank == 0 else take)(group)
+        await group.barrier()
+
+    found = simulate(ideal(2, ()).scenario, program).results[1]
+    assert isinstance(found, CollectiveError)
+    assert found.peer == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("forged", "says"),
+    [
+        (Forged([EXBIBYTES], 3), f"it announced 3 pieces, and its label says {EXBIBYTES} bytes"),
+        (Forged([EXBIBYTES], EXBIBYTES // PIECE_BYTES), f"there is no room here for {EXBIBYTES} bytes"),
+        (Forged([1 << 40, 1 << 40], 0), f"it announced 0 pieces, and its label says {1 << 80} bytes"),
+        (Forged([EXBIBYTES], 3, dtype=""), f"it announced 3 pieces, and its label says {EXBIBYTES} bytes"),
+        (Forged([-8, -8], 1), "an array of it would have a negative length"),
+    ],
+)
+def test_a_parcel_that_nobody_could_hold_is_refused_before_room_is_made_for_it(forged: Any, says: str) -> None:
+    async def carried(group: Group) -> None:
+        giving: Mapping[int, Parcel] = {1: forged} if group.rank == 0 else {}
+        await relay(group, [(0, 1)], giving)
+
+    error = failure(carried, carried)
+    assert says in str(error)
+    assert "rank 0" in str(error)
+    assert isinstance(error.__cause__, RemoteProtocolError)
+
+
+def update(sizes: list[int]) -> bytes:
+    push = {"type": "push", "sequence": 1, "version": 0, "samples": 4, "compressor": "int8+ef", "sizes": sizes}
+    return msgspec.msgpack.encode({"version": 1, "lr": 0.1, "workers": {}, "pushes": [push]})
+
+
+@pytest.mark.parametrize(
+    ("length", "text", "says"),
+    [
+        (2941999152278373864, b"", "its update would have 2941999152278373864 bytes beside the gradients"),
+        (-5, b"", "its update would have -5 bytes"),
+        (9, b"\xc1" * 9, "cannot be read"),
+        (None, update([EXBIBYTES]), "payloads for"),
+        (None, update([EXBIBYTES] * 3), f"{EXBIBYTES} bytes for"),
+    ],
+)
+def test_a_standby_believes_no_update_that_a_server_cannot_have_made(
+    length: int | None, text: bytes, says: str
+) -> None:
+    settings = completed(Training(strategy="parameter_server", task="convex"), task("convex"), 1)
+
+    async def give(group: Group) -> None:
+        sent = [group.send(np.array([len(text) if length is None else length], np.int64), 1)]
+        sent += [group.send(np.frombuffer(text, np.uint8), 1)] if text else []
+        for each in sent:
+            await each
+
+    async def take(group: Group) -> None:
+        learner = Learner(group.host, task("convex"), optimizer(settings), 1)
+        keeper = Keeper(learner, optimizer(settings))
+        keeper.state = State()
+        before = learner.replica.parameters.copy()  # type: ignore[union-attr]
+        try:
+            await standby.follow(group, keeper, Gradients(learner.layout, make("int8+ef", seed=1, rank=0)), None)
+        finally:
+            assert np.array_equal(learner.replica.parameters, before)  # type: ignore[arg-type]
+
+    assert says in str(failure(give, take))

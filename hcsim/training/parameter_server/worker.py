@@ -54,6 +54,9 @@ MAX_ATTEMPTS = 10
 """At one question: a server that hangs up on it every time will not answer it."""
 MAX_REFUSALS = 3
 """In a row: a worker whose gradients are not valid does not get better by itself."""
+MAX_SPOILED = 4
+"""Gradients in a row that cannot be sent: a machine's mishaps may follow each other, and a model that has diverged gives
+the same each time."""
 
 
 class Worker:
@@ -130,7 +133,7 @@ class Worker:
     async def _work(
         self, batch: Callable[[int, int], Indices | None], counted: Callable[[int, float], Awaitable[None]]
     ) -> Done | None:
-        refusals, spoiled = 0, False
+        refusals = spoiled = 0
         while True:
             await self._pull()
             if self.done is not None:
@@ -149,11 +152,11 @@ class Worker:
             try:
                 verdict = await self._push(len(samples), owing)
             except CompressionError:
-                if spoiled:
+                spoiled += 1
+                if spoiled == MAX_SPOILED:
                     raise
-                spoiled = True  # once may be the machine's mishap, twice is the model
                 continue
-            spoiled = False
+            spoiled = 0
             match verdict:
                 case Accepted(_, version):
                     self.accepted, refusals = self.accepted + 1, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hcsim.compressors.base import Ident
 from hcsim.compressors.draws import bits
 from hcsim.compressors.registry import make
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
-from hcsim.errors import ConfigError
+from hcsim.errors import ConfigError, NotFinite
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, in_store
 from hcsim.training.run import Report
@@ -216,6 +217,21 @@ def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
     tried = [(version, first) for version in range(3, 8) for first in ((0,) if leaver == "d" else (0, 4))]
     assert sum(matches(if_last_in(*each)) for each in tried) == 1
     assert not any(matches(if_last_in(*each, pays=False)) for each in tried)
+
+
+@pytest.mark.parametrize("times", [[3, 4, 5], range(3, 20)])
+def test_gradients_that_are_not_finite_cost_other_attempts_and_nothing_else(times: Sequence[int]) -> None:
+    def spoil(number: int, gradients: np.ndarray) -> None:
+        if number in times:
+            gradients[LAYOUT.tensors[1].offset + 4] = np.nan
+
+    chosen = replace(SYNC, compressor="int8+ef")
+    outcome = train(SWITCH, chosen, what=lambda host: Linear(spoil) if host.name == "c" else Linear())
+    if len(times) <= 3:
+        assert outcome.sha256() == train(SWITCH, chosen, what=lambda host: Linear()).sha256()
+    else:
+        with pytest.raises(NotFinite, match="has the training diverged"):
+            raise outcome.error("c")
 
 
 def test_what_has_no_meaning_with_a_parameter_server_is_refused() -> None:

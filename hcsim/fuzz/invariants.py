@@ -24,7 +24,7 @@ from hcsim.config import (
     Restart,
     StuckDevice,
 )
-from hcsim.errors import HcsimError
+from hcsim.errors import Diverged, HcsimError
 from hcsim.fuzz.evidence import Evidence, forgotten_s
 from hcsim.training.run import Report
 from hcsim.training.tasks.slopes import expected
@@ -119,11 +119,13 @@ def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
 
 
 def _members_by_step(evidence: Evidence) -> list[int] | None:
-    """How many took part in each step that counts: the last time that it was applied. None: in several lineages."""
+    """How many took part in each step that counts: of those views that applied it, in the last one. A machine that was
+    away may apply one later, in a view that the others have left, and gives it up. None: in several lineages."""
     lineages: dict[tuple[str, int], str] = {}
     sizes: dict[int, int] = {}
     worked: dict[str, None] = {}
     counted: dict[int, int] = {}
+    """By step, the epoch of that view."""
     for event in evidence.events:
         host = str(event[2])
         if event[1] == "view":
@@ -132,10 +134,10 @@ def _members_by_step(evidence: Evidence) -> list[int] | None:
             sizes[int(event[3])] = int(event[5])
         elif event[1] == "applied":
             worked.setdefault(lineages[host, int(event[3])])
-            counted[int(event[4])] = sizes[int(event[3])]
+            counted[int(event[4])] = max(counted.get(int(event[4]), -1), int(event[3]))
     if len(worked) > 1:
         return None
-    return [counted[step] for step in sorted(counted)]
+    return [sizes[counted[step]] for step in sorted(counted)]
 
 
 def errors_are_ours(evidence: Evidence) -> Iterator[str]:
@@ -276,9 +278,9 @@ QUALIFIED_WITHIN_S = 30.0
 
 def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
     """In the liveness phase there is a step now and then, until the end."""
-    if evidence.excused:
-        return
     phases = evidence.phases
+    if evidence.excused or all(host in _diverged(evidence) for host in phases.core):
+        return
     before_s, done = phases.liveness_s, 0
     ended = False
     for each in evidence.steps:
@@ -301,21 +303,29 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     core where a sick one has come to the end, too (see `phases`).
 
     One that is in quarantine when the others end is late: what it did wrong need not last (one frame of the wrong
-    length, which may come after all other faults), and nobody can know that."""
+    length, which may come after all other faults), and nobody can know that. One whose replica is not like the others'
+    has ended with `Diverged`: where a machine sends noise for numbers, nothing shows it but that."""
     if evidence.excused:
         return
-    phases, steps = evidence.phases, evidence.training.steps
+    phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)
     reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
     done = [host for host, report in reports.items() if report.steps == steps]
     digests = {reports[host].sha256: host for host in reversed(phases.untouched) if host in done}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
-            if host not in done and not (done and _was_in_quarantine(host, evidence)):
+            if host not in (*done, *diverged) and not (done and _was_in_quarantine(host, evidence)):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
-    if not any(host in phases.core for host in done):
+    if not any(host in phases.core for host in done) and not all(host in diverged for host in phases.core):
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
+
+
+def _diverged(evidence: Evidence) -> list[str]:
+    """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+    if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in evidence.scenario.faults):
+        return []
+    return [host for host, result in evidence.results.items() if isinstance(result, Diverged)]
 
 
 def _was_in_quarantine(host: str, evidence: Evidence) -> bool:

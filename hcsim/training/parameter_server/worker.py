@@ -55,8 +55,8 @@ MAX_ATTEMPTS = 10
 MAX_REFUSALS = 3
 """In a row: a worker whose gradients are not valid does not get better by itself."""
 MAX_SPOILED = 4
-"""Gradients in a row that cannot be sent: a machine's mishaps may follow each other, and a model that has diverged gives
-the same each time."""
+"""Gradients in a row that cannot be sent: a machine's mishaps may follow each other, and a model that has diverged
+gives the same each time."""
 
 
 class Worker:

@@ -7,7 +7,7 @@ The file begins with three fields, each on a line of its own and, where it is lo
     Breaks: safety | liveness | progress | resources | messages
 
 The diff follows, as `diff -u` and `git diff` write it, with at most three lines of context. `git apply` takes such a
-file, and `apply` does the same without git: a hunk goes to the place nearest to its line number where its old lines are.
+file, and `apply` does the same without git: a hunk goes to the place nearest to its line number that has its old lines.
 """
 
 from __future__ import annotations

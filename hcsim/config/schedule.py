@@ -34,6 +34,7 @@ from hcsim.config.faults import (
     FullDisk,
     HalfOpen,
     InterfaceChange,
+    Leave,
     Lid,
     LinkChange,
     Misbehave,
@@ -175,6 +176,17 @@ def _restarts(draw: Draw) -> tuple[AnyFault, ...]:
         half_s = Seconds(round(down_s / 2, DECIMALS))
         return (Restart(at_s, node, down_s=half_s, slow=_share(draw, 0.4), slow_for_s=half_s),) if half_s else ()
     return (_restart(draw, node, at_s, Seconds(down_s)),)
+
+
+def _leaves(draw: Draw) -> tuple[AnyFault, ...]:
+    """Whoever leaves comes back. Half of them were started just before, and leave while the others take them in."""
+    node, (at_s, away_s) = draw.node(), draw.span()
+    back = Restart(Seconds(round(at_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
+    if draw.rng.random() < 0.5:
+        return Leave(at_s, node), back
+    soon_s = Seconds(round(at_s + draw.rng.uniform(0.0, 3.0), DECIMALS))
+    again = Restart(Seconds(round(soon_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
+    return Restart(at_s, node, down_s=Seconds(1e-3)), Leave(soon_s, node), again
 
 
 def _copies(draw: Draw) -> tuple[AnyFault, ...]:
@@ -335,5 +347,6 @@ _NAMED_KINDS: Mapping[str, Kind] = {
         lambda draw, at, lasts: FewDescriptors(at, draw.node(), draw.rng.randint(1, 2 * len(draw.names)), lasts)
     ),
     "stranger": _strangers,
+    "leave": _leaves,
 }
 """The kinds that are drawn only when they are named."""

@@ -46,7 +46,9 @@ T = TypeVar("T")
 Choices: TypeAlias = tuple[tuple[T, int], ...]
 """What there is to choose from, and how often each is chosen."""
 
-KINDS = tuple(FAULTS)
+KINDS = tuple(kind for kind in FAULTS if kind != "leave")
+LEAVE_SHARE = 0.15
+"""Of the seeds, in how many somebody leaves: drawn apart, so that the others stand for what they stood for before."""
 NODES: Choices[int] = ((2, 4), (3, 7), (4, 6), (5, 3), (6, 2), (7, 1), (8, 1))
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
@@ -155,8 +157,16 @@ def _schedule(draw: Random, home: Scenario, safety_s: float) -> tuple[AnyFault, 
     sick = _sick(draw, home)
     lasting = _lasting(parts, often, sick, draw.choice((1, 1, 2)))
     passing = draw_faults(parts, often, draw.randint(0 if lasting else 1, draw.choice((2, 5, 9))))
-    faults = _remembering([*passing, *lasting], sick, home)
+    faults = _remembering([*passing, *lasting, *_leaves(home, safety_s)], sick, home)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _leaves(home: Scenario, safety_s: float) -> list[AnyFault]:
+    draw = stream(home.seed, "fuzz", "leave")
+    if draw.random() >= LEAVE_SHARE:
+        return []
+    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
+    return draw_faults(parts, ("leave",), draw.choice((3, 3, 6)))
 
 
 def _sick(draw: Random, home: Scenario) -> list[str]:

@@ -76,6 +76,8 @@ class VirtualHost:
         self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
+        self.leaving = asyncio.Event()
+        """Set once its program is to end in an orderly way."""
         self.alive = True
         self.pauses = 0
         """How many faults hold it at the moment."""

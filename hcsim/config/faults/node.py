@@ -94,7 +94,7 @@ class SlowDisk(Fault, frozen=True, tag="slow_disk"):
 
 
 class Leave(Fault, frozen=True, tag="leave"):
-    """Somebody ends the node's program in an orderly way (Ctrl-C): a member leaves after its step. A restart may follow."""
+    """Somebody ends the node's program in an orderly way (Ctrl-C): a member leaves after its step."""
 
     node: str
 

@@ -179,14 +179,19 @@ def _restarts(draw: Draw) -> tuple[AnyFault, ...]:
 
 
 def _leaves(draw: Draw) -> tuple[AnyFault, ...]:
-    """Whoever leaves comes back. Half of them were started just before, and leave while the others take them in."""
+    """Whoever leaves comes back. Half of them were started just before, and leave while the others take them in, which
+    takes longer where the network is slow."""
     node, (at_s, away_s) = draw.node(), draw.span()
     back = Restart(Seconds(round(at_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
     if draw.rng.random() < 0.5:
         return Leave(at_s, node), back
-    soon_s = Seconds(round(at_s + draw.rng.uniform(0.0, 3.0), DECIMALS))
+    soon_s = Seconds(round(at_s + draw.rng.uniform(0.0, 6.0), DECIMALS))
     again = Restart(Seconds(round(soon_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
-    return Restart(at_s, node, down_s=Seconds(1e-3)), Leave(soon_s, node), again
+    slow: tuple[AnyFault, ...] = ()
+    if draw.rng.random() < 0.5:
+        medium, latency_s = draw.rng.choice(list(draw.media)), Seconds(draw.rng.choice((0.1, 0.3)))
+        slow = (LinkChange(at_s, medium, latency_s=latency_s, duration_s=PositiveSeconds(10.0)),)
+    return *slow, Restart(at_s, node, down_s=Seconds(1e-3)), Leave(soon_s, node), again
 
 
 def _copies(draw: Draw) -> tuple[AnyFault, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from hcsim.cluster.rules import DEPARTED_S
 from hcsim.config import (
     AnyFault,
     BlockedPort,
@@ -25,6 +26,7 @@ from hcsim.config import (
 )
 from hcsim.errors import HcsimError
 from hcsim.fuzz.evidence import Evidence, forgotten_s
+from hcsim.fuzz.phases import GRACE_S
 from hcsim.training.run import Report
 from hcsim.training.tasks.slopes import LR, expected
 from hcsim.virtual.world import HostCrashed
@@ -308,6 +310,34 @@ def _idle(idle_s: float, done: int, patience_s: float) -> str:
     return f"no step for {idle_s:.0f} s before or after step {done}, where {patience_s:.0f} s are enough"
 
 
+_IN_VAIN = re.compile(r"took longer than|did not (?:call|answer) within")
+_GONE = re.compile(r"([\w-]+) has gone: .*")
+
+
+def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
+    """Nobody waits out a deadline for a machine that has said goodbye to it, unless that one has come back."""
+    gone_s: dict[tuple[str, str], float] = {}
+    for said in evidence.said:
+        if match := _GONE.fullmatch(said.text):
+            gone_s.setdefault((said.host, match[1]), said.time_s)
+    ranks: dict[tuple[str, int], list[str]] = {}
+    for event in evidence.events:
+        host, time_s = str(event[2]), int(event[0]) / 1e9
+        if event[1] == "view":
+            names = [name.partition("#")[0] for name in str(event[6]).split(",")]
+            ranks[host, int(event[4])] = names
+            for name in names:
+                if gone_s.get((host, name), time_s) < time_s:
+                    del gone_s[host, name]
+        elif event[1] == "view failed" and _IN_VAIN.search(text := str(event[4])):
+            names = ranks.get((host, int(event[3])), [])
+            for rank in map(int, re.findall(r"\brank (\d+)", text)):
+                name = names[rank] if rank < len(names) else ""
+                late_s = time_s - gone_s.get((host, name), time_s)
+                if late_s > DEPARTED_S + GRACE_S:
+                    yield f"{host} waited for {name}, which had been gone for {late_s:.0f} s: {text}"
+
+
 def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
     core where a sick one has come to the end, too (see `phases`)."""
@@ -352,5 +382,6 @@ INVARIANTS = (
     buffers_are_bounded,
     lines_are_bounded,
     the_core_makes_progress,
+    the_departed_are_not_waited_for,
     the_core_comes_to_the_end,
 )

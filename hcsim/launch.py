@@ -145,7 +145,8 @@ def simulate_cluster(
 
     `tell` hears what each host has to say about it. `what` is a task of one's own. Whoever has not come to an end
     after `limit_s` of virtual time is stopped, and its result is a `TimeoutError`; who waits when nothing moves any
-    more, a `TrainingError`. A `census` counts what the hosts use, if it is a sink of the trace too."""
+    more, a `TrainingError`. A `census` takes the sink's
+    place, and counts what the hosts use."""
     from hcsim.node import Plan, train_as_member
 
     loaded = load_scenario(scenario)
@@ -154,7 +155,7 @@ def simulate_cluster(
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
     _refuse_tunnels(plan.training)
-    world = World(loaded, sink=sink, sealed=True)
+    world = World(loaded, sink=sink if census is None else census, sealed=True)
     if census is not None:
         census.watch(world)
     homes = {node.name: node.home for node in loaded.nodes} if len(loaded.homes) > 1 else {}

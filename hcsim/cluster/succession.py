@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -90,8 +91,13 @@ def _mutual(now: Situation, one: str, other: str) -> bool:
 
 def _told(view: View, now: Situation, lost: list[str], newcomers: list[Member]) -> str:
     left = [m.name for m in view.members if m.node in now.leavers]
-    parts = [now.failed] if now.failed else [f"{', '.join(lost)} lost"] if lost else []
-    parts += [f"{m.name} is left out: {now.culprits[m.node]}" for m in view.members if m.node in now.culprits]
+    out = [f"{m.name} is left out: {now.culprits[m.node]}" for m in view.members if m.node in now.culprits]
+    said = "; ".join([now.failed, *out])
+    # What failed is often about the one that is lost.
+    untold = [name for name in lost if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", said)]
+    parts = [now.failed] if now.failed else []
+    parts += [f"{', '.join(untold)} lost"] if untold else []
+    parts += out
     parts += [f"{', '.join(m.name for m in newcomers)} joined"] if newcomers else []
     parts += [f"{', '.join(left)} left"] if left else []
     return "; ".join(parts)

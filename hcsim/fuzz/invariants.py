@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from hcsim.cluster.roster import Quarantine
 from hcsim.cluster.rules import DEPARTED_S
 from hcsim.config import (
     AnyFault,
@@ -179,14 +180,18 @@ def _was_stopped(result: BaseException) -> bool:
 # Messages.
 
 
-def ends_name_a_machine(evidence: Evidence) -> Iterator[str]:
-    """A view that ended with an error says which machine it was about."""
-    for _, _, host, epoch, text in evidence.of_kind("view failed", 2):
-        if not any(name in str(text) for name in evidence.names) and not re.search(r"\brank \d", str(text)):
-            yield f"{host} says of the end of view {epoch}: {text}"
-
-
 _TOLD_VIEW = re.compile(r"view (\d+): ([^()]*) \((.*)\)", re.DOTALL)
+
+
+_LEFT_OUT = re.compile(r"\b([\w-]+) is left out:")
+
+
+def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
+    """Whoever is told of a new view is told which machine it is about, also where what failed was an operation."""
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        if match is not None and not any(name in match[3] for name in evidence.names):
+            yield f"{said.host} is told of no machine: {said.text}"
 
 
 def departures_are_named(evidence: Evidence) -> Iterator[str]:
@@ -218,11 +223,10 @@ def the_innocent_stay(evidence: Evidence) -> Iterator[str]:
     guilty = _only_culprit(evidence.scenario.faults)
     if guilty is None or len(evidence.names) < 3:
         return
-    left = re.compile(r"\b([\w-]+) is left out:")
     told: dict[str, None] = {}
     for said in evidence.said:
         match = _TOLD_VIEW.fullmatch(said.text)
-        for name in left.findall(match[3]) if match is not None else ():
+        for name in _LEFT_OUT.findall(match[3]) if match is not None else ():
             if name != guilty and said.host != guilty and name in evidence.names:
                 told.setdefault(f"{name} is left out, and only {guilty} is at fault: {said.text}")
     yield from told
@@ -288,6 +292,10 @@ def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
 # Liveness: what must happen.
 
 
+QUALIFIED_WITHIN_S = 30.0
+"""What it takes to be let in again: to check, to measure, and to be checked once more where that failed."""
+
+
 def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
     """In the liveness phase there is a step now and then, until the end."""
     if evidence.excused:
@@ -340,7 +348,10 @@ def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
 
 def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
-    core where a sick one has come to the end, too (see `phases`)."""
+    core where a sick one has come to the end, too (see `phases`).
+
+    One that is in quarantine when the others end is late: what it did wrong need not last (one frame of the wrong
+    length, which may come after all other faults), and nobody can know that."""
     if evidence.excused:
         return
     phases, steps = evidence.phases, evidence.training.steps
@@ -349,12 +360,26 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     digests = {reports[host].sha256: host for host in reversed(phases.untouched) if host in done}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
-            if host not in done:
+            if host not in done and not (done and _was_in_quarantine(host, evidence)):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
     if not any(host in phases.core for host in done):
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
+
+
+def _was_in_quarantine(host: str, evidence: Evidence) -> bool:
+    """Whether the host had been left out not long before the others ended, or had not had the time to come back."""
+    quarantine, seen = None, dict.fromkeys([""])
+    for said in evidence.said:
+        match = _TOLD_VIEW.fullmatch(said.text)
+        if match is None or match[1] in seen or host not in _LEFT_OUT.findall(match[3]):
+            continue
+        seen[match[1]] = None
+        before_s = max((step.time_s for step in evidence.steps if step.time_s < said.time_s), default=0.0)
+        quarantine = Quarantine.after(quarantine, said.time_s - before_s, said.time_s)
+    ended_s = max((step.time_s for step in evidence.steps), default=0.0)
+    return quarantine is not None and ended_s < quarantine.until_s + QUALIFIED_WITHIN_S
 
 
 def _end_of(result: Report | BaseException | None, steps: int) -> str:
@@ -374,7 +399,7 @@ INVARIANTS = (
     steps_are_applied_in_order,
     nothing_is_lost_or_doubled,
     errors_are_ours,
-    ends_name_a_machine,
+    views_name_a_machine,
     departures_are_named,
     the_innocent_stay,
     descriptors_are_bounded,

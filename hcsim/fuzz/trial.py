@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,7 +13,6 @@ from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
 from hcsim.fuzz.invariants import Breach, breaches
 from hcsim.fuzz.phases import Phases, excuse, phases_of
 from hcsim.launch import simulate_cluster
-from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.virtual.census import Census
 
@@ -67,25 +66,21 @@ def gather(
     scenario: Scenario, tell: Callable[[str, str], None] = lambda host, text: None
 ) -> tuple[Evidence, Recorder, tuple[float, str]]:
     """Run it: what is known of it then, how it was gathered, how long it took and the trace's digest."""
-    phases, recorder, census = phases_of(scenario), Recorder(scenario), Census()
+    phases, recorder = phases_of(scenario), Recorder(scenario)
+    census = Census(recorder.sink)
     training = scenario.training or Training()
     limit_s = _limit_s(scenario, training, phases)
 
-    def sink(events: Sequence[Event]) -> None:
-        census(events)
-        recorder.sink(events)
-
     def heard(host: str, text: str) -> None:
-        recorder.tell(host, text)
-        tell(host, text)
+        if not census.is_over:
+            recorder.tell(host, text)
+            tell(host, text)
 
-    lost = _Complaints()
+    lost = _Complaints(census)
     logger = logging.getLogger("asyncio")
     logger.addHandler(lost)
     try:
-        outcome = simulate_cluster(
-            scenario, sink=sink, observer=recorder, tell=heard, limit_s=limit_s, census=census
-        )  # fmt: skip
+        outcome = simulate_cluster(scenario, observer=recorder, tell=heard, limit_s=limit_s, census=census)
     finally:
         logger.removeHandler(lost)
     names = [node.name for node in scenario.nodes]
@@ -112,12 +107,15 @@ def gather(
 class _Complaints(logging.Handler):
     """Keeps what asyncio logs: errors of tasks that nobody looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, census: Census) -> None:
         super().__init__(logging.ERROR)
+        self._census = census
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A complaint."""
+        """A complaint; what ends when the world is torn down is no news."""
+        if self._census.is_over:
+            return
         error = record.exc_info[1] if record.exc_info else None
         self.texts.append(f"{record.getMessage().splitlines()[0]}: {error!r}")
 

@@ -217,7 +217,7 @@ class Run:
         last = self.points[-1] if self.points else None
         return Report(
             self.group.rank,
-            last.step if last else 0,
+            max(self.step, last.step if last else 0),  # one that comes late may be given all steps by the others
             last.time_s if last else 0.0,
             self.sent_bytes,
             dict(self.learner.ledger.seconds),

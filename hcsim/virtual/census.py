@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hcsim.telemetry.trace import Event
+from hcsim.telemetry.trace import Event, Sink
 from hcsim.virtual.stream import NS
 
 if TYPE_CHECKING:
@@ -38,24 +38,36 @@ class Usage(msgspec.Struct, frozen=True):
 class Census:
     """Counts as events come to a trace, a second of virtual time after it last did: so it changes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, sink: Sink) -> None:
+        """`sink` gets the events until all programs have ended: not those of the tearing down."""
         self.most: dict[str, Usage] = {}
         """By host, in any of its lives."""
+        self.is_over = False
+        self._sink = sink
         self._world: World | None = None
         self._due_ns = 0
 
     def watch(self, world: World) -> None:
         """Count this world's hosts."""
         self._world = world
+        world.on_end = self._end
 
     def __call__(self, events: Sequence[Event]) -> None:
-        """Count, if it is time: a sink of the world's trace."""
+        """A sink of the world's trace: pass the events on, and count if it is time."""
+        if self.is_over:
+            return
+        self._sink(events)
         world, now_ns = self._world, int(events[-1][0])
         if world is None or now_ns < self._due_ns:
             return
         self._due_ns = now_ns + round(EVERY_S * NS)
         for host in world.hosts:
             self.most[host.name] = self.most.get(host.name, Usage()).most(usage(host))
+
+    def _end(self) -> None:
+        assert self._world is not None
+        self._world.trace.digest()  # which takes all events that there are so far
+        self.is_over = True
 
 
 def usage(host: VirtualHost) -> Usage:

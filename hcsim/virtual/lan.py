@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from hcsim.errors import ConfigError
+from msgspec.structs import replace
+
 from hcsim.runtime.lan import Service, Sighting
 
 if TYPE_CHECKING:
@@ -25,21 +26,27 @@ class VirtualLan:
         self.history = list(history)
         """All that this machine has ever announced, in earlier lives too."""
         self._ours: dict[str, Service] = {}
+        """By the name that it was to have; it has another one where somebody else announces that."""
         self._seen: dict[str, Service] = {}
         self._browsers: list[asyncio.Queue[Sighting]] = []
 
     async def advertise(self, service: Service) -> str:
         """See `runtime.lan.Lan.advertise`."""
-        if service.name not in self._ours and self._host.is_name_taken(service.name):
-            raise ConfigError(
-                f"another machine announces itself as {service.name}: give each its own name and its own node key"
-            )
-        self._ours[service.name] = service
-        if service not in self.history:
-            self.history.append(service)
-        self._announce(service)
-        self._host.loop.call_later(1.0, self._repeat, service)
-        return service.name
+        before = self._ours.get(service.name)
+        announced = replace(service, name=self._free(service.name) if before is None else before.name)
+        self._ours[service.name] = announced
+        if announced not in self.history:
+            self.history.append(announced)
+        self._announce(announced)
+        self._host.loop.call_later(1.0, self._repeat, announced)
+        return announced.name
+
+    def _free(self, name: str) -> str:
+        """That name, or one like it that nobody else announces."""
+        free, draws = name, self._host.rng("name", name)
+        while self._host.is_name_taken(free):
+            free = f"{name}-{draws.randbytes(3).hex()}"
+        return free
 
     async def withdraw(self, name: str) -> None:
         """See `runtime.lan.Lan.withdraw`."""
@@ -68,7 +75,7 @@ class VirtualLan:
 
     def announced(self, name: str) -> Service | None:
         """What we say under that name at the moment."""
-        return self._ours.get(name)
+        return next((service for service in self._ours.values() if service.name == name), None)
 
     def answer(self, asker: VirtualHost) -> None:
         """Somebody asks who is there."""
@@ -89,7 +96,7 @@ class VirtualLan:
             queue.put_nowait(sighting)
 
     def _repeat(self, service: Service) -> None:
-        if self._ours.get(service.name) == service:
+        if service in self._ours.values():
             self._announce(service)
 
     def _announce(self, service: Service) -> None:

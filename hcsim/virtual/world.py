@@ -50,6 +50,9 @@ class World:
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
         """How often each host is still to be started again."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when all programs have come to their ends: what is traced then belongs to the tearing down, in which
+        also hosts that are dead end what they were doing."""
         self.spoofed: dict[str, list[str]] = {}
         """Names of services that strangers announce, and in which homes."""
         self._hosts: dict[str, VirtualHost] = {}
@@ -129,6 +132,7 @@ class World:
             outcomes = tuple(self._outcomes.values())
             results: list[T | BaseException] = await asyncio.gather(*outcomes, return_exceptions=True)
             if outcomes == tuple(self._outcomes.values()):  # else a host has begun anew after its program had ended
+                self.on_end()
                 return results
 
     def _begin(self, host: VirtualHost) -> None:

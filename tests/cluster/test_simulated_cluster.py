@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from msgspec.structs import replace
 
-from hcsim.config import AnyFault, Cluster, Crash, Pause, Restart, Scenario, Training, load_scenario
+from hcsim.config import (
+    AnyFault,
+    Cluster,
+    Crash,
+    Machine,
+    Partition,
+    Pause,
+    Restart,
+    Scenario,
+    Stranger,
+    Training,
+    load_scenario,
+)
 from hcsim.errors import TrainingError
 from hcsim.launch import Outcome, simulate_cluster
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
-from hcsim.units import PositiveSeconds, Seconds
+from hcsim.units import ByteRate, FlopRate, PositiveSeconds, Seconds
 from tests.switches import on_switch
 
 ABC = ("a", "b", "c")
@@ -122,3 +136,45 @@ def test_one_that_is_started_anew_without_the_others_says_for_whom_it_waits():
     simulate_cluster(home(*faults, steps=400), tell=lambda host, what: told.append(what), limit_s=60)
     waiting = "waiting for b, which may still have the model; for one that is gone for good, and only then: "
     assert told[-1] == f"{waiting}hcsim cluster forget NAME"
+
+
+def told_of(count: int, fault: AnyFault, *further: AnyFault, **changes: object) -> tuple[list[str], Outcome[Report]]:
+    """What the machines of a cluster say, whose first steps take a second or more, and what they come to."""
+    names = [chr(ord("a") + number) for number in range(count)]
+    slow = Machine("slow", FlopRate(1e12), ByteRate(1e11), overhead_s=Seconds(0.12))
+    scenario = on_switch(tuple(names), (fault, *further), rate="1 Gb/s")
+    training = {"task": "slopes", "steps": 6, "batch": 4, "timeout_s": PositiveSeconds(10), **changes}
+    scenario = replace(
+        scenario,
+        nodes=tuple(replace(node, machine=slow) for node in scenario.nodes),
+        training=Training(**training),  # type: ignore[arg-type]
+        cluster=Cluster(nodes=count, preset="low_latency"),
+    )
+    told: list[str] = []
+    outcome = simulate_cluster(scenario, tell=lambda host, what: told.append(f"{host}: {what}"), limit_s=120)
+    return told, outcome
+
+
+def test_of_several_that_are_lost_at_once_each_is_named():
+    told, _ = told_of(5, Partition(Seconds(2), (("a", "b", "c"), ("d", "e")), PositiveSeconds(4)), steps=3)
+    view = next(what for what in told if what.startswith("a: view") and ": a, b, c (" in what)
+    reason = view.partition("(")[2]
+    assert re.search(r"\bd\b", reason)
+    assert re.search(r"\be\b", reason)
+
+
+def test_a_server_that_waits_for_a_worker_names_its_machine():
+    told, _ = told_of(1, Pause(Seconds(0.6), "a", PositiveSeconds(13)), steps=1, strategy="parameter_server")
+    assert any("gave up" in what and what.endswith("waiting for a (a:52416))") for what in told)
+
+
+def test_a_stranger_that_takes_a_machines_name_does_not_keep_it_from_starting():
+    _, outcome = told_of(2, Stranger(Seconds(0), "home", spoofs="b"), Restart(Seconds(0), "b"), steps=2)
+    assert [report.steps for report in outcome.values()] == [2, 2]
+
+
+def test_one_that_comes_when_all_steps_are_done_has_done_them_too():
+    away = Partition(Seconds(1), (("a", "c"), ("b", "d")), PositiveSeconds(1))
+    _, outcome = told_of(4, away, steps=1)
+    assert [report.steps for report in outcome.values()] == [1, 1, 1, 1]
+    assert len(digests(outcome)) == 1

@@ -153,13 +153,16 @@ class _Progress:
 
 
 def named(text: str, view: View) -> str:
-    """An error of a view's group, with the members' names and addresses in the place of their ranks."""
+    """An error of a view's group, with the members' names and addresses in the place of their ranks and ids."""
 
     def name(match: re.Match[str]) -> str:
         rank = int(match[1])
         return f"{view.members[rank].name} ({view.members[rank].address})" if rank < len(view.members) else match[0]
 
-    return re.sub(r"\brank (\d+)\b", name, text)
+    text = re.sub(r"\brank (\d+)\b", name, text)
+    for member in view.members:
+        text = text.replace(member.node, f"{member.name} ({member.address})")
+    return text
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:

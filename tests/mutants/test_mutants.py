@@ -7,13 +7,18 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from experiments.mutants.__main__ import main
+from experiments.mutants.hunt import Outcome
 from experiments.mutants.patches import KINDS, apply, load_all, parse
-from experiments.mutants.tree import root
+from experiments.mutants.tree import command, copied, environment, root
+from hcsim.config import load_scenario
 from hcsim.errors import ConfigError
+from hcsim.fuzz.trial import run_trial
 
 FOLDER = Path(__file__).parent
 PATCHES = load_all(FOLDER)
@@ -87,8 +92,6 @@ def test_a_patch_that_is_not_complete_is_refused(text: str, said: str):
 
 def hunt(tmp_path: Path, name: str, *options: str) -> tuple[int, dict[str, object]]:
     """What the command says of one mutant."""
-    import typer
-
     app = typer.Typer()
     app.command()(main)
     rows = tmp_path / "rows.json"
@@ -98,15 +101,38 @@ def hunt(tmp_path: Path, name: str, *options: str) -> tuple[int, dict[str, objec
     return result.exit_code, row
 
 
-QUICK = {"adopted-view-is-not-saved": (1, "epochs_never_go_back"), "suspicion-stays": (1, "the_core_comes_to_the_end")}
-"""Mutants that a quick seed shows, which seed that is, and what it breaks."""
+SOON = {"adopted-view-is-not-saved": "epochs_never_go_back", "suspicion-stays": "the_core_comes_to_the_end"}
+"""Mutants that the first seeds show, and what they break."""
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", SOON)
 def test_the_search_finds_a_mutant_and_shrinks_what_shows_it(name: str, tmp_path: Path):
-    seed, invariant = QUICK[name]
-    code, row = hunt(tmp_path, name, "--first", str(seed), "--seeds", "1", "--shrink", "40")
-    assert (code, row["seed"], row["invariant"]) == (0, seed, invariant)
+    code, row = hunt(tmp_path, name, "--seeds", "20", "--shrink", "40")
+    assert (code, row["invariant"]) == (0, SOON[name])
     assert isinstance(row["faults"], int)
     assert row["also_unpatched"] == []
+
+
+def replayed(name: str, tree: Path) -> Outcome:
+    """What a tree makes of the scenario in which a bug matters."""
+    arguments = command("experiments.mutants.hunt", "replay", str(FOLDER / f"{name}.toml"))
+    text = subprocess.run(arguments, cwd=tree, env=environment(tree), capture_output=True, check=True, text=True).stdout
+    outcome = msgspec.json.decode(text.splitlines()[-1], type=Outcome)
+    assert Path(outcome.package) == tree / "hcsim"
+    return outcome
+
+
+QUICK = ("adopted-view-is-not-saved", "objection-needs-a-majority")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in PATCHES]
+)
+def test_a_small_scenario_shows_a_mutant_and_nothing_else(name: str, tmp_path: Path):
+    scenario = load_scenario(FOLDER / f"{name}.toml")
+    assert len(scenario.faults) <= 3
+    assert len(scenario.nodes) <= 3
+    (found,) = replayed(name, copied(tmp_path / "patched", PATCHES[name]).resolve()).broken
+    assert found.invariants
+    assert not run_trial(scenario).breaches

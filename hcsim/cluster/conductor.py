@@ -42,8 +42,9 @@ class Conductor(Protocol):
     def superseded(self, epoch: int) -> bool:
         """Whether a later view is known."""
 
-    async def newcomers_ready(self, epoch: int) -> None:
-        """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline."""
+    async def newcomers_ready(self, epoch: int, within_s: float) -> None:
+        """Return when no machine in sight is still preparing to join that epoch's view, or after that time: members
+        may see different ones, and those that see none wait for the others."""
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""

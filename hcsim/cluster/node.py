@@ -172,10 +172,10 @@ class Node:
         """Whether a later view is known."""
         return self._membership.view.epoch > epoch
 
-    async def newcomers_ready(self, epoch: int) -> None:
+    async def newcomers_ready(self, epoch: int, within_s: float) -> None:
         """Return when no machine in sight is still preparing to join that epoch's view, or after a deadline."""
         membership = self._membership
-        until_s = self._now() + _MEASURE_S
+        until_s = self._now() + min(_MEASURE_S, within_s)
         while self._now() < until_s and not self.superseded(epoch) and not self.over(epoch).done():
             if not membership.roster.preparing(membership.view, self._now()):
                 return

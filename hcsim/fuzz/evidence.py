@@ -96,11 +96,11 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 def forgotten_s(scenario: Scenario) -> dict[str, float]:
-    """The hosts that come back without their memory, and when they last do."""
+    """The hosts that come back without their memory, and when they last go down for that."""
     last: dict[str, float] = {}
     for fault in scenario.faults:
         if isinstance(fault, Restart | CopiedIdentity) and forgets(fault):
-            last[fault.node] = max(last.get(fault.node, 0.0), fault.at_s + fault.down_s)
+            last[fault.node] = max(last.get(fault.node, 0.0), fault.at_s)
     return last
 
 

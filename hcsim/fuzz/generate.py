@@ -73,7 +73,7 @@ HEARTBEATS: Choices[Heartbeat] = (
 )
 TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 2))
 """Of a collective."""
-LAUNCHES_S: Choices[float] = ((0.03, 2), (0.06, 4), (0.12, 3))
+LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
 SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))

@@ -186,11 +186,15 @@ _TOLD_VIEW = re.compile(r"view (\d+): ([^()]*) \((.*)\)", re.DOTALL)
 _LEFT_OUT = re.compile(r"\b([\w-]+) is left out:")
 
 
+def _names(text: str, machine: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(machine)}(?![\w-])", text) is not None
+
+
 def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
     """Whoever is told of a new view is told which machine it is about, also where what failed was an operation."""
     for said in evidence.said:
         match = _TOLD_VIEW.fullmatch(said.text)
-        if match is not None and not any(name in match[3] for name in evidence.names):
+        if match is not None and not any(_names(match[3], name) for name in evidence.names):
             yield f"{said.host} is told of no machine: {said.text}"
 
 
@@ -212,7 +216,7 @@ def departures_are_named(evidence: Evidence) -> Iterator[str]:
         if previous != last or follows.get((said.host, last), ("", -2))[0] != lineage:
             continue
         for name in gone:
-            if name not in members and name not in match[3]:
+            if name not in members and not _names(match[3], name):
                 yield f"{said.host} is not told why {name} is gone: {said.text}"
 
 

@@ -67,7 +67,7 @@ class Voting:
             votes.cannot_send(run.step, error)
             raise CollectiveError(f"{self._conductor.us.name} cannot send: {error}", peer=group.rank) from error
         if run.step >= run.settings.steps:
-            await self._conductor.newcomers_ready(view.epoch)
+            await self._conductor.newcomers_ready(view.epoch, self.settings.timeout_s / 2)
             return await votes.confirmed(run.step)
         if not votes.leavers:
             return False

@@ -75,7 +75,7 @@ class Reader:
     def check_with(self, check: Checker | None) -> None:
         pass
 
-    async def newcomers_ready(self, epoch: int) -> None:
+    async def newcomers_ready(self, epoch: int, within_s: float) -> None:
         pass
 
     async def leave(self) -> None:

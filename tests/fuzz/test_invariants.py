@@ -1,0 +1,131 @@
+"""What must always hold: each check finds what breaks it, and a run in which all is well breaks nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from hcsim.config import Cluster, Crash, Pause, Scenario, Training, parse_scenario
+from hcsim.fuzz.evidence import Evidence, Said, Step
+from hcsim.fuzz.invariants import INVARIANTS, breaches
+from hcsim.fuzz.phases import phases_of
+from hcsim.training.run import Report
+from hcsim.training.tasks.slopes import expected
+from hcsim.units import PositiveSeconds, Seconds
+from hcsim.virtual.census import Usage
+
+
+def report(**changes: Any) -> Report:
+    return replace(Report(0, 3, 1.0, 0, {}, (), "aa"), **changes)
+
+
+def home(*faults: Any) -> Scenario:
+    scenario = parse_scenario(
+        """
+        name = "t"
+        seed = 5
+        medium = [{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }]
+        node = [
+            { name = "a", machine = "M4", links = ["switch"] },
+            { name = "b", machine = "M4", links = ["switch"] },
+            { name = "c", machine = "M4", links = ["switch"] },
+        ]
+        """,
+        "t",
+    )
+    training = Training(task="slopes", steps=3, batch=4, timeout_s=PositiveSeconds(5))
+    return replace(scenario, training=training, cluster=Cluster(nodes=3, preset="low_latency"), faults=faults)
+
+
+def evidence(*further: tuple[Any, ...], **changes: Any) -> Evidence:
+    """A run of two members and three steps in which all is well, and what a test adds to it."""
+    events: list[tuple[Any, ...]] = []
+    for host in ("a", "b", "c"):
+        events += [(0, "view", host, "L", 1, 0, "a#1,b#2,c#3"), (0, "follows", host, 1, 0, 3)]
+        events += [(0, "synchronised", host, 1, 0)]
+        for step in range(3):
+            events += [(0, "voted", host, "L", 1, step, 77 + step), (0, "applied", host, 1, step + 1)]
+    parameters = expected(5, [12, 12, 12]).astype(np.float32)
+    scenario = changes.pop("scenario", home())
+    given: dict[str, Any] = {
+        "scenario": scenario, "phases": phases_of(scenario), "events": [*events, *further],
+        "said": [Said(0.0, host, "view 1: a, b, c (b, c joined)") for host in "abc"],
+        "steps": [Step(1.0 + step, "a", step) for step in (1, 2, 3)],
+        "results": {name: report() for name in "abc"}, "parameters": {"a": parameters, "b": parameters},
+        "usage": {"a": Usage(6, 60, 4096)}, "limit_s": 500.0,
+    }  # fmt: skip
+    return Evidence(**{**given, **changes})
+
+
+def results(**changed: object) -> dict[str, object]:
+    return {**dict.fromkeys("abc", report()), **changed}
+
+
+def said(*texts: str) -> list[Said]:
+    return [Said(0.0, "a", "view 1: a, b, c (b, c joined)"), *(Said(1.0, "a", text) for text in texts)]
+
+
+NEXT = ((1, "view", "a", "L", 2, 1, "a#1,b#2"),)
+BROKEN: list[tuple[str, Evidence]] = [
+    ("one_view_per_epoch", evidence((1, "view", "b", "L", 1, 0, "b#2,a#1"))),
+    ("one_view_per_epoch", evidence((1, "view", "b", "L", 2, 0, "a#1,b#2"))),
+    ("epochs_never_go_back", evidence((1, "view", "b", "M", 1, 0, "b#2"))),
+    ("replicas_are_alike", evidence((1, "voted", "b", "L", 1, 2, 78))),
+    ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 3))),
+    ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 5))),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 12, 12, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 8, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": np.full(120, np.nan)})),
+    ("errors_are_ours", evidence(results=results(b=KeyError("b")))),
+    ("errors_are_ours", evidence(lost=["a task failed: KeyError('b')"])),
+    ("views_name_a_machine", evidence(said=said("view 2: a, b, c (recv #5 took longer than 10 s)"))),
+    ("departures_are_named", evidence(*NEXT, said=said("view 2: a, b (b was slow)"))),
+    (
+        "the_innocent_stay",
+        evidence(scenario=home(Pause(Seconds(1), "b")), said=said("view 2: a, b (c is left out: it was not reached)")),
+    ),
+    ("descriptors_are_bounded", evidence(usage={"a": Usage(descriptors=200)})),
+    ("tasks_are_bounded", evidence(usage={"a": Usage(tasks=2000)})),
+    ("buffers_are_bounded", evidence(usage={"a": Usage(buffered_bytes=1 << 26)})),
+    ("lines_are_bounded", evidence(said=said(*(f"view {number}: a (a is alone)" for number in range(200))))),
+    ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1)])),
+    ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1), Step(400.0, "a", 3)])),
+    ("the_core_comes_to_the_end", evidence(results=results(b=TimeoutError()))),
+    ("the_core_comes_to_the_end", evidence(results=results(b=report(sha256="bb")))),
+    ("the_core_comes_to_the_end", evidence(results=results(b=report(steps=2)))),
+]
+
+
+def test_a_run_in_which_all_is_well_breaks_nothing() -> None:
+    assert breaches(evidence()) == []
+
+
+@pytest.mark.parametrize(("invariant", "found"), BROKEN)
+def test_each_invariant_finds_what_breaks_it(invariant: str, found: Evidence) -> None:
+    assert invariant in [breach.invariant for breach in breaches(found)]
+
+
+def test_every_invariant_is_tried_above() -> None:
+    assert {invariant for invariant, _ in BROKEN} == {check.__name__ for check in INVARIANTS}
+
+
+def test_what_is_excused_need_not_come_to_the_end() -> None:
+    assert breaches(evidence(excused="too few", results={"a": TimeoutError()}, steps=[])) == []
+
+
+def test_a_sick_machine_need_not_come_to_the_end() -> None:
+    scenario = home(Crash(Seconds(1), "c"))
+    gone = evidence(scenario=scenario, results={"a": report(), "b": report(), "c": TimeoutError()})
+    assert breaches(gone) == []
+    others = evidence(scenario=scenario, results={"a": report(), "b": TimeoutError(), "c": TimeoutError()})
+    assert [breach.invariant for breach in breaches(others)] == ["the_core_comes_to_the_end"]
+
+
+def test_one_that_was_left_out_just_before_the_end_is_late_and_not_lost() -> None:
+    texts = said("view 2: a, b (c is left out: c sent a frame of another length)")
+    late = evidence(*NEXT, said=texts, results=results(c=TimeoutError()))
+    assert breaches(late) == []

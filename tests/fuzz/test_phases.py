@@ -1,0 +1,114 @@
+"""Which machines have to go on when nothing changes any more, and when they may wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcsim.config import (
+    AnyFault,
+    BlockedPort,
+    Clog,
+    Crash,
+    Datagrams,
+    LinkChange,
+    Partition,
+    Pause,
+    Restart,
+    RouterReboot,
+    Scenario,
+    Stranger,
+    parse_scenario,
+)
+from hcsim.fuzz.phases import Lives, Sighting, excuse, phases_of
+from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
+
+T = Seconds(3)
+
+
+def home(*faults: AnyFault, quorum: str = "majority", nodes: int = 4) -> Scenario:
+    text = f"""
+    name = "home"
+    medium = [{{ kind = "ethernet", name = "switch", rate = "1 Gb/s" }}]
+    node = [{{ name = "m", count = {nodes}, machine = "M4", links = ["switch"] }}]
+    cluster = {{ nodes = {nodes}, quorum = "{quorum}" }}
+    training = {{ task = "slopes" }}
+    """
+    scenario = parse_scenario(text, "home")
+    return Scenario(
+        scenario.name, scenario.nodes, media=scenario.media, cluster=scenario.cluster, training=scenario.training,
+        faults=faults,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("faults", "sick", "untouched"),
+    [
+        ((), (), ("m-1", "m-2", "m-3", "m-4")),
+        ((Crash(T, "m-2"),), ("m-2",), ("m-1", "m-3", "m-4")),
+        ((Crash(T, "m-2"), Restart(Seconds(9), "m-2")), (), ("m-1", "m-2", "m-3", "m-4")),
+        ((Pause(T, "m-2", PositiveSeconds(2)),), (), ("m-1", "m-2", "m-3", "m-4")),
+        ((Pause(T, "m-2"), BlockedPort(T, "m-3", "gradient", "silent")), ("m-2", "m-3"), ("m-1", "m-4")),
+        ((Clog(T, ("m-2", "m-1")), Clog(T, ("m-2", "m-3"))), ("m-2",), ("m-4",)),
+        ((Partition(T, (("m-1",), ("m-2", "m-3", "m-4"))),), ("m-1",), ()),
+        ((RouterReboot(T, "home"),), ("m-1", "m-2", "m-3", "m-4"), ()),
+        ((Stranger(T, "home", 5.0),), (), ("m-1", "m-2", "m-3", "m-4")),
+        ((Datagrams(T, "switch", loss=Share(0.3)),), (), ("m-1", "m-2", "m-3", "m-4")),
+        ((LinkChange(T, "switch", rate_bps=BitRate(1e3)),), ("m-1", "m-2", "m-3", "m-4"), ()),
+    ],
+)
+def test_the_sick_are_as_few_as_explain_what_is_broken(
+    faults: tuple[AnyFault, ...], sick: tuple[str, ...], untouched: tuple[str, ...]
+) -> None:
+    phases = phases_of(home(*faults))
+    assert phases.sick == sick
+    assert phases.untouched == untouched
+
+
+def test_liveness_begins_when_nothing_changes_any_more() -> None:
+    assert phases_of(home(Pause(T, "m-2", PositiveSeconds(4)), Crash(Seconds(5), "m-3"))).liveness_s == 7.0
+
+
+def excused(
+    *members: str, sick: str, quorum: str = "majority", worked: tuple[str, ...] = ("m-1", "m-2", "m-3", "m-4"),
+    started_s: dict[str, float] | None = None,
+) -> str:  # fmt: skip
+    scenario = home(*(Crash(T, node) for node in sick.split()), quorum=quorum)
+    assert scenario.cluster is not None
+    views = [Sighting(1.0, name, "L", 2, members) for name in ("m-1", "m-2", "m-3", "m-4")]
+    lives = Lives(views, [(1.0, name) for name in worked], started_s or {}, {})
+    return excuse(phases_of(scenario), scenario.cluster, lives)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "members", "sick", "must"),
+    [
+        ("majority", "m-1 m-2 m-3 m-4", "m-4", True),
+        ("majority", "m-1 m-2 m-3 m-4", "m-3 m-4", False),
+        ("majority", "m-1 m-4", "m-4", False),
+        ("tiebreak", "m-1 m-2 m-3 m-4", "m-3 m-4", True),
+        ("tiebreak", "m-1 m-2 m-3 m-4", "m-1 m-4", False),
+        ("tiebreak", "m-1 m-4", "m-4", True),
+        ("any", "m-1 m-2 m-3 m-4", "m-1 m-2 m-3", True),
+        ("any", "m-1 m-2", "m-1 m-2", False),
+    ],
+)
+def test_a_core_must_go_on_where_it_is_a_quorum_of_the_newest_view(
+    quorum: str, members: str, sick: str, must: bool
+) -> None:
+    assert (excused(*members.split(), sick=sick, quorum=quorum) == "") == must
+
+
+def test_a_core_that_was_started_anew_may_wait_for_a_sick_member_that_has_the_model() -> None:
+    started_s = dict.fromkeys(("m-1", "m-2", "m-3"), 2.0)
+    assert "m-4" in excused("m-1", "m-2", "m-3", "m-4", sick="m-4", started_s=started_s)
+    assert excused("m-1", "m-2", "m-3", "m-4", sick="m-4", started_s={"m-1": 2.0}) == ""
+
+
+def test_where_work_has_not_begun_as_many_are_needed_as_were_asked_for() -> None:
+    assert "4 machines are needed" in excused("m-1", "m-2", "m-3", "m-4", sick="m-4", worked=())
+
+
+def test_patience_grows_with_the_timeouts_and_the_sick() -> None:
+    one, two = phases_of(home(Crash(T, "m-1"))), phases_of(home(Crash(T, "m-1"), Crash(T, "m-2"), nodes=5))
+    assert phases_of(home()).patience_s == one.patience_s < two.patience_s
+    assert one.patience_s > 3 * 60

@@ -23,7 +23,7 @@ from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
-from hcsim.config import Cluster, Scenario, Training, load_scenario
+from hcsim.config import Cluster, Leave, Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
@@ -160,6 +160,7 @@ def simulate_cluster(
     if census is not None:
         census.watch(world)
     homes = {node.name: node.home for node in loaded.nodes} if len(loaded.homes) > 1 else {}
+    leavers = [fault.node for fault in loaded.faults if isinstance(fault, Leave)]
     said: dict[str, str] = {}
     standstill = _standstill(world, max(STANDSTILL_S, 20 * plan.training.timeout_s), limit_s)
 
@@ -172,7 +173,16 @@ def simulate_cluster(
             tell(host.name, what)
 
         async with standstill.noticed(lambda: said.get(host.name, "nothing")):
-            return await train_as_member(host, me, plan, credentials=proved, observer=observer, tell=heard, what=what)
+            return await train_as_member(
+                host,
+                me,
+                plan,
+                credentials=proved,
+                observer=observer,
+                tell=heard,
+                leaving=host.leaving if host.name in leavers else None,
+                what=what,
+            )
 
     return _outcome(world, world.run_on_all(on_host))
 

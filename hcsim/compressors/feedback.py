@@ -25,6 +25,8 @@ from hcsim.errors import UsageError
 from hcsim.runtime.device import Work
 
 SUFFIX = "+ef"
+OWED = "own/residual/"
+"""What the names of residuals begin with in a state."""
 
 
 class Feedback:
@@ -32,7 +34,7 @@ class Feedback:
 
     def __init__(self, inner: Compressor) -> None:
         self._inner = inner.for_feedback()
-        self._memory = Memory("own/residual/")
+        self._memory = Memory(OWED)
 
     @property
     def inner(self) -> Compressor:

@@ -34,6 +34,7 @@ from hcsim.config.faults import (
     FullDisk,
     HalfOpen,
     InterfaceChange,
+    Leave,
     Lid,
     LinkChange,
     Misbehave,
@@ -175,6 +176,22 @@ def _restarts(draw: Draw) -> tuple[AnyFault, ...]:
         half_s = Seconds(round(down_s / 2, DECIMALS))
         return (Restart(at_s, node, down_s=half_s, slow=_share(draw, 0.4), slow_for_s=half_s),) if half_s else ()
     return (_restart(draw, node, at_s, Seconds(down_s)),)
+
+
+def _leaves(draw: Draw) -> tuple[AnyFault, ...]:
+    """Whoever leaves comes back. Half of them were started just before, and leave while the others take them in, which
+    takes longer where the network is slow."""
+    node, (at_s, away_s) = draw.node(), draw.span()
+    back = Restart(Seconds(round(at_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
+    if draw.rng.random() < 0.5:
+        return Leave(at_s, node), back
+    soon_s = Seconds(round(at_s + draw.rng.uniform(0.0, 6.0), DECIMALS))
+    again = Restart(Seconds(round(soon_s + away_s, DECIMALS)), node, down_s=Seconds(1e-3))
+    slow: tuple[AnyFault, ...] = ()
+    if draw.rng.random() < 0.5:
+        medium, latency_s = draw.rng.choice(list(draw.media)), Seconds(draw.rng.choice((0.1, 0.3)))
+        slow = (LinkChange(at_s, medium, latency_s=latency_s, duration_s=PositiveSeconds(10.0)),)
+    return *slow, Restart(at_s, node, down_s=Seconds(1e-3)), Leave(soon_s, node), again
 
 
 def _copies(draw: Draw) -> tuple[AnyFault, ...]:
@@ -335,5 +352,6 @@ _NAMED_KINDS: Mapping[str, Kind] = {
         lambda draw, at, lasts: FewDescriptors(at, draw.node(), draw.rng.randint(1, 2 * len(draw.names)), lasts)
     ),
     "stranger": _strangers,
+    "leave": _leaves,
 }
 """The kinds that are drawn only when they are named."""

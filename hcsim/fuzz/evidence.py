@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from hcsim.compressors.base import Array
+from hcsim.compressors.feedback import OWED, SUFFIX
 from hcsim.config import Cluster, CopiedIdentity, Restart, Scenario, Training
 from hcsim.fuzz.coverage import Tracker
 from hcsim.fuzz.generate import forgets
@@ -55,6 +57,10 @@ class Evidence(msgspec.Struct, frozen=True):
     """By host, of its last life; those of hosts that never end are missing."""
     parameters: Mapping[str, Array] = {}
     """Of hosts that came to the end."""
+    owed: Mapping[str, Array] = {}
+    """What their error feedback had not sent yet."""
+    left: Sequence[tuple[float, str]] = ()
+    """When hosts had come to the end, or had left in an orderly way before it."""
     usage: Mapping[str, Usage] = {}
     lost: Sequence[str] = ()
     """What asyncio complained about: errors that nobody looked at."""
@@ -78,9 +84,11 @@ class Evidence(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Whether the parameters are those of a closed form: data parallel, nothing compressed, nobody lies."""
+        """Whether the parameters are those of a closed form: data parallel, nothing lost in compression for good,
+        nobody lies."""
         kinds = {fault.__struct_config__.tag for fault in self.scenario.faults}
-        return (self.training.strategy, self.training.compressor) == ("ddp", "none") and "misbehave" not in kinds
+        whole = self.training.compressor == "none" or self.training.compressor.endswith(SUFFIX)
+        return self.training.strategy == "ddp" and whole and "misbehave" not in kinds
 
     def of_kind(self, kind: str, fields: int) -> Iterator[Event]:
         """The events of one kind, with so many fields."""
@@ -104,6 +112,8 @@ class Recorder:
         self.said: list[Said] = []
         self.steps: list[Step] = []
         self.parameters: dict[str, Array] = {}
+        self.owed: dict[str, Array] = {}
+        self.left: list[tuple[float, str]] = []
         self.tracker = Tracker(scenario)
 
     def sink(self, events: Sequence[Event]) -> None:
@@ -120,11 +130,15 @@ class Recorder:
         self.steps.append(Step(asyncio.get_running_loop().time(), _present(), point.step))
 
     def finished(self, run: Run) -> None:
-        """A member came to the end."""
-        parameters = run.learner.replica.parameters
+        """A member came to the end, or leaves before it."""
+        host, parameters = run.group.host.name, run.learner.replica.parameters
         assert not isinstance(parameters, Phantom)
-        self.parameters[run.group.host.name] = parameters.copy()
-        self.tracker.ended(run.group.host.name)
+        self.left.append((asyncio.get_running_loop().time(), host))
+        if run.step < run.settings.steps:
+            return
+        self.parameters[host] = parameters.copy()
+        self.owed[host] = _owed(run)
+        self.tracker.ended(host)
 
     @property
     def views(self) -> list[Sighting]:
@@ -144,6 +158,17 @@ def sighting(event: Event) -> Sighting:
     time_ns, _, host, lineage, epoch, _, members = event
     names = tuple(member.partition("#")[0] for member in str(members).split(",") if member)
     return Sighting(int(time_ns) / 1e9, str(host), str(lineage), int(epoch), names)
+
+
+def _owed(run: Run) -> Array:
+    """What this member's error feedback has not sent yet, as one flat array."""
+    owed = np.zeros(run.learner.layout.length, np.float32)
+    state = run.compressor.state()
+    for tensor in run.learner.layout.tensors:
+        residual = state.get(f"{OWED}{tensor.name}")
+        if isinstance(residual, np.ndarray):
+            owed[tensor.span] = residual.reshape(-1)
+    return owed
 
 
 def _seconds(event: Event) -> float:

@@ -13,7 +13,7 @@ machines that were chosen to be sick, which are so few that the others are a quo
 from __future__ import annotations
 
 from random import Random
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -27,6 +27,8 @@ from hcsim.config import (
     Ethernet,
     Heartbeat,
     Machine,
+    Misbehave,
+    Misbehaviour,
     Node,
     Restart,
     Scenario,
@@ -46,7 +48,10 @@ T = TypeVar("T")
 Choices: TypeAlias = tuple[tuple[T, int], ...]
 """What there is to choose from, and how often each is chosen."""
 
-KINDS = tuple(FAULTS)
+KINDS = tuple(kind for kind in FAULTS if kind != "leave")
+ONE_SICK_SHARE, LEAVE_SHARE = 0.1, 0.15
+"""Of the seeds, in how many one machine is sick and nothing else is wrong, and in how many somebody leaves: drawn
+apart, so that the others stand for what they stood for before."""
 NODES: Choices[int] = ((2, 4), (3, 7), (4, 6), (5, 3), (6, 2), (7, 1), (8, 1))
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
@@ -152,11 +157,35 @@ def _schedule(draw: Random, home: Scenario, safety_s: float) -> tuple[AnyFault, 
     kinds = [kind for kind in KINDS if draw.random() < share] or [draw.choice(KINDS)]
     often = [kind for kind in kinds for _ in range(draw.choice((1, 1, 2, 4)))]
     parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
+    if alone := _one_sick(home, safety_s):
+        return alone
     sick = _sick(draw, home)
     lasting = _lasting(parts, often, sick, draw.choice((1, 1, 2)))
     passing = draw_faults(parts, often, draw.randint(0 if lasting else 1, draw.choice((2, 5, 9))))
-    faults = _remembering([*passing, *lasting], sick, home)
+    faults = _remembering([*passing, *lasting, *_leaves(home, safety_s)], sick, home)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _leaves(home: Scenario, safety_s: float) -> list[AnyFault]:
+    draw = stream(home.seed, "fuzz", "leave")
+    if draw.random() >= LEAVE_SHARE:
+        return []
+    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
+    return draw_faults(parts, ("leave",), draw.choice((4, 4, 6)))
+
+
+def _one_sick(home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
+    """In some seeds, one machine that is sick for good and nothing else: where more is wrong, nobody can say whether
+    the others found the right one."""
+    draw = stream(home.seed, "fuzz", "one sick")
+    if len(home.nodes) < 3 or draw.random() >= ONE_SICK_SHARE:
+        return ()
+    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
+    (fault,) = draw_faults(parts, ("misbehave", "misbehave", "stuck_device", "blocked_port"), 1)
+    if isinstance(fault, Misbehave):
+        how = draw.choice([how for how in get_args(Misbehaviour) if how != "lie"])
+        fault = replace(fault, how=how, to=None)
+    return (without_end(fault),)
 
 
 def _sick(draw: Random, home: Scenario) -> list[str]:

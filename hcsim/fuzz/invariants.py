@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from hcsim.cluster.roster import Quarantine
+from hcsim.cluster.rules import DEPARTED_S
 from hcsim.config import (
     AnyFault,
     BlockedPort,
@@ -26,8 +27,9 @@ from hcsim.config import (
 )
 from hcsim.errors import Diverged, HcsimError
 from hcsim.fuzz.evidence import Evidence, forgotten_s
+from hcsim.fuzz.phases import GRACE_S
 from hcsim.training.run import Report
-from hcsim.training.tasks.slopes import expected
+from hcsim.training.tasks.slopes import LR, expected
 from hcsim.virtual.world import HostCrashed
 
 _BITS_AWAY = 1e-3
@@ -100,22 +102,46 @@ def steps_are_applied_in_order(evidence: Evidence) -> Iterator[str]:
 
 
 def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
-    """The parameters are the sum of exactly the contributions of those who took part, each once per step.
+    """The parameters are the sum of exactly the contributions of those who took part, each once per step, less what
+    their error feedback still owes.
 
-    Known only where gradients are averaged as they are, and one lineage did all the work: where two did, the steps of
-    one of them are given up when they meet, and the trace does not tell which."""
+    Known only where gradients are averaged as they are or with error feedback, and one lineage did all the work: where
+    two did, the steps of one of them are given up when they meet, and the trace does not tell which. What a member
+    owed that was lost is lost with it, so with error feedback no member may have been."""
     if not evidence.exact or not evidence.parameters:
+        return
+    if evidence.training.compressor != "none" and _somebody_was_lost(evidence):
         return
     sizes = _members_by_step(evidence)
     if sizes is None:
         return
     batch = evidence.training.batch
     assert isinstance(batch, int)
-    want = expected(evidence.scenario.seed, [batch * members for members in sizes])
+    owed = np.sum([*evidence.owed.values()], axis=0, dtype=np.float64)
+    want = expected(evidence.scenario.seed, [batch * members for members in sizes]) + LR * owed
     for host, parameters in evidence.parameters.items():
         away = float(np.abs(parameters - want).max())
         if not away <= _BITS_AWAY:
             yield f"{host} is {away:.3g} away from the sum of what its members computed"
+
+
+LEAVES_S = 5.0
+"""How far the moment in which a member says that it has left may be from the view without it."""
+
+
+def _somebody_was_lost(evidence: Evidence) -> bool:
+    """Whether some member may have taken with it what it owed: it was left out or started anew, or left while its group
+    failed."""
+    members: dict[tuple[object, object], tuple[str, ...]] = {}
+    failed = [(int(event[0]) / 1e9, event[2]) for event in evidence.events if event[1] == "group failed"]
+    for time_ns, _, _, lineage, epoch, previous, names in evidence.of_kind("view", 4):
+        now = members[lineage, epoch] = tuple(str(names).split(","))
+        time_s = int(time_ns) / 1e9
+        for host in [name.partition("#")[0] for name in members.get((lineage, previous), ()) if name not in now]:
+            left_s = [at_s for at_s, who in evidence.left if who == host and abs(at_s - time_s) < LEAVES_S]
+            if not left_s or any(who == host and abs(at_s - time_s) < LEAVES_S for at_s, who in failed):
+                return True
+    return any(host not in evidence.owed for host in evidence.names)
 
 
 def _members_by_step(evidence: Evidence) -> list[int] | None:
@@ -298,6 +324,34 @@ def _idle(idle_s: float, done: int, patience_s: float) -> str:
     return f"no step for {idle_s:.0f} s before or after step {done}, where {patience_s:.0f} s are enough"
 
 
+_IN_VAIN = re.compile(r"took longer than|did not (?:call|answer) within")
+_GONE = re.compile(r"([\w-]+) has gone: .*")
+
+
+def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
+    """Nobody waits out a deadline for a machine that has said goodbye to it, unless that one has come back."""
+    gone_s: dict[tuple[str, str], float] = {}
+    for said in evidence.said:
+        if match := _GONE.fullmatch(said.text):
+            gone_s.setdefault((said.host, match[1]), said.time_s)
+    ranks: dict[tuple[str, int], list[str]] = {}
+    for event in evidence.events:
+        host, time_s = str(event[2]), int(event[0]) / 1e9
+        if event[1] == "view":
+            names = [name.partition("#")[0] for name in str(event[6]).split(",")]
+            ranks[host, int(event[4])] = names
+            for name in names:
+                if gone_s.get((host, name), time_s) < time_s:
+                    del gone_s[host, name]
+        elif event[1] == "view failed" and _IN_VAIN.search(text := str(event[4])):
+            names = ranks.get((host, int(event[3])), [])
+            for rank in map(int, re.findall(r"\brank (\d+)", text)):
+                name = names[rank] if rank < len(names) else ""
+                late_s = time_s - gone_s.get((host, name), time_s)
+                if late_s > DEPARTED_S + GRACE_S:
+                    yield f"{host} waited for {name}, which had been gone for {late_s:.0f} s: {text}"
+
+
 def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
     core where a sick one has come to the end, too (see `phases`).
@@ -367,5 +421,6 @@ INVARIANTS = (
     buffers_are_bounded,
     lines_are_bounded,
     the_core_makes_progress,
+    the_departed_are_not_waited_for,
     the_core_comes_to_the_end,
 )

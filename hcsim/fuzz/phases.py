@@ -49,6 +49,7 @@ from hcsim.config import (
     CopiedIdentity,
     Crash,
     Datagrams,
+    Leave,
     LinkChange,
     Partition,
     Restart,
@@ -107,7 +108,7 @@ def patience_s(cluster: Cluster, training: Training, sick: int) -> float:
 
 def breaks(fault: AnyFault) -> list[Broken]:
     """What the fault breaks for good, by itself: see the top of this file."""
-    if isinstance(fault, Crash):
+    if isinstance(fault, Crash | Leave):
         return [(fault.node,)]
     if not fault.is_for_good or isinstance(fault, Stranger):  # who has to do without effect
         return []
@@ -129,7 +130,7 @@ def _is_benign(fault: LinkChange) -> bool:
 
 def _breakages(faults: Sequence[AnyFault]) -> Iterator[Broken]:
     for fault in faults:
-        starts_again = isinstance(fault, Crash) and any(
+        starts_again = isinstance(fault, Crash | Leave) and any(
             isinstance(other, Restart | CopiedIdentity) and other.node == fault.node and other.at_s >= fault.at_s
             for other in faults
         )

@@ -95,6 +95,8 @@ def gather(
         steps=recorder.steps,
         results=results,
         parameters=recorder.parameters,
+        owed=recorder.owed,
+        left=recorder.left,
         usage=census.most,
         lost=lost.texts,
         limit_s=limit_s,

@@ -76,6 +76,8 @@ class VirtualHost:
         self.store: VirtualStore = VirtualStore(records or {}, before.store if before is not None else None)
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
+        self.leaving = asyncio.Event()
+        """Set once its program is to end in an orderly way."""
         self.alive = True
         self.system_lives = False
         """After a crash of the program alone: its system then refuses calls."""

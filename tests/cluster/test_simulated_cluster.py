@@ -11,6 +11,7 @@ from hcsim.config import (
     AnyFault,
     Cluster,
     Crash,
+    Leave,
     Machine,
     Partition,
     Pause,
@@ -112,6 +113,14 @@ def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
     resumed = [what for what in said if "goes on after step" in what]
     assert resumed
     assert int(resumed[0].split()[-1]) % 20 == 0
+
+
+def test_the_others_go_on_when_one_leaves_and_it_takes_part_again_when_it_is_started():
+    outcome, said = views(home(Leave(Seconds(3), "a"), Restart(Seconds(4), "a"), steps=400))
+    assert [report.steps for report in outcome.values()] == [400] * 3
+    assert len(digests(outcome)) == 1
+    assert any("(a left)" in what for what in said)
+    assert any("(a joined)" in what for what in said)
 
 
 def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():

@@ -24,6 +24,7 @@ from hcsim.config.faults.node import (
     Crash,
     FewDescriptors,
     FullDisk,
+    Leave,
     Lid,
     Pause,
     Restart,
@@ -41,6 +42,7 @@ AnyFault: TypeAlias = (
     | MulticastLoss | StaleRecord | OneWayVisibility | CopiedIdentity
     | StuckDevice | BlockedPort | Misbehave
     | FullDisk | SlowDisk | FewDescriptors | Stranger
+    | Leave
 )  # fmt: skip
 
 FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
@@ -62,6 +64,7 @@ __all__ = [
     "FullDisk",
     "HalfOpen",
     "InterfaceChange",
+    "Leave",
     "Lid",
     "LinkChange",
     "Misbehave",

@@ -93,6 +93,12 @@ class SlowDisk(Fault, frozen=True, tag="slow_disk"):
     """None: for good, also after a restart."""
 
 
+class Leave(Fault, frozen=True, tag="leave"):
+    """Somebody ends the node's program in an orderly way (Ctrl-C): a member leaves after its step."""
+
+    node: str
+
+
 class FewDescriptors(Fault, frozen=True, tag="few_descriptors"):
     """The node can have only so many connections at once, those that it tries to make included.
 

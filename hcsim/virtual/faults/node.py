@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hcsim.config import Crash, FewDescriptors, FullDisk, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
+from hcsim.config import Crash, FewDescriptors, FullDisk, Leave, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
 from hcsim.errors import ConfigError, UsageError
 from hcsim.virtual.faults.apply import apply, note, prepare
 from hcsim.virtual.stream import NS
@@ -88,6 +88,12 @@ def bring_back(world: World, node: str, records: Mapping[str, bytes]) -> bool:
     note(world, "start", f"{node} {world.host(node).life + 1}")
     world.restart(node, records)
     return True
+
+
+@apply.register(Leave)
+def leave(fault: Leave, world: World) -> None:
+    """A program that can be asked to leave is asked; one that has ended does not notice."""
+    world.host(fault.node).leaving.set()
 
 
 @apply.register(Pause)

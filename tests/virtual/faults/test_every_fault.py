@@ -23,6 +23,7 @@ from hcsim.config import (
     FullDisk,
     HalfOpen,
     InterfaceChange,
+    Leave,
     Lid,
     LinkChange,
     Misbehave,
@@ -86,6 +87,7 @@ EACH: tuple[tuple[AnyFault, str | None], ...] = (
     (SlowDisk(1.0, "pro", 0.25, 0.5), "thaw"),
     (FewDescriptors(1.0, "pro", 1, 0.5), "give"),
     (Stranger(1.0, "home", 10.0, "pro", False, "silent", 0.5), "ghost"),
+    (Leave(1.0, "pro"), None),
 )
 """One of each kind, and what the trace says when it has healed or found its prey."""
 

@@ -1,0 +1,1 @@
+"""Planted bugs: does the search for broken invariants find them?"""

@@ -58,7 +58,7 @@ def test_one_joins_by_an_invitation_and_one_is_expelled_while_they_train(tmp_pat
         (x.folder / "node_key").unlink()
         (x.folder / "clusters" / "home.trust").unlink()
         (again,) = cluster.start("x")
-        again.says("our key is not on its cluster's trust list: run `hcsim cluster invite`")
+        again.says("our key is not on the cluster's trust list: run `hcsim cluster invite`")
         at_a.says("its key is not on the cluster's trust list: run `hcsim cluster invite`", seen)
         assert sorted(members(at_a)) == ["a", "b", "n"]
         assert at_n.running

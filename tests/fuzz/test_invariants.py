@@ -94,6 +94,13 @@ BROKEN: list[tuple[str, Evidence]] = [
     ("lines_are_bounded", evidence(said=said(*(f"view {number}: a (a is alone)" for number in range(200))))),
     ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1)])),
     ("the_core_makes_progress", evidence(steps=[Step(1.0, "a", 1), Step(400.0, "a", 3)])),
+    (
+        "the_departed_are_not_waited_for",
+        evidence(
+            (21_000_000_000, "view failed", "a", 1, "all_gather #0 took longer than 20 s: opening a link to rank 1"),
+            said=said("b has gone: it has finished or left"),
+        ),
+    ),
     ("the_core_comes_to_the_end", evidence(results=results(b=TimeoutError()))),
     ("the_core_comes_to_the_end", evidence(results=results(b=report(sha256="bb")))),
     ("the_core_comes_to_the_end", evidence(results=results(b=report(steps=2)))),

@@ -99,7 +99,8 @@ class Node:
         self._news = News()
         self._overs: dict[int, asyncio.Future[str]] = {}
         self._review = asyncio.Event()
-        self._waiting = ""
+        self._waiting: dict[str, None] = {}
+        """What we have said since the last view that we wait for: by turns it may be said of one member and another."""
         self._unsaved = False
         """Whether our last record could not be written."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -427,8 +428,8 @@ class Node:
                     )
                 elif isinstance(effect, Qualify):
                     self._host.spawn(self._qualify(effect), name="qualify")
-                elif isinstance(effect, Waiting) and effect.reason != self._waiting:
-                    self._waiting = effect.reason
+                elif isinstance(effect, Waiting) and effect.reason not in self._waiting:
+                    self._waiting[effect.reason] = None
                     self._host.trace("cluster", effect.reason)
                     self._tell(effect.reason)
         self._review.set()
@@ -484,7 +485,7 @@ class Node:
         return {node: why for node, why in wrong.items() if why}
 
     def _adopted(self, view: View) -> None:
-        self._waiting = ""
+        self._waiting.clear()
         self._figures.adopted(view)
         members = ",".join(f"{member.name}#{member.boot:x}" for member in view.members)
         self._host.trace("view", view.lineage, view.epoch, view.previous, members)

@@ -20,6 +20,7 @@ from hcsim.config import (
     Stranger,
     Training,
     load_scenario,
+    parse_scenario,
 )
 from hcsim.errors import TrainingError
 from hcsim.launch import Outcome, simulate_cluster
@@ -187,3 +188,65 @@ def test_one_that_comes_when_all_steps_are_done_has_done_them_too():
     _, outcome = told_of(4, away, steps=1)
     assert [report.steps for report in outcome.values()] == [1, 1, 1, 1]
     assert len(digests(outcome)) == 1
+
+
+CROWDED = """
+name = "crowded"
+seed = 976
+[[medium]]
+kind = "wifi"
+name = "air"
+standard = "wifi5"
+fairness = "airtime"
+[cluster]
+nodes = 5
+quorum = "majority"
+heartbeat = { interval = "0.25 s", timeout = "1.5 s" }
+settle = "0.1 s"
+checkpoint_every = 2
+measure = "order"
+[training]
+task = "slopes"
+strategy = "parameter_server:async"
+compressor = "powersgd:2+ef"
+steps = 27
+batch = 1
+timeout = "5 s"
+[[fault]]
+kind = "few_descriptors"
+at = "2.368 s"
+node = "mac-4"
+connections = 4
+[[fault]]
+kind = "router_reboot"
+at = "2.616 s"
+home = "home"
+duration = "0.304 s"
+[[fault]]
+kind = "slow_disk"
+at = "3.576 s"
+node = "mac-5"
+takes = "1 s"
+""" + "".join(
+    f"""
+[[node]]
+name = "mac-{number}"
+machine = {{ name = "slow", peak = "1e12 FLOPS", memory = "1e11 B/s", overhead = "{overhead} s" }}
+links = [{{ medium = "air" }}]
+"""
+    for number, overhead in enumerate((0.12, 0.12, 0.12, 0.12, 0.18), 1)
+)
+
+
+def test_a_machine_that_is_not_taken_in_says_so_once_of_each_member_that_it_asks():
+    said: list[str] = []
+
+    def hear(host: str, what: str) -> None:
+        if host == "mac-4":
+            said.append(what)
+
+    simulate_cluster(parse_scenario(CROWDED, "crowded"), tell=hear, limit_s=25)
+    last_view = max(number for number, what in enumerate(said) if what.startswith("view"))
+    asked = [what for what in said[last_view:] if what.startswith("waiting to be taken in")]
+    assert len(asked) > 1
+    assert len(asked) == len(dict.fromkeys(asked))

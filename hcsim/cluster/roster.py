@@ -139,11 +139,14 @@ class Roster:
         ]
 
     def preparing(self, view: View, now: float) -> bool:
-        """Whether a node that would like to be in the view has not found out yet whether it qualifies."""
+        """Whether a node would like to be in the view and has not found out yet whether it qualifies, or has just been
+        left out and is about to ask."""
         return any(
-            peer.status.joins == view.lineage and not peer.status.leaving and not self._is_quarantined(node, now)
+            peer.status.joins == view.lineage
+            or (peer.status.lineage == view.lineage and peer.status.epoch < view.epoch)
             for node, peer in self.peers.items()
-            if not peer.suspected and view.member(node) is None
+            if not peer.suspected and not peer.status.leaving and view.member(node) is None
+            if not self._is_quarantined(node, now)
         )
 
     def _is_quarantined(self, node: str, now: float) -> bool:

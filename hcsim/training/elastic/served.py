@@ -128,6 +128,8 @@ class Served:
             met = await self._keeper.synchronise(group, view, self._intent, working.pulled, done is not None)
             self._ready = met.done
             if done is not None and len(self._ready) == group.size:
+                if not await self._confirmed(group, view):
+                    return False
                 await working.note(done.version)
                 return True
             if met.current and self._remembered:

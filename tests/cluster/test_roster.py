@@ -1,0 +1,24 @@
+"""What a node concludes from how the others stand."""
+
+from __future__ import annotations
+
+from hcsim.cluster.messages import Status
+from hcsim.cluster.roster import Roster
+from hcsim.cluster.view import Member, View
+
+A, B = Member("a", 1, "mac-a", "a:1"), Member("b", 1, "mac-b", "b:1")
+AFTER = View("line", 5, (A,), formed=True)
+
+
+def test_one_that_has_just_been_left_out_is_about_to_ask_until_it_has_had_its_chance() -> None:
+    roster = Roster(A)
+    roster.heard(Status(B, "b:0", "line", 4, 2, formed=True))
+    roster.quarantine("b", 0.0, 10.0)
+    assert not roster.preparing(AFTER, 10.0)
+    roster.release(10.0)
+    assert roster.preparing(AFTER, 10.0)
+    roster.heard(Status(B, "b:0", "b:1.1", 6, 1, formed=False, joins="line"))
+    assert roster.preparing(AFTER, 10.1)
+    roster.quarantine("b", 0.0, 11.0)
+    roster.release(11.0)
+    assert not roster.preparing(AFTER, 11.0)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from hcsim.cluster.roster import Quarantine
 from hcsim.cluster.rules import DEPARTED_S
 from hcsim.config import (
     AnyFault,
@@ -298,19 +297,15 @@ def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
 # Liveness: what must happen.
 
 
-QUALIFIED_WITHIN_S = 30.0
-"""What it takes to be let in again: to check, to measure, and to be checked once more where that failed."""
-
-
 def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
-    """In the liveness phase there is a step now and then, until the end."""
-    phases = evidence.phases
+    """In the liveness phase there is a step now and then, until the end; of the core, or who may stand in for it."""
+    phases, able = evidence.phases, _able(evidence)
     if evidence.excused or all(host in _diverged(evidence) for host in phases.core):
         return
     before_s, done = phases.liveness_s, 0
     ended = False
     for each in evidence.steps:
-        if each.host in phases.core and each.step > done:
+        if each.host in able and each.step > done:
             done = each.step
             ended = done >= evidence.training.steps
             if each.time_s > before_s + phases.patience_s and each.time_s > phases.liveness_s:
@@ -356,9 +351,8 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
     core where a sick one has come to the end, too (see `phases`).
 
-    One that is in quarantine when the others end is late: what it did wrong need not last (one frame of the wrong
-    length, which may come after all other faults), and nobody can know that. One whose replica is not like the others'
-    has ended with `Diverged`: where a machine sends noise for numbers, nothing shows it but that."""
+    One whose replica is not like the others' has ended with `Diverged`: where a machine sends noise for numbers, nothing
+    shows it but that."""
     if evidence.excused:
         return
     phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)
@@ -367,9 +361,9 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     digests = {reports[host].sha256: host for host in reversed(phases.untouched) if host in done}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
-            if host not in (*done, *diverged) and not (done and _was_in_quarantine(host, evidence)):
+            if host not in (*done, *diverged):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
-    if not any(host in phases.core for host in done) and not all(host in diverged for host in phases.core):
+    if not any(host in _able(evidence) for host in done) and not all(host in diverged for host in phases.core):
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
@@ -382,18 +376,10 @@ def _diverged(evidence: Evidence) -> list[str]:
     return [host for host, result in evidence.results.items() if isinstance(result, Diverged)]
 
 
-def _was_in_quarantine(host: str, evidence: Evidence) -> bool:
-    """Whether the host had been left out not long before the others ended, or had not had the time to come back."""
-    quarantine, seen = None, dict.fromkeys([""])
-    for said in evidence.said:
-        match = _TOLD_VIEW.fullmatch(said.text)
-        if match is None or match[1] in seen or host not in _LEFT_OUT.findall(match[3]):
-            continue
-        seen[match[1]] = None
-        before_s = max((step.time_s for step in evidence.steps if step.time_s < said.time_s), default=0.0)
-        quarantine = Quarantine.after(quarantine, said.time_s - before_s, said.time_s)
-    ended_s = max((step.time_s for step in evidence.steps), default=0.0)
-    return quarantine is not None and ended_s < quarantine.until_s + QUALIFIED_WITHIN_S
+def _able(evidence: Evidence) -> Sequence[str]:
+    """Who may go on for the core. If that is a single machine, a sick one may be the one of the two that goes on: nobody
+    can know which of them is the reason that they cannot work together."""
+    return evidence.phases.core if len(evidence.phases.core) > 1 else evidence.names
 
 
 def _end_of(result: Report | BaseException | None, steps: int) -> str:

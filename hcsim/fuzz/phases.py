@@ -22,8 +22,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
 
 Where this holds, training must come to its end on all machines of the core that no lasting fault touches, and on one
 machine at least. One is enough where a sick machine came to the end, too: it can work with some, and the others, which
-it cannot work with, were left out in its place, since two that cannot work together look alike. Where this does not
-hold, the run is *excused* from that: members wait, and must still not disagree.
+it cannot work with, were left out in its place, since two that cannot work together look alike. If the core is a
+single machine, any machine is enough, for the same reason. Where this does not hold, the run is *excused* from that:
+members wait, and must still not disagree.
 
 How long it may take follows from what is configured. A sick member that is alive costs a view each time that it is let
 in: until a deadline passes (`timeout`, or the heartbeats'), until all have told what their checks found, and until the

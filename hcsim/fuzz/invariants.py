@@ -377,8 +377,8 @@ def _diverged(evidence: Evidence) -> list[str]:
 
 
 def _able(evidence: Evidence) -> Sequence[str]:
-    """Who may go on for the core. If that is a single machine, a sick one may go on in its place: nobody can know which of
-    two is the reason that they cannot work together."""
+    """Who may go on for the core. If that is a single machine, a sick one may go on in its place: nobody can know which
+    of two is the reason that they cannot work together."""
     return evidence.phases.core if len(evidence.phases.core) > 1 else evidence.names
 
 

@@ -54,9 +54,7 @@ class Serving:
         total = state.version + (self._run.settings.steps - working.start.step) * working.per_step
         rounds = Rounds(working.policy, total, awaited=view.nodes, now=now)
         recall(state.workers, rounds, now)
-        for name, member in rounds.members.items():
-            if name not in view.nodes or name in done:
-                member.contributes, member.awaited, member.gone = False, False, True
+        rounds.regroup([node for node in view.nodes if node not in done])
         rounds.version = state.version
         server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
         server.reception.members_only = True

@@ -33,7 +33,7 @@ is told, and the server stays until all have fetched what they want, for at most
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from hcsim.training.parameter_server.effects import Apply, Contribution, Effect, Give, Tell
@@ -150,6 +150,13 @@ class Rounds:
                 effects.append(Tell(name, Wait()))
                 member.told_s = now
         return effects
+
+    def regroup(self, workers: Collection[str]) -> None:
+        """These workers have something to do here, also if they had not before and have not called since; no others."""
+        for name, member in self.members.items():
+            member.gone = name not in workers
+            member.contributes = not member.gone
+            member.awaited = member.awaited and not member.gone
 
     # What is to come.
 

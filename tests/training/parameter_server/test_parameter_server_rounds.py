@@ -25,6 +25,7 @@ from hcsim.training.parameter_server.messages import (
 )
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.rounds import Rounds
+from hcsim.training.parameter_server.saved import recall, records
 
 NAMES = ("a", "b", "c")
 WORKERS = st.sampled_from(NAMES)
@@ -267,6 +268,21 @@ def test_without_updates_training_ends_with_an_error_that_names_who_is_missing()
 def test_a_policy_that_has_no_meaning_is_refused(wrong: dict[str, Any]):
     with pytest.raises(UsageError, match="positive"):
         Policy(**wrong)
+
+
+def test_a_server_with_workers_that_an_earlier_one_had_to_do_without_waits_for_their_calls() -> None:
+    before = machine()
+    before.regroup("a")
+    after = Rounds(POLICY, 100, awaited="bc", now=1.0)
+    recall(records(before), after, 1.0)
+    after.regroup("bc")
+    after.tick(1.0)
+    assert after.ended is None
+    after.joined(join("b"), 1.1)
+    after.left("b", 1.2)
+    assert after.ended is None
+    after.left("c", 1.3)
+    assert after.ended == Done(0)
 
 
 # Everything, in any order.

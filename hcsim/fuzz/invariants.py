@@ -351,8 +351,8 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     """All machines of the core that nothing lasting concerns have trained to the end, and hold the same; one of the
     core where a sick one has come to the end, too (see `phases`).
 
-    One whose replica is not like the others' has ended with `Diverged`: where a machine sends noise for numbers, nothing
-    shows it but that."""
+    One whose replica differs from the others' has ended with `Diverged`: where a machine sends noise for numbers,
+    nothing shows it but that."""
     if evidence.excused:
         return
     phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from hcsim.cluster.conductor import LAST_CALL_S
 from hcsim.config import parse_scenario
 from hcsim.launch import simulate_cluster
 from hcsim.telemetry.trace import Event
@@ -84,7 +85,7 @@ def run(
 @pytest.mark.parametrize("compressor", ["none", pytest.param("int8+ef", marks=pytest.mark.soak)])
 def test_the_others_go_on_at_full_speed(name: str, compressor: str) -> None:
     limit_s = calm_s() + 3 * TIMEOUT_S
-    results, last_s = run(SICK_MEMBERS[name], compressor, limit_s)
+    results, last_s = run(SICK_MEMBERS[name], compressor, limit_s + LAST_CALL_S)
     done = [machine for machine, result in results.items() if isinstance(result, Report) and result.steps == STEPS]
     assert len(done) >= 3
     assert len({result.sha256 for result in results.values() if isinstance(result, Report)}) == 1
@@ -104,7 +105,7 @@ def test_the_others_do_not_wait_for_the_time_limit_of_an_exchange(name: str) -> 
 def test_a_machine_that_becomes_ten_times_slower_is_left_out() -> None:
     limit_s = calm_s(BY_ARITHMETIC) + 3 * TIMEOUT_S
     throttled = '[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac-2"\nfactor = 0.1\n'
-    results, last_s = run(throttled, "none", limit_s, BY_ARITHMETIC)
+    results, last_s = run(throttled, "none", limit_s + LAST_CALL_S, BY_ARITHMETIC)
     for machine in ("mac-1", "mac-3", "mac-4"):
         result = results[machine]
         assert isinstance(result, Report)

@@ -242,11 +242,11 @@ class Membership:
         for past in self._acceptor.record.past:
             if past.lineage == lineage and past.epoch > epoch:
                 self._send(source, Decided(past), now)
-        if lineage != view.lineage or not self._belongs_to(view) or view.member(source) is None:
+        if lineage != view.lineage or not self._belongs_to(view):
             return False
         if epoch < view.epoch:
             self._send(source, Decided(view), now)
-        return epoch == view.epoch
+        return epoch == view.epoch and source in self._fellows.get(lineage, ())
 
     def _answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> None:
         decided = self._proposer.answered(source, answer, now)

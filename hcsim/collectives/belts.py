@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Send
-from hcsim.collectives.wiring import WORTH_CONVEYING_BYTES, Progress, Wiring
+from hcsim.collectives.wiring import RECEIVING, WORTH_CONVEYING_BYTES, Progress, Wiring
 from hcsim.runtime.channel import Leg
 from hcsim.transport.link import Link
 
@@ -108,7 +108,7 @@ class Belts:
         while (ends := self._ends(at.step)) is not None:
             source, to = ends
             legs, reached = self._legs(at, source, to)
-            state.doing, state.peer, state.step = "receiving from", source.peer_rank, at.step
+            state.doing, state.peer, state.step = RECEIVING, source.peer_rank, at.step
 
             def moved(done: int, reached: list[At] = reached) -> None:
                 nonlocal at

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from hcsim.collectives.in_order import InOrder
 from hcsim.collectives.lanes import Lanes
 from hcsim.collectives.schedule import Lane, Schedule
-from hcsim.collectives.wiring import Progress, Ticket, Wiring
+from hcsim.collectives.wiring import RECEIVING, Progress, Ticket, Wiring
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.transport.mesh import Mesh
 
@@ -92,7 +92,7 @@ class Execution:
 
     def blame(self) -> tuple[int | None, str]:
         """The rank that we wait for, and what for: a receiver knows better than a sender who is late."""
-        for doing in ("receiving from", _OPENING, "sending to"):
+        for doing in (RECEIVING, _OPENING, "sending to"):
             for state in self._progress:
                 if state.doing == doing:
                     if doing == _OPENING and (unreached := self._mesh.unreached(self._schedule.peers)) is not None:

@@ -20,7 +20,7 @@ from hcsim.collectives.agreement import Agreement
 from hcsim.collectives.memory import ScratchPool
 from hcsim.collectives.meter import Meter
 from hcsim.collectives.watch import watch
-from hcsim.collectives.wiring import Ticket
+from hcsim.collectives.wiring import POINT_TO_POINT, RECEIVING, Ticket
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.hello import culprit_in
@@ -80,6 +80,8 @@ class Fate:
         self.error: HcsimError | None = None
         self.waited_for: int | None = None
         """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
+        self.skipped: RemoteProtocolError | None = None
+        """What shows that this rank had left out what was waited for, if anything does."""
         self._running: dict[Work, None] = {}
         self.followers: list[Follower] = []
         self._failing = asyncio.Event()
@@ -169,7 +171,7 @@ class Fate:
             before, blame = None, work.blame
             text = f"{ticket} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
             late = CollectiveTimeout(text, peer=peer, phase=phase)
-            late.__cause__ = self._skipped(ticket, peer)
+            late.__cause__ = self._skipped(ticket, peer, phase)
             await self._broken(late)
             raise late from late.__cause__
         except asyncio.CancelledError:
@@ -184,10 +186,13 @@ class Fate:
             self._meter.end(ticket.name, began_s, sent_bytes)
         return result()
 
-    def _skipped(self, ticket: Ticket, peer: int | None) -> RemoteProtocolError | None:
-        """Frames come in the order of the plan: a peer that sent others of this operation left out what we wait for."""
+    def _skipped(self, ticket: Ticket, peer: int | None, phase: str) -> RemoteProtocolError | None:
+        """Frames come in the order of plans: a peer that sent others of this operation, or of a later one, left out
+        what we wait for. Only messages from one rank to another have an order of their own."""
         link = None if peer is None else self.mesh.links.get(peer)
-        if link is None or not link.holds(ticket.group, ticket.operation, ticket.bucket):
+        if link is None or not phase.startswith(RECEIVING) or ticket.group & POINT_TO_POINT:
+            return None
+        if not link.holds(ticket.group, ticket.operation, ticket.bucket):
             return None
         return RemoteProtocolError(
             f"rank {peer} sent frames that {ticket} does not have, and not what it has", str(peer)
@@ -228,8 +233,9 @@ class Fate:
         """Break the group, for this reason; only the first one counts."""
         if self.error is None:
             self.error = error
-            waits = (work.blame()[0] for work in self._running)
-            self.waited_for = next((rank for rank in waits if rank is not None), None)
+            waits = ((work.ticket, *work.blame()) for work in self._running)
+            ticket, self.waited_for, phase = next((each for each in waits if each[1] is not None), (None, None, ""))
+            self.skipped = None if ticket is None else self._skipped(ticket, self.waited_for, phase)
             self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
             self._end((Kind.ABORT, str(error)), error, [rank for rank in self._expected if rank not in self.mesh.links])

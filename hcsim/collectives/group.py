@@ -44,7 +44,7 @@ from hcsim.collectives.plan import Recv, Send, offsets, split
 from hcsim.collectives.select import choose
 from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
-from hcsim.errors import CollectiveError, HcsimError, UsageError
+from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
@@ -188,6 +188,11 @@ class Group:
     def waited_for(self) -> int | None:
         """The rank that the oldest operation here was waiting for when the group failed, if it was waiting."""
         return self._fate.waited_for
+
+    @property
+    def skipped(self) -> RemoteProtocolError | None:
+        """What shows that this rank had left out what was waited for, if anything does."""
+        return self._fate.skipped
 
     def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
         """End it here and at the others, for a reason that it cannot see by itself."""

@@ -18,7 +18,7 @@ from hcsim.collectives.belts import At, Belts
 from hcsim.collectives.memory import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
 from hcsim.collectives.schedule import Schedule
-from hcsim.collectives.wiring import Progress, Wiring
+from hcsim.collectives.wiring import RECEIVING, Progress, Wiring
 from hcsim.runtime.channel import Payload
 
 _Posted: TypeAlias = list[tuple[asyncio.Future[Payload], int] | None]
@@ -82,7 +82,7 @@ class InOrder:
                     await wiring.finish(action.lo, action.hi)
                     continue
                 link = links[action.peer]
-                state.doing, state.peer = "receiving from", link.peer_rank
+                state.doing, state.peer = RECEIVING, link.peer_rank
                 if (known := posted[number]) is not None:
                     arrived, taken = known
                 else:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hcsim.collectives.plan import Finish, Send
 from hcsim.collectives.schedule import Lane, Schedule, Segment
-from hcsim.collectives.wiring import Progress, Wiring
+from hcsim.collectives.wiring import RECEIVING, Progress, Wiring
 from hcsim.runtime.channel import Fold, Payload
 
 POSTED = 2
@@ -76,7 +76,7 @@ class Lanes:
                 state.doing = ""
                 await self._ready(segment, sends=not reduces[number])
             self._post_ahead(lane, number, posted)
-            _enter(state, "receiving from", lane, number)
+            _enter(state, RECEIVING, lane, number)
             arrived = posted.popleft()
             payload = arrived.result() if arrived.done() else await arrived
             if reduces[number]:

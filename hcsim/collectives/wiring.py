@@ -16,6 +16,8 @@ from hcsim.transport.link import Link
 
 POINT_TO_POINT = 1 << 31
 """Set in the group number of point-to-point messages, which are counted apart."""
+RECEIVING = "receiving from"
+"""What a task does that waits for a frame, as `Progress` says."""
 BUCKET_BITS = 16
 NUMBER_BITS = 48
 """Of an operation's number. The bits above it are those of a tag that is wider than a bucket."""

@@ -18,6 +18,7 @@ from hcsim.config import (
     BlockedPort,
     CablePulled,
     Crash,
+    FullDisk,
     Lid,
     Misbehave,
     Pause,
@@ -66,8 +67,10 @@ def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
 
 
 def epochs_never_go_back(evidence: Evidence) -> Iterator[str]:
-    """Not even when a host is started anew, unless it has forgotten."""
-    forgetful = forgotten_s(evidence.scenario)
+    """Not even when a host is started anew, unless it has forgotten, or could not write to its disk what it had come
+    to: it had no vote then, and joins the others where they are."""
+    forgetful = {*forgotten_s(evidence.scenario)}
+    forgetful |= {fault.node for fault in evidence.scenario.faults if isinstance(fault, FullDisk)}
     newest: dict[object, int] = {}
     for _, _, host, _, epoch, _, _ in evidence.of_kind("view", 4):
         if host in forgetful:

@@ -210,8 +210,12 @@ class Link:
             self._let_in()
 
     def holds(self, group: int, operation: int, bucket: int) -> bool:
-        """Whether frames of that operation have come that nobody has asked for."""
-        return any(tag[:3] == (group, operation, bucket) for tag in self._early)
+        """Whether frames of that operation, or of a later one in its bucket, have come that nobody has asked for.
+
+        Over several channels they may come in any order, and show nothing."""
+        return len(self.channels) == 1 and any(
+            (tag[0], tag[2]) == (group, bucket) and tag[1] >= operation for tag in self._early
+        )
 
     def check_over(self, group: int, operation: int, bucket: int) -> None:
         """An operation is over here: whatever else has come for it shows that the peer does another one."""

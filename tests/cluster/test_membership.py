@@ -7,7 +7,7 @@ goes back, not even across restarts. What must hold once all are well and hear e
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hcsim.cluster.agreement import Record
@@ -370,6 +370,7 @@ TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(
 
 
 @settings(max_examples=60)
+@example(count=3, quorum="majority", troubles=[(0, 0, False, 3), (0, 1, False, 2)])
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), TROUBLES)
 def test_all_come_together_whoever_was_set_back_in_whatever_company(count, quorum, troubles):
     bench = formed(count, quorum)

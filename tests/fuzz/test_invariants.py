@@ -132,7 +132,7 @@ def test_a_sick_machine_need_not_come_to_the_end() -> None:
     assert [breach.invariant for breach in breaches(others)] == ["the_core_comes_to_the_end"]
 
 
-def test_one_that_was_left_out_just_before_the_end_is_late_and_not_lost() -> None:
+def test_one_that_was_left_out_just_before_the_end_gets_the_final_model_too() -> None:
     texts = said("view 2: a, b (c is left out: c sent a frame of another length)")
     late = evidence(*NEXT, said=texts, results=results(c=TimeoutError()))
-    assert breaches(late) == []
+    assert [breach.invariant for breach in breaches(late)] == ["the_core_comes_to_the_end"]

@@ -48,7 +48,9 @@ def few_descriptors() -> Iterator[None]:
 
 
 CALLER = """
-import socket, sys, time
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 host, port, count, said = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 socks = []
 for _ in range(count):

@@ -144,12 +144,15 @@ class _Progress:
         seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
         violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
         wrong = error.wrong if isinstance(error, NotAnswering) else {}
+        reason, violator = named(str(error), view), view.nodes[peer] if violation and peer is not None else ""
+        if not violator and group.skipped is not None and waited_for is not None:
+            reason, violator = named(f"{error}; {group.skipped}", view), view.nodes[waited_for]
         slow, now = isinstance(error, SlowSteps), self._host.clock.elapsed()
         stalled_s = 0.0 if progress_s is None else now - progress_s
         before, self._step = self._step, self._part.run.step if self._part.has_begun else 0
         return Failure(
-            named(str(error), view),
-            view.nodes[peer] if violation and peer is not None else "",
+            reason,
+            violator,
             isinstance(error, CollectiveTimeout),
             view.nodes[waited_for] if waited_for is not None and not slow else "",
             self._step != before,

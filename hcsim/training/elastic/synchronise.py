@@ -67,7 +67,12 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
     told = await _told(group, us)
     speaking = {each.memory for each in told if each.compresses}
     if len({(each.print, each.step) for each in told}) != 1 or len(speaking) > 1:
-        raise CollectiveError("what was handed over did not arrive as it was", phase="synchronising")
+        held = [(each.print, each.step) for each in told]
+        unlike = [(giver, taker) for giver, taker in routes if held[giver] != held[taker]] or routes
+        handed = ", ".join(f"rank {giver} to rank {taker}" for giver, taker in unlike)
+        raise CollectiveError(
+            f"what was handed over did not arrive as it was: {handed or 'nothing was'}", phase="synchronising"
+        )
     us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])
     us.host.trace("synchronised", view.epoch, us.run.step)
 

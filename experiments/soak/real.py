@@ -209,9 +209,8 @@ def _strike_all(
         for each in [each for each in due if now_s >= each[0]]:
             due.remove(each)
             each[2]()
-        period, within_s = divmod(now_s, period_s)
-        if within_s < LOOK_S and not due and cluster.step + enough > steps:
-            return int(period)
+        if not due and cluster.step + enough > steps:
+            return int(now_s / period_s)
         if not due and now_s >= looked_s + CHECK_S:
             looked_s = now_s
             cluster.check()

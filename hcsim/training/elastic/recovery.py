@@ -28,7 +28,7 @@ class SlowSteps(CollectiveTimeout):
     """Steps have been slow for too long, although none failed."""
 
 
-class Pace:
+class StepTimer:
     """Compares the time of steps with the usual time."""
 
     def __init__(self, patience_s: float) -> None:
@@ -72,7 +72,7 @@ class Recovery:
     """An observer in front of another one: measures from the failure of a view to the next step."""
 
     def __init__(self, host: Host, observer: Observer | None, patience_s: float) -> None:
-        self.pace = Pace(patience_s)
+        self.step_timer = StepTimer(patience_s)
         self._host = host
         self._observer = observer
         self._failed_s: float | None = None
@@ -81,7 +81,7 @@ class Recovery:
 
     def began(self) -> None:
         """A view begins."""
-        self.pace.began()
+        self.step_timer.began()
         if self.progress_s is None:
             self.progress_s = self._host.clock.elapsed()
 

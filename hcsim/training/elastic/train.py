@@ -30,10 +30,10 @@ from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.impatience import NotAnswering
 from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.recovery import SlowSteps
 from hcsim.training.elastic.served import Served
+from hcsim.training.elastic.stall_watch import NotAnswering
 from hcsim.training.elastic.survey import survey
 from hcsim.training.elastic.trainee import Trainee
 from hcsim.training.elastic.voting import Voting
@@ -156,7 +156,7 @@ class _Progress:
             isinstance(error, CollectiveTimeout),
             view.nodes[waited_for] if waited_for is not None and not slow else "",
             self._step != before,
-            max(stalled_s, self._part.observer.pace.slow_s),
+            max(stalled_s, self._part.observer.step_timer.slow_s),
             slow,
             self._work_s(),
             tuple(Accusation(view.nodes[rank], why) for rank, why in wrong.items()),

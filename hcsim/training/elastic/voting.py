@@ -8,11 +8,11 @@ from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CompressionError
-from hcsim.training.elastic.impatience import watch_steps
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.recovery import Recovery
+from hcsim.training.elastic.stall_watch import watch_steps
 from hcsim.training.elastic.survey import follow_links
 from hcsim.training.elastic.synchronise import synchronise
 from hcsim.training.elastic.trainee import Trainee
@@ -109,7 +109,7 @@ class Voting:
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
             await checkpoints.save(run.group.host, self.trainee.saved(), run.step)
-        self.observer.pace.settled(run.step, run.group.host.clock.elapsed())
+        self.observer.step_timer.settled(run.step, run.group.host.clock.elapsed())
 
     async def save(self) -> None:
         """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do

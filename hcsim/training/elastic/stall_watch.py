@@ -45,7 +45,7 @@ async def watch_steps(group: Group, view: View, conductor: Conductor, steps: Rec
     while True:
         if steps.progress_s is not None and steps.progress_s > since_s:
             since_s, looks = steps.progress_s, 0
-        usual_s = steps.pace.usual_s
+        usual_s = steps.step_timer.usual_s
         patience_s = max(LEAST_S, SLOW * (usual_s or 0.0)) * 2**looks
         wait_s = since_s + patience_s - clock.elapsed()
         if usual_s is None or wait_s > 0:

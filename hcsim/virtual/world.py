@@ -139,6 +139,8 @@ class World:
         if self._program is None:
             return
         outcome = self._outcomes.get(host.name)
+        if outcome is not None and outcome.done():
+            outcome.exception()  # the error of an earlier life counts for nothing: asyncio need not log it
         if outcome is None or outcome.done():
             outcome = self._outcomes[host.name] = self.loop.create_future()
         if host.alive:

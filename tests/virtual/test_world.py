@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from hcsim.config import parse_scenario
+from hcsim.config import Restart, parse_scenario
 from hcsim.errors import ConfigError, Deadlock, PeerRefused, UsageError
 from hcsim.runtime.frame import Header
 from hcsim.runtime.host import Medium
 from hcsim.runtime.lan import Service, Sighting
+from hcsim.units import Seconds
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 
@@ -96,6 +98,23 @@ def test_an_error_ends_one_program_and_not_the_others(world):
     results = world.run_on_all(program)
     assert repr(results[1]) == "ValueError('no luck')"
     assert [results[0], *results[2:]] == ["studio", "laptop", "away"]
+
+
+def test_only_the_error_of_the_last_life_is_told(caplog):
+    lives: dict[str, int] = {}
+
+    async def program(host: Any) -> None:
+        lives[host.name] = lives.get(host.name, 0) + 1
+        if host.name == "a":
+            raise UsageError(f"life {lives['a']}")
+        await host.clock.sleep(5)
+
+    faults = [Restart(Seconds(at_s), node="a", down_s=Seconds(0.5)) for at_s in (1.0, 2.0, 3.0)]
+    results = World(on_switch(["a", "b"], faults)).run_on_all(program)
+    gc.collect()
+    assert str(results[0]) == f"life {lives['a']}"
+    assert lives["a"] > 2
+    assert not caplog.records
 
 
 def test_a_deadlock_names_every_task_and_what_it_waits_for(world):

@@ -99,8 +99,9 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, era: Era, step: int, pending: int, intent: bytes, *, live: bool) -> Header:
         """What one says who holds this, and wants that."""
-        digest = int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
-        return cls(era.generation, era.epoch, era.view, era.lineage, step, pending, digest, era.origin, live)
+        return cls(
+            era.generation, era.epoch, era.view, era.lineage, step, pending, intent_digest(intent), era.origin, live
+        )
 
     @property
     def era(self) -> Era:
@@ -124,6 +125,11 @@ class Header(NamedTuple):
         low = (1 << _CRC_BITS) - 1
         origin, live = lineage >> _CRC_BITS, bool(view >> _CRC_BITS)
         return cls(generation, epoch, view & low, lineage & low, step, pending, intent, origin, live)
+
+
+def intent_digest(intent: bytes) -> int:
+    """Settings in one number."""
+    return int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
 
 
 def most_right(headers: Sequence[Header]) -> int:

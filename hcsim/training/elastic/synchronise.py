@@ -31,7 +31,7 @@ from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
 from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
-from hcsim.training.elastic.standing import Header, most_right
+from hcsim.training.elastic.standing import Header, intent_digest, most_right
 from hcsim.training.elastic.trainee import Trainee
 
 
@@ -130,12 +130,15 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
     """Whoever was started with other settings than those who are right says so, and leaves the others alone."""
     if all(digest == digests[right] for digest in digests):
         return
-    text = np.frombuffer(ours, np.uint8)
-    lengths = [int(array_of(each)[0]) for each in await group.all_gather(np.array([text.size]))]
+    sent = np.frombuffer(ours, np.uint8)
+    lengths = [int(array_of(each)[0]) for each in await group.all_gather(np.array([sent.size]))]
     for rank, length in enumerate(lengths):
         if not 0 < length <= LABEL_MOST_BYTES:
             refuse(rank, f"its settings would have {length} bytes")
-    texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
+    texts = [array_of(each).tobytes() for each in await group.all_gather(sent, lengths)]
+    for member, text, digest in zip(view.members, texts, digests, strict=True):
+        if intent_digest(text) != digest:  # changed on the way, perhaps by a member that passed it on: blame nobody
+            raise CollectiveError(f"the settings of {member.name} did not arrive as it has them", phase="synchronising")
     if texts[group.rank] != texts[right]:
         names = (view.members[rank].name for rank in (right, group.rank))
         try:

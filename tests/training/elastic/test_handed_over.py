@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.clusters import ideal
+from hcsim.cluster.view import Member, View
 from hcsim.collectives.group import Group
 from hcsim.compressors.registry import make
 from hcsim.config import Training
@@ -18,6 +19,7 @@ from hcsim.launch import simulate
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.keeper import Keeper, State
 from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay
+from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.strategies import completed, optimizer
@@ -121,3 +123,15 @@ def test_a_standby_believes_no_update_that_a_server_cannot_have_made(
             assert np.array_equal(learner.replica.parameters, before)  # type: ignore[arg-type]
 
     assert says in str(failure(give, take))
+
+
+def test_settings_that_do_not_have_their_digest_end_the_view_and_blame_nobody() -> None:
+    view = View("line", 1, tuple(Member(name, 1, name, f"{name}:1") for name in ("a", "b")))
+
+    async def program(group: Group) -> None:
+        await same_intent(group, b"{}", [1, 2], 0, view)
+
+    for found in simulate(ideal(2, ()).scenario, program).results:
+        assert isinstance(found, CollectiveError)
+        assert "the settings of a did not arrive as it has them" in str(found)
+        assert found.peer is None

@@ -14,6 +14,10 @@ none: it abstains, and the others decide without its vote. A view that was decid
 where it cannot be saved; after a crash its members tell it again. So the promise of one successor stands on disks that
 are not set back to an earlier day; a backup that is put in the place of a newer record may break it.
 
+Members may crash, be slow and lose messages. They are not expected to lie about views: one that has the cluster's trust
+and tells of a view that nobody decided can part the others or keep them from a next view. Expel such a machine
+(`hcsim cluster expel`). What members send of a computation is checked all the same: see `diagnosis`.
+
 Pure: messages in, messages out.
 """
 

@@ -54,8 +54,12 @@ def breaches(evidence: Evidence) -> list[Breach]:
 def one_view_per_epoch(evidence: Evidence) -> Iterator[str]:
     """At most one view, and so one leader, in each epoch of a lineage; and one successor of each view.
 
-    Where a disk was set back to an earlier day this is not promised: see `cluster.agreement`."""
-    if any(isinstance(fault, Restart) and fault.state == "stale" for fault in evidence.scenario.faults):
+    Where a disk was set back to an earlier day, or a member lies about views, this is not promised: see
+    `cluster.agreement`."""
+    faults = evidence.scenario.faults
+    if any(isinstance(fault, Restart) and fault.state == "stale" for fault in faults):
+        return
+    if any(isinstance(fault, Misbehave) and fault.how == "lie" for fault in faults):
         return
     views: dict[tuple[object, ...], object] = {}
     for _, _, host, lineage, epoch, previous, members in evidence.of_kind("view", 4):

@@ -52,6 +52,7 @@ from hcsim.config import (
     Datagrams,
     Leave,
     LinkChange,
+    Misbehave,
     Partition,
     Restart,
     RouterReboot,
@@ -119,6 +120,8 @@ def breaks(fault: AnyFault) -> list[Broken]:
         return [] if fault.loss <= BENIGN_LOSS and fault.delay_s <= BENIGN_DELAY_S else [()]
     if isinstance(fault, RouterReboot) or (isinstance(fault, LinkChange) and fault.node is None):
         return [] if isinstance(fault, LinkChange) and _is_benign(fault) else [()]
+    if isinstance(fault, Misbehave) and fault.how == "lie":
+        return [()]  # views are agreed among members that may fail, and do not lie: see `cluster.agreement`
     pair: tuple[str, str] | None = getattr(fault, "between", None)
     node: str | None = getattr(fault, "node", None)
     return [pair] if pair is not None else [(node,)] if node is not None else [()]

@@ -11,6 +11,7 @@ from hcsim.config import (
     Crash,
     Datagrams,
     LinkChange,
+    Misbehave,
     Partition,
     Pause,
     Restart,
@@ -54,6 +55,8 @@ def home(*faults: AnyFault, quorum: str = "majority", nodes: int = 4) -> Scenari
         ((Stranger(T, "home", 5.0),), (), ("m-1", "m-2", "m-3", "m-4")),
         ((Datagrams(T, "switch", loss=Share(0.3)),), (), ("m-1", "m-2", "m-3", "m-4")),
         ((LinkChange(T, "switch", rate_bps=BitRate(1e3)),), ("m-1", "m-2", "m-3", "m-4"), ()),
+        ((Misbehave(T, "m-2", "noise"),), ("m-2",), ("m-1", "m-3", "m-4")),
+        ((Misbehave(T, "m-2", "lie"),), ("m-1", "m-2", "m-3", "m-4"), ()),
     ],
 )
 def test_the_sick_are_as_few_as_explain_what_is_broken(

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from experiments.hostile.disk import file_parsers
 from experiments.hostile.parsers import REFUSALS, Finding, Parse, Parser, pure_parsers
 from experiments.hostile.ports import port_parsers
 from hcsim.rng import stream
@@ -64,7 +65,7 @@ class Tally(NamedTuple):
 def by_name() -> Mapping[str, Parser]:
     """All parsers. Where gRPC is not installed, nobody listens for it."""
     ports = (each for each in port_parsers() if each.name != "gRPC port" or find_spec("grpc") is not None)
-    return {parser.name: parser for parser in (*pure_parsers(), *ports)}
+    return {parser.name: parser for parser in (*pure_parsers(), *file_parsers(), *ports)}
 
 
 def shards(names: Sequence[str], seed: int, inputs: int) -> list[Shard]:

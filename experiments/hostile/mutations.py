@@ -92,6 +92,12 @@ def json(draw: random.Random, valid: Sequence[bytes]) -> bytes:
     return msgspec.json.encode(value)
 
 
+def json_lines(draw: random.Random, valid: Sequence[bytes]) -> bytes:
+    """The same for JSON before a last line that seals it."""
+    body, _, seal = draw.choice(valid).removesuffix(b"\n").rpartition(b"\n")
+    return json(draw, [body]) + b"\n" + seal + b"\n"
+
+
 def _altered(draw: random.Random, value: Any, deep: msgspec.Raw) -> Any:
     """One value somewhere inside is another one, missing, doubled, or nested deeper."""
     if isinstance(value, dict | list) and value and draw.random() < 0.9:

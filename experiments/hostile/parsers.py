@@ -7,12 +7,13 @@ is not finite where none may be.
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -110,7 +111,7 @@ def pure_parsers() -> Iterator[Parser]:
     record = mutations.sealed(mutations.bytewise, _with_record_crc)
     yield pure("record on disk", [packed(Record(VIEW))], lambda data: unpacked(data, Record, "here"), record)
     yield pure("checkpoint", [checkpoint.encode(_PARCEL)], _checkpoint,
-               mutations.sealed(_checkpoint_header, _with_digest))  # fmt: skip
+               mutations.sealed(headed, _with_digest))  # fmt: skip
     yield pure("scenario", _SCENARIOS, _scenario, mutations.text)
     for spec in CODECS:
         yield pure(f"codec {spec}", [_encoded(spec, shape) for shape in SHAPES], partial(_decode, spec))
@@ -385,8 +386,8 @@ def _checkpoint(data: bytes) -> None:
     checkpoint.decode(data).parcel.told(_About)
 
 
-def _checkpoint_header(draw: Any, valid: Sequence[bytes]) -> bytes:
-    """Every second time it is the header that changes, with the length that it then has."""
+def headed(draw: random.Random, valid: Sequence[bytes]) -> bytes:
+    """Of safetensors, every second time the header changes, with the length that it then has."""
     data = draw.choice(valid)
     if draw.random() < 0.5:
         return mutations.bytewise(draw, valid)

@@ -23,7 +23,7 @@ from zeroconf._cache import DNSCache
 
 from experiments.hostile import mutations
 from experiments.hostile.mutations import Mutation
-from hcsim.cluster import joining, messages
+from hcsim.cluster import joining, messages, probe
 from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Record, Refused
 from hcsim.cluster.diagnosis import Accusation, Findings
 from hcsim.cluster.discovery import Candidate, Candidates, place_of
@@ -99,6 +99,7 @@ def pure_parsers() -> Iterator[Parser]:
     yield pure("group hello", [msgspec.msgpack.encode(_HELLO)], _hello, mutations.msgpack)
     yield pure("invitation talk", list(map(msgspec.msgpack.encode, _TALK)), lambda data: joining.decode(data, PEER),
                mutations.msgpack)  # fmt: skip
+    yield pure("measurement", list(map(msgspec.msgpack.encode, _MEASURED)), _measurement, mutations.msgpack)
     yield pure("remote call", list(map(msgspec.msgpack.encode, RPC)), lambda data: rpc.decode(memoryview(data), PEER),
                mutations.msgpack)  # fmt: skip
     yield pure("worker's question", list(map(ps.encode, _QUESTIONS)), lambda data: ps.question(data, PEER),
@@ -272,6 +273,19 @@ _TALK = (
     joining.Denied("the invitation has expired"),
     joining.Thanks(),
 )
+
+
+_MEASURED = (
+    probe.Turn("b"), probe.Ping(), probe.Burst(16, 4096, True), probe.Took(0.1), probe.Found(probe.Line(0.1, 1e8, 1e8)),
+)  # fmt: skip
+
+
+def _measurement(data: bytes) -> None:
+    match probe.decode(data, PEER):
+        case probe.Took(seconds) if not seconds >= 0:
+            raise Finding("it takes a time that is none")
+        case probe.Found(line) if not (line.latency_s >= 0 and line.there_Bps > 0 and line.back_Bps > 0):
+            raise Finding("it takes a line that is none")
 
 
 # What the local network announces.

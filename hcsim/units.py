@@ -186,7 +186,7 @@ def _share(kind: type[Share], value: object) -> Share:
     if isinstance(value, str) and (match := _NUMBER_AND_UNIT.fullmatch(value)) and match[2] == "%":
         number = float(Decimal(match[1]) / 100)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
+        number = value  # a whole number may be larger than any float
     # A NaN fails this comparison too.
     if number is None or not 0 <= number <= 1 or (number == 0 and not kind.zero_allowed):
         least = "0" if kind.zero_allowed else "more than 0"

@@ -463,6 +463,11 @@ def test_a_file_that_is_nested_without_end_is_a_config_error() -> None:
         parse_scenario(f"name = {'[' * 5000}{']' * 5000}", "deep.toml")
 
 
+def test_a_number_of_thousands_of_digits_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"long\.toml: this is not TOML"):
+        parse_scenario(f"seed = {'9' * 5000}", "long.toml")
+
+
 def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
     noise = tmp_path / "noise.toml"
     noise.write_bytes(b"\xff\xfe\x00")

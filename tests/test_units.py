@@ -90,6 +90,7 @@ def test_text_becomes_a_number_in_the_base_unit(kind: type, text: object, value:
         (FlopRate, "1 GFLOP", "would be an amount of work"),
         (Share, math.nan, "from 0 to 1"),
         (Share, 1.01, "from 0 to 1"),
+        (Share, 10**400, "from 0 to 1"),
         (Share, "-1 %", "from 0 to 1"),
         (Share, "0.5", "from 0 to 1"),
         (Share, True, "from 0 to 1"),

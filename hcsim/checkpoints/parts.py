@@ -106,7 +106,7 @@ def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
             part = _unsealed(path.read_bytes())
         except OSError as error:
             troubles.append(f"{path}: cannot be read: {error.strerror}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second: nested without end
             troubles.append(f"{path}: {error}")
         else:
             if part.step == step and path.stem == part.stem:

@@ -71,6 +71,14 @@ _M = TypeVar("_M", Knock, Thanks, Welcome)
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+def decode(data: bytes | memoryview, peer: str) -> Message:
+    """A message from a peer, checked."""
+    try:
+        return _DECODER.decode(data)
+    except UNDECODABLE as error:
+        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
+
+
 class Inviting:
     """The member's side. `host` admits whoever knows the invitation's secret."""
 
@@ -200,10 +208,7 @@ async def _hear(channel: Channel, kind: type[_M]) -> _M:
     header, payload = await channel.recv(lambda header: None)
     if isinstance(payload, Phantom) or header.kind is not Kind.CONTROL:
         raise RemoteProtocolError(f"{channel.peer} sent {header.kind.name} where a message belongs", channel.peer)
-    try:
-        message = _DECODER.decode(payload)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{channel.peer} sent a message that cannot be read: {error}", channel.peer) from None
+    message = decode(payload, channel.peer)
     if isinstance(message, Denied):
         raise PeerRefused(f"{channel.peer} does not take us in: {one_line(message.reason)}", channel.peer)
     if not isinstance(message, kind):

@@ -6,7 +6,7 @@ every heartbeat: a message that is lost delays a wish and does not lose it.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,7 @@ from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.runtime.host import Interface
+from hcsim.transport.hello import MOST_EPOCHS
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -25,7 +26,7 @@ class Status(msgspec.Struct, frozen=True):
     control: str
     """Where it takes calls about membership."""
     lineage: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
     size: int
     """Of its view."""
     formed: bool

@@ -48,6 +48,11 @@ _FLOAT_BYTES = 4
 _MOST_REPEATS = 1024
 
 
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+"""As a peer says it: neither NaN nor negative."""
+
+
 class Pace(msgspec.Struct, frozen=True):
     """How much a measurement of a line may send, and how long it may take."""
 
@@ -79,11 +84,11 @@ class Speed(msgspec.Struct, frozen=True):
 class Line(msgspec.Struct, frozen=True):
     """What a connection really carries."""
 
-    latency_s: float
+    latency_s: Seconds
     """One way, at best."""
-    there_Bps: float
+    there_Bps: Rate
     """From who called to who was called."""
-    back_Bps: float
+    back_Bps: Rate
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +112,7 @@ class Burst(msgspec.Struct, frozen=True, tag=True):
 class Took(msgspec.Struct, frozen=True, tag=True):
     """How long the second half of a burst took."""
 
-    seconds: float
+    seconds: Seconds
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
@@ -116,8 +121,16 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     line: Line
 
 
-_Message: TypeAlias = Turn | Ping | Burst | Took | Found
-_decoder = msgspec.msgpack.Decoder(_Message)
+Message: TypeAlias = Turn | Ping | Burst | Took | Found
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes | memoryview, peer: str) -> Message:
+    """A message from a peer, checked."""
+    try:
+        return _DECODER.decode(data)
+    except UNDECODABLE as error:
+        raise RemoteProtocolError(f"{peer} does not measure as we do: {error}", peer) from None
 
 
 async def measure_speed(host: Host) -> Speed:
@@ -254,7 +267,7 @@ class Prober:
     def _called_by(self, channel: Channel, number: int) -> None:
         self._host.spawn(self.answer(channel, lambda: self._callers.known(channel)), name=f"probe {number}")
 
-    async def _greeting(self, channel: Channel, known: Callable[[], None]) -> _Message:
+    async def _greeting(self, channel: Channel, known: Callable[[], None]) -> Message:
         try:
             channel.limit(MESSAGE_BYTES)
             async with self._host.clock.timeout(PROBE_TIMEOUT_S):
@@ -296,17 +309,11 @@ async def _send_burst(channel: Channel, frames: int, frame_bytes: int) -> None:
         await channel.send(Header(frame_bytes), _ZEROS[:frame_bytes])
 
 
-async def _say(channel: Channel, message: _Message) -> None:
+async def _say(channel: Channel, message: Message) -> None:
     data = msgspec.msgpack.encode(message)
     await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
 
 
-async def _hear(channel: Channel) -> _Message:
+async def _hear(channel: Channel) -> Message:
     _, payload = await channel.recv(lambda header: None)
-    if isinstance(payload, Phantom):
-        payload = EMPTY
-    try:
-        message: _Message = _decoder.decode(payload)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{channel.peer} does not measure as we do: {error}", channel.peer) from None
-    return message
+    return decode(EMPTY if isinstance(payload, Phantom) else payload, channel.peer)

@@ -7,9 +7,11 @@ come last, so the first member is always the most senior, and it leads.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+
+from hcsim.transport.hello import MOST_EPOCHS
 
 Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 """How many members of a view must agree on the next one.
@@ -55,7 +57,7 @@ class View(msgspec.Struct, frozen=True):
 
     lineage: str
     """The line of views that this one belongs to: the node that it started from, and its boot."""
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=MOST_EPOCHS)]
     members: tuple[Member, ...]
     previous: int = -1
     """The epoch of the view that this one follows."""

@@ -39,19 +39,26 @@ def load_scenario(where: Scenario | str | Path) -> Scenario:
 
 def parse_scenario(text: str, source: str) -> Scenario:
     """Read a scenario from TOML; `source` names it in errors."""
+    raw = _decoded(text, source)
     try:
-        raw = msgspec.toml.decode(text)
         _spell_out(raw)
         scenario = complete(msgspec.convert(raw, Scenario, dec_hook=decode_quantity))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {explain(error, raw, Scenario)}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{source}: this is not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{source}: this is nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return idealised(scenario) if scenario.effects == "ideal" else scenario
+
+
+def _decoded(text: str, source: str) -> dict[str, Any]:
+    try:
+        return msgspec.toml.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError) as error:  # the second: a number of thousands of digits
+        raise ConfigError(f"{source}: this is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: this is nested too deeply") from None
 
 
 def _tables(parent: dict[str, Any], key: str) -> list[dict[str, Any]]:

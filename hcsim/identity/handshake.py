@@ -51,7 +51,7 @@ from hcsim.errors import HcsimError, UsageError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import Reason
-from hcsim.identity.trust_list import MOST_BYTES
+from hcsim.identity.trust_list import MOST_BYTES, TrustListFull
 from hcsim.identity.trust_store import NO_DIGEST, TrustStore
 
 VERSION = 2
@@ -281,6 +281,8 @@ class Handshake:
                 raise Fault(Reason.MALFORMED)
             told = ChaCha20Poly1305(self._seal_key).decrypt(_nonce(Role(theirs.role)), message[1:], self._transcript)
             trusted.hear(told, theirs.node_id, theirs.public)
+        except TrustListFull:
+            raise Fault(Reason.LIST_FULL) from None
         except (InvalidTag, HcsimError):
             raise Fault(Reason.MALFORMED) from None
         self._look_up()

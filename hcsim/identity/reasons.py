@@ -26,6 +26,7 @@ class Reason(IntEnum):
     UNLISTED = 12
     EXPELLED = 13
     WE_ARE_UNLISTED = 14
+    LIST_FULL = 15
     UNKNOWN = 255
 
 
@@ -33,6 +34,10 @@ _INVITE = "run `hcsim cluster invite` on a member of the cluster, and `hcsim clu
 OTHER_CLUSTER = f"remove the cluster of one of the two (its files in ~/.hcsim/clusters), then {_INVITE}"
 _OTHER_CLUSTER = f"it belongs to another cluster: if the two belong together, {OTHER_CLUSTER}"
 _NEW_KEY = "to have it back, delete its file node_key, which makes it a new machine, and invite it"
+FULL = (
+    "the cluster's trust list is full: create a new cluster (`hcsim cluster create --name …`) and have its machines "
+    "join that"
+)
 WE_ARE_EXPELLED = (
     "this machine was expelled from the cluster: it can come back with a new key (delete its file node_key) and an "
     "invitation (`hcsim cluster invite` on a member)"
@@ -61,6 +66,7 @@ _OURS = {
     Reason.UNLISTED: f"its key is not on the cluster's trust list: {_INVITE}",
     Reason.EXPELLED: f"it was expelled from the cluster: {_NEW_KEY}",
     Reason.WE_ARE_UNLISTED: f"our own key is not on the cluster's trust list: {_INVITE}",
+    Reason.LIST_FULL: f"its key is not on the list, and {FULL}",
     Reason.UNKNOWN: "nobody knows why",
 }
 _THEIRS = {
@@ -78,6 +84,7 @@ _THEIRS = {
     Reason.UNLISTED: f"our key is not on the cluster's trust list: {_INVITE}",
     Reason.EXPELLED: WE_ARE_EXPELLED,
     Reason.WE_ARE_UNLISTED: f"its own key is not on the cluster's trust list: {_INVITE}",
+    Reason.LIST_FULL: f"our key is not on its list, and {FULL}",
     Reason.UNKNOWN: "for a reason that this version of hcsim does not know",
 }
 

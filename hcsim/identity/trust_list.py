@@ -18,6 +18,9 @@ newcomer that only one of them knew has to be invited again. A rotation by a mem
 the same time counts for nothing but this: it expels that senior one too. So an expelled member cannot undo its
 expulsion, and whoever was expelled once stays so. This needs no agreement among the members, who may be off.
 
+Nothing is ever dropped from a list, so it has a limit. At the limit it takes in no more machines; those that are on it
+stay members of each other, also where they do not know the same, and can be expelled.
+
 Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too, a set of signed updates is replicated
 by union, and which of them count follows from the set.
 
@@ -27,7 +30,7 @@ Pure: no file, no clock, no network.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -36,15 +39,25 @@ from msgspec import Meta
 from hcsim.errors import UNDECODABLE, ConfigError, RemoteProtocolError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.reasons import FULL
 
 MOST_STATEMENTS = 512
 MOST_BYTES = 128 * 1024
+MOST_LISTINGS, MOST_LISTED_BYTES = MOST_STATEMENTS * 3 // 4, MOST_BYTES * 3 // 4
+"""Listings leave room for rotations: whoever fills the list can still be expelled."""
 MOST_NAME = 64
 _LABEL = b"hcsim trust list 1\0"
 
 PublicKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Signature: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32)]
+
+
+class TrustListFull(ConfigError):
+    """More statements would make the list too long."""
+
+    def __init__(self) -> None:
+        super().__init__(FULL)
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True, tag="listing"):
@@ -138,19 +151,19 @@ class TrustList:
     def merged(self, statements: Iterable[Statement]) -> TrustList:
         """With these statements too, as far as their signatures are right and their signers can be known here.
 
-        Raises `ConfigError` when that makes it too long."""
+        Raises `TrustListFull` when that makes it too long."""
         mine = dict.fromkeys(self.statements)
         new = [each for each in statements if each not in mine]
         if not new:
             return self
         added = [each for each in self._connected([*self.statements, *new]) if each not in mine]
         merged = TrustList(self._namespace, self._root, [*mine, *filter(self.is_authentic, added)])
-        too_long = len(msgspec.msgpack.encode(TrustRecord(merged.statements))) > MOST_BYTES
-        if too_long or len(merged.statements) > MOST_STATEMENTS:
-            raise ConfigError(
-                "the cluster's trust list is full: create a new cluster (`hcsim cluster create --name …`) and have its "
-                "machines join that"
-            )
+        listings = [each for each in merged.statements if isinstance(each, Listing)]
+        lists = any(isinstance(each, Listing) for each in added)
+        if _exceed(merged.statements, MOST_STATEMENTS, MOST_BYTES) or (
+            lists and _exceed(listings, MOST_LISTINGS, MOST_LISTED_BYTES)
+        ):
+            raise TrustListFull
         return merged
 
     def is_authentic(self, statement: Statement) -> bool:
@@ -226,6 +239,10 @@ class TrustList:
         if listing.signer in self.phrases:
             return True
         return listing.generation == self.generation and listing.signer in members
+
+
+def _exceed(statements: Sequence[Statement], most: int, most_bytes: int) -> bool:
+    return len(statements) > most or len(msgspec.msgpack.encode(statements)) > most_bytes
 
 
 def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[Rotation]:

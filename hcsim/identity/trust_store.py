@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -12,7 +13,7 @@ from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.reasons import WE_ARE_EXPELLED, WE_ARE_UNLISTED
-from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
+from hcsim.identity.trust_list import Rotation, TrustList, TrustListFull, TrustRecord, decode_record, phrase_key
 from hcsim.runtime.store import Store, keep, kept
 
 NO_DIGEST = bytes(32)
@@ -104,7 +105,9 @@ class TrustStore:
         return msgspec.msgpack.encode(told)
 
     def hear(self, data: bytes, peer: str, public: bytes) -> bool:
-        """Take in what a machine with that key has told, if it is a member then; returns whether it is."""
+        """Take in what a machine with that key has told, if it is a member then; returns whether it is.
+
+        Raises `TrustListFull` where it would be one, were there room on the list."""
         told = decode_record(data, peer)
         node = node_id_of(public)
         if node not in self.list.members:
@@ -113,13 +116,26 @@ class TrustStore:
                 return False
             if node not in self.list.merged(told.statements).members:
                 return False
-        self.take(told)
+        with suppress(TrustListFull):  # it is a member all the same
+            self.take(told)
         return True
 
     def take(self, record: TrustRecord) -> None:
-        """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later."""
+        """Merge a list with ours. Where that cannot be saved we know it until we end, and are told it again later.
+
+        Where ours then would be too long, raises `TrustListFull`, once it has those that are expelled."""
+        try:
+            self._take(record)
+        except TrustListFull:
+            rotations = tuple(each for each in record.statements if isinstance(each, Rotation))
+            self._take(TrustRecord(rotations, record.secret))
+            raise
+
+    def _take(self, record: TrustRecord) -> None:
         try:
             self.save(record)
+        except TrustListFull:
+            raise
         except HcsimError:
             self._adopt(*self._with(record))
 
@@ -148,7 +164,8 @@ class TrustStore:
     def _list_ourselves(self) -> None:
         node, secret = self._key.node_id, self.secret
         if secret is not None and node not in self.list.members and node not in self.list.expelled:
-            self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
+            with suppress(TrustListFull):  # whoever needs it to be on the list says so
+                self.take(TrustRecord((self.list.listing(self._key.public, self._name, phrase_key(secret)),)))
 
     def save(self, record: TrustRecord) -> None:
         """Add this to what is on the disk, and both to what we know."""

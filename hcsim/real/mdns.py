@@ -176,12 +176,16 @@ class MdnsLan:
         return _service(info)
 
     def _cached(self, name: str) -> Service | None:
-        """The same, if all of it was announced already."""
-        try:
-            info = AsyncServiceInfo(SERVICE_TYPE, name)
-            return _service(info) if info.load_from_cache(self._opened().zeroconf) else None
-        except Error:
-            return None
+        return cached(self._opened().zeroconf, name)
+
+
+def cached(zeroconf: Zeroconf, name: str) -> Service | None:
+    """Where a service is and what it says, if all of it was announced already."""
+    try:
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        return _service(info) if info.load_from_cache(zeroconf) else None
+    except Error:
+        return None
 
 
 def _service(info: AsyncServiceInfo) -> Service | None:

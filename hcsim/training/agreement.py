@@ -8,7 +8,7 @@ import numpy as np
 from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
-from hcsim.errors import ConfigError
+from hcsim.errors import UNDECODABLE, ConfigError
 
 
 class Intent(msgspec.Struct, frozen=True):
@@ -29,13 +29,16 @@ async def agree(group: Group, ours: msgspec.Struct) -> None:
     texts = [array_of(each).tobytes() for each in await group.all_gather(text, lengths)]
     for rank, theirs in enumerate(texts):
         if theirs != texts[0]:
-            unlike = difference(texts[0], theirs, "rank 0", f"rank {rank}")
+            try:
+                unlike = difference(texts[0], theirs, "rank 0", f"rank {rank}")
+            except UNDECODABLE as error:
+                unlike = f"what one of them has said cannot be read ({error})"
             raise ConfigError(f"ranks 0 and {rank} were started with unlike settings: {unlike}")
 
 
 def difference(one: bytes, other: bytes, here: str, there: str) -> str:
-    """Between what two of them are about to do, with the names of both."""
-    first, second = (_flat(msgspec.json.decode(text)) for text in (one, other))
+    """Between what two of them are about to do, with the names of both; raises one of `UNDECODABLE`."""
+    first, second = (_flat(msgspec.json.decode(text, type=dict[str, object])) for text in (one, other))
     unlike = [name for name in first if first[name] != second.get(name)]
     return ", ".join(f"{name} is {first[name]} on {here} and {second.get(name)} on {there}" for name in unlike)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -191,6 +192,17 @@ def test_another_format_is_refused_by_its_name(tmp_path: Path) -> None:
     write_part(tmp_path, Part(**{**fields, "format": "hcsim checkpoint part 9"}), data)
     with pytest.raises(CheckpointError, match="'hcsim checkpoint part 9', and 'hcsim checkpoint part 1' can be read"):
         load(tmp_path)
+
+
+def test_a_description_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    part, data = part_of(0, 1, 1, "one")
+    write_part(tmp_path, part, data)
+    body = b"[" * 5000
+    description = next(step_folder(tmp_path, 1).glob("*.json"))
+    description.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
+    parts, [trouble] = parts_in(tmp_path, 1)
+    assert not parts
+    assert trouble.startswith(f"{description}: ")
 
 
 def test_the_newest_step_and_those_that_stay(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import permutations
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import msgspec
@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 from hcsim.cluster.picture import draw, table
-from hcsim.cluster.probe import Line, Prober, Speed, measure_speed
+from hcsim.cluster.probe import Found, Line, Prober, Speed, Took, decode, measure_speed
 from hcsim.cluster.topology import Node, Topology, Way, describe, fastest, survey
 from hcsim.collectives.order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
-from hcsim.errors import UsageError
+from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.launch import measure_topology
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.device import Chip
@@ -213,6 +213,16 @@ def test_a_prober_that_dies_gives_its_turn_back() -> None:
         return await Prober(third, third.name).measure(first.name, f"{first.name}:9")
 
     assert world.run(main()) is not None
+
+
+@pytest.mark.parametrize("figure", [nan, -1.0, -inf])
+def test_a_figure_that_no_measurement_gives_is_the_peers_fault(figure: float) -> None:
+    lines = Line(figure, 1e8, 1e8), Line(0.1, figure, 1e8), Line(0.1, 1e8, figure)
+    for message in (Took(figure), *map(Found, lines)):
+        with pytest.raises(RemoteProtocolError, match="mini does not measure as we do"):
+            decode(msgspec.msgpack.encode(message), "mini")
+    endless = Found(Line(0.0, inf, inf))
+    assert decode(msgspec.msgpack.encode(endless), "mini") == endless
 
 
 def test_the_table_names_what_is_best(mixed: Topology) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -16,9 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.errors import ConfigError, HcsimError, RemoteProtocolError
+from hcsim.identity.handshake import Credentials, Handshake, Role
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import MOST_STATEMENTS, Listing, Rotation, TrustList, TrustRecord, decode_record
+from hcsim.identity.reasons import Reason
+from hcsim.identity.trust_list import (
+    MOST_LISTINGS,
+    MOST_STATEMENTS,
+    Listing,
+    Rotation,
+    TrustList,
+    TrustListFull,
+    TrustRecord,
+    decode_record,
+)
 from hcsim.identity.trust_list import phrase_key as phrase_key_of
 from hcsim.identity.trust_store import MOST_UNPROVED, TrustStore
 
@@ -331,3 +343,52 @@ def test_a_phrase_with_two_parts_lists_a_newcomer_at_the_first_member_that_it_me
     disk.record = TrustRecord(secret=second.data)
     later = TrustStore(first, key("later"), "later", disk)
     assert not a.hear(later.told_to(key("a").public), "later", key("later").public)
+
+
+def full_list(by: str, tag: str, count: int = MOST_LISTINGS - 2) -> TrustStore:
+    """A member's store after it has listed so many machines, beside itself and a fellow member."""
+    store = store_of(by)
+    store.take(TrustRecord(joined("a", "b").statements))
+    listings = [store.list.listing(key(f"{tag}{n}").public, f"{tag}{n}", key(by)) for n in range(count)]
+    store.save(TrustRecord(tuple(listings)))
+    return store
+
+
+def test_members_whose_lists_do_not_fit_together_stay_members_and_can_expel() -> None:
+    a, b = full_list("a", "x"), full_list("b", "y")
+    before = a.list
+    assert a.hear(b.told_to(key("a").public), "b", key("b").public)
+    assert a.list == before
+    b.rotate(secret("second"), [key("y0").node_id])
+    with pytest.raises(TrustListFull):
+        a.take(b.record)
+    assert (a.list.generation, a.secret) == (1, secret("second")), "it has heard of the rotation"
+    assert key("b").node_id in a.list.members
+    a.rotate(secret("third"), [key("b").node_id])
+    assert key("b").node_id in a.list.expelled
+
+
+def test_a_full_list_takes_in_nobody_and_says_so() -> None:
+    a = full_list("a", "x")
+    with pytest.raises(TrustListFull, match="is full: create a new cluster"):
+        a.enlist(key("late").public, "late")
+    with pytest.raises(TrustListFull):
+        a.hear(store_of("late").told_to(key("a").public), "late", key("late").public)
+    assert key("late").node_id not in a.list.members
+    caller, listener = (
+        Handshake(role, Credentials(key(name), FIRST, 1, os.urandom, store), b"")
+        for role, name, store in ((Role.CALLER, "late", store_of("late")), (Role.LISTENER, "a", a))
+    )
+    message, hears = caller.first(), listener
+    while message is not None:
+        message, hears = hears.receive(message), caller if hears is listener else listener
+    assert (caller.reason, caller.was_told) == (listener.reason, True) == (Reason.LIST_FULL, True)
+
+
+def test_a_machine_starts_although_its_list_has_no_room_for_it() -> None:
+    disk = Disk()
+    disk.record = full_list("a", "x").record
+    late = TrustStore(FIRST, key("late"), "late", disk)
+    assert late.list == full_list("a", "x").list
+    with pytest.raises(ConfigError, match="not on the cluster's trust list"):
+        late.check_listed()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,8 +30,8 @@ Route: TypeAlias = tuple[int, int]
 
 class _Item(msgspec.Struct, frozen=True):
     name: str
-    dtype: str
-    """Empty for a phantom."""
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^([<>|][a-zA-Z][0-9]{1,2})?$")]
+    """Of one number; empty for a phantom. What else numpy reads as a dtype is a language of its own."""
     shape: tuple[int, ...]
 
     @property

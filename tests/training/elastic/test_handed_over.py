@@ -73,6 +73,8 @@ def failure(give: Callable[[Group], Any], take: Callable[[Group], Any]) -> BaseE
         (Forged([1 << 40, 1 << 40], 0), f"it announced 0 pieces, and its label says {1 << 80} bytes"),
         (Forged([EXBIBYTES], 3, dtype=""), f"it announced 3 pieces, and its label says {EXBIBYTES} bytes"),
         (Forged([-8, -8], 1), "an array of it would have a negative length"),
+        (Forged([8], 1, dtype=","), "cannot be read"),
+        (Forged([8], 1, dtype="(1000000000,1000)f8"), "cannot be read"),
     ],
 )
 def test_a_parcel_that_nobody_could_hold_is_refused_before_room_is_made_for_it(forged: Any, says: str) -> None:

@@ -124,6 +124,15 @@ def test_the_others_go_on_when_one_leaves_and_it_takes_part_again_when_it_is_sta
     assert any("(a joined)" in what for what in said)
 
 
+def test_after_all_have_left_training_goes_on_when_they_are_started_again():
+    left = [Leave(Seconds(3), name) for name in ABC]
+    again = [Restart(Seconds(20), name) for name in ABC]
+    outcome, said = views(home(*left, *again))
+    assert [report.steps for report in outcome.values()] == [150] * 3
+    assert len(digests(outcome)) == 1
+    assert any("goes on after step" in what for what in said)
+
+
 def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():
     told: list[str] = []
     mac = load_scenario("four-macs-1gbe").nodes[0].machine

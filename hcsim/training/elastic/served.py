@@ -116,6 +116,11 @@ class Served:
         assert self._working.run is not None
         return self._working.run
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether our worker has the final model."""
+        return self._working.done is not None
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
         return Options(timeout_s=self.settings.timeout_s, conducted=True)
@@ -128,10 +133,7 @@ class Served:
             met = await self._keeper.synchronise(group, view, self._intent, working.pulled, done is not None)
             self._ready = met.done
             if done is not None and len(self._ready) == group.size:
-                if not await self._confirmed(group, view):
-                    return False
-                await working.note(done.version)
-                return True
+                return await self._confirmed(group, view)
             if met.current and self._remembered:
                 self._gradients.compressor.restore(self._remembered)
             self._remembered = {}
@@ -142,6 +144,11 @@ class Served:
             return await self._stand_by(group, view)
         finally:
             await working.call("")
+
+    async def complete(self) -> None:
+        """The last step may have been others' alone."""
+        if (done := self._working.done) is not None:
+            await self._working.note(done.version)
 
     async def close(self) -> None:
         """End the worker, which lives from view to view."""
@@ -210,11 +217,8 @@ class Served:
         done = working.task.result()
         if done is None:  # it has retired, with nothing owed
             await self._conductor.leave()
-        else:
-            if not await self._confirmed(group, view):
-                return False
-            await working.note(done.version)
-        return True
+            return True
+        return await self._confirmed(group, view)
 
     async def _confirmed(self, group: Group, view: View) -> bool:
         """All have the final model: before, somebody might have to serve it again. Whether we may go: nobody knows of

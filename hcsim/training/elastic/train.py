@@ -75,7 +75,8 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
             if await _follow(conductor, view, wire, part, progress, reception):
-                conductor.finish(_outcome(part))
+                if part.is_complete:
+                    conductor.finish(_outcome(part))
                 break
         if part.is_complete:
             await part.complete()

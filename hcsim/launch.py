@@ -56,6 +56,8 @@ _ANSWER_S = 2.0
 PROBE_PORT = 52417
 STANDSTILL_S = 3600.0
 """How long, at least, nothing moves in a simulated cluster before it is ended."""
+_LOOK_S = 1.0
+"""How often a host whose program has left looks whether it will be started again."""
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
@@ -173,7 +175,7 @@ def simulate_cluster(
             tell(host.name, what)
 
         async with standstill.noticed(lambda: said.get(host.name, "nothing")):
-            return await train_as_member(
+            report = await train_as_member(
                 host,
                 me,
                 plan,
@@ -183,8 +185,18 @@ def simulate_cluster(
                 leaving=host.leaving if host.name in leavers else None,
                 what=what,
             )
+        if report.steps < plan.training.steps:
+            await _last_start(world, host)
+        return report
 
     return _outcome(world, world.run_on_all(on_host))
+
+
+async def _last_start(world: World, host: VirtualHost) -> None:
+    """The program has left before the end, and its machine may be started again: until then the world is not at its
+    end, also if all have left. They go on from what they have saved."""
+    while world.returns.get(host.name):
+        await host.clock.sleep(_LOOK_S)
 
 
 def _standstill(world: World, patience_s: float, limit_s: float | None) -> Standstill:

@@ -36,8 +36,11 @@ class Conductor(Protocol):
     def ways(self) -> Ways | None:
         """What is known of the ways to other members; None: nothing is, and nothing is to be measured."""
 
-    async def view(self, after: int) -> View:
-        """The newest view, once it is later than epoch `after`, has us in it and is large enough to work in."""
+    async def view(self, after: int, outcome: str = "") -> View | None:
+        """The newest view, once it is later than epoch `after`, has us in it and is large enough to work in.
+
+        If our work is done, `outcome` says what came of it. None: all others of our view have gone, and one of them
+        had finished with that outcome. Raises an error once those who worked have finished without us."""
 
     def over(self, epoch: int) -> asyncio.Future[str]:
         """Done, with the reason, once the view of that epoch cannot work any more: a member was lost, or is stuck.
@@ -57,15 +60,20 @@ class Conductor(Protocol):
     def check_with(self, check: Checker | None) -> None:
         """From now on, see by this whether this machine can work with others; None: that cannot be seen any more."""
 
+    def finish(self, outcome: str) -> None:
+        """All members of our view have done their work, and this came of it: whoever has missed the end is told."""
+
     async def leave(self) -> None:
         """Be in no further view; returns when the others know, or after a deadline."""
 
 
-async def next_view(host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None) -> View | None:
-    """The next view; None once this member wants to leave, while there is none."""
+async def next_view(
+    host: Host, conductor: Conductor, after: int, leaving: asyncio.Event | None, outcome: str = ""
+) -> View | None:
+    """The next view; None once this member wants to leave, while there is none, or need not wait (see `view`)."""
     if leaving is None:
-        return await conductor.view(after=after)
-    looking: asyncio.Task[View] = host.spawn(conductor.view(after=after), name="next view")
+        return await conductor.view(after, outcome)
+    looking: asyncio.Task[View | None] = host.spawn(conductor.view(after, outcome), name="next view")
     giving_up = host.spawn(_cancel_once(leaving, looking), name="leave without a view")
     us = asyncio.current_task()
     assert us is not None
@@ -80,6 +88,6 @@ async def next_view(host: Host, conductor: Conductor, after: int, leaving: async
         giving_up.cancel()
 
 
-async def _cancel_once(event: asyncio.Event, task: asyncio.Task[View]) -> None:
+async def _cancel_once(event: asyncio.Event, task: asyncio.Task[View | None]) -> None:
     await event.wait()
     task.cancel()

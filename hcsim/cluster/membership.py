@@ -61,6 +61,14 @@ class Membership:
         self._needed_since_s: float | None = None
         self._joins = ""
         self._lives = 0
+        self._solitary: View | None = None
+        """The view that we have last begun alone."""
+        self._left_by = ""
+        """The lineage that went on without us then, if one did."""
+        self.outcome = ""
+        """What came of our work, once it is finished."""
+        self.outcomes: dict[str, str] = {}
+        """What came of the work of others that have finished theirs, and which of them said so last."""
         self._entered: dict[tuple[str, int], None] = {}
         """The views that we have been in, in this life."""
         self._fellows: dict[str, dict[str, None]] = {}
@@ -84,8 +92,25 @@ class Membership:
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
             stance.leaving, stance.broken, stance.reason, self.roster.reaches(), self.roster.contacts(),
-            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past),
+            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past), self.outcome,
         )  # fmt: skip
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether we were left out, and see those who go on: whatever we did alone would part from what they do."""
+        return self.view == self._solitary and bool(self.roster.working(self._left_by))
+
+    @property
+    def outside(self) -> bool:
+        """Whether we have no part in any work, and see nobody who has."""
+        at_work = self.view.formed and self.view.rank(self.us) is not None and self.view != self._solitary
+        return not at_work and not self.roster.somebody_works()
+
+    @property
+    def deserted(self) -> bool:
+        """Whether no other member of our view is there."""
+        peers = self.roster.peers
+        return all(m.node not in peers or peers[m.node].suspected for m in self.view.members if m.node != self.us.node)
 
     # Events.
 
@@ -102,6 +127,8 @@ class Membership:
 
     def heard(self, status: Status, now: float) -> None:
         """A node says how it stands."""
+        if status.outcome:
+            self.outcomes[status.outcome] = status.us.name
         self._bring_up_to_date(self.roster.heard(status), now)
         self._review(now)
 
@@ -420,10 +447,12 @@ class Membership:
         if (member := self.view.member(self.us.node)) is not None and member.elsewhere(self.us):
             self.effects.append(Waiting(BEGUN_ANEW.format(where=f"{member.name} at {member.address}")))
         self._lives += 1
+        self._left_by = self.view.lineage if self.view.formed and self.view.members else ""
         before = self.view.epoch
         lineage = f"{self.us.node}:{self.us.boot:x}.{self._lives}"
         formed = self._rules.needed == 1
         self._enter(View(lineage, before + 1, (self.us,), before, formed=formed, reason=f"{self.us.name} is alone"))
+        self._solitary = self.view
 
     def _know_fellows(self, view: View) -> None:
         self._fellows.setdefault(view.lineage, {}).update(dict.fromkeys(view.nodes))

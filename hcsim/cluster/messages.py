@@ -44,6 +44,8 @@ class Status(msgspec.Struct, frozen=True):
 
     past: tuple[tuple[str, int], ...] = ()
     """Lineages that it has left and remembers, and the epoch that it left each in."""
+    outcome: str = ""
+    """What came of its work, once all of its view have finished that."""
 
     @property
     def standing(self) -> Standing:

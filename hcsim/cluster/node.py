@@ -165,13 +165,19 @@ class Node:
         """What is known of the ways to the others, unless nothing is to be measured."""
         return None if self._config.measure == "nothing" else self._ways
 
-    async def view(self, after: int) -> View:
-        """The newest view, once it is later than `after`, has us in it and is large enough to work in."""
+    async def view(self, after: int, outcome: str = "") -> View | None:
+        """See `Conductor.view`. One that was left out waits for those who go on, also where it might work alone."""
+        membership = self._membership
         while True:
             if self._failure is not None:
                 raise self._failure
-            view = self._membership.view
-            if view.epoch > after and view.formed and view.rank(self._us) is not None:
+            view = membership.view
+            if outcome in membership.outcomes and membership.deserted:
+                return None
+            if membership.outcomes and membership.outside:
+                who = ", ".join(dict.fromkeys(membership.outcomes.values()))
+                raise HcsimError(f"training has ended without this machine: {who} finished it, and nobody is left")
+            if view.epoch > after and view.formed and view.rank(self._us) is not None and not membership.left_behind:
                 return view
             await self._news.next()
 
@@ -202,6 +208,10 @@ class Node:
     def check_with(self, check: Checker | None) -> None:
         """See by this whether this machine can work with others."""
         self._checker = check
+
+    def finish(self, outcome: str) -> None:
+        """The others hear of it when we leave, which is at once."""
+        self._membership.outcome = outcome
 
     async def leave(self) -> None:
         """Be in no further view; returns when the others know, or after a deadline."""
@@ -433,6 +443,7 @@ class Node:
                     self._host.trace("cluster", effect.reason)
                     self._tell(effect.reason)
         self._review.set()
+        self._news.tell()
 
     async def _check(self, view: View, asked: Check) -> None:
         """Find out which members of a view that failed cannot be worked with."""

@@ -165,6 +165,11 @@ class Roster:
             if not peer.suspected and peer.status.lineage == lineage and peer.status.formed and not peer.status.anew
         )
 
+    def somebody_works(self) -> bool:
+        """Whether a node in sight is in a view which may work, and stays there."""
+        there = [peer.status for peer in self.peers.values() if not peer.suspected]
+        return any(status.formed and not status.anew and not status.leaving for status in there)
+
     def _is_reached(self, node: str, view: View) -> bool:
         """Whether a node and all members of a view have living connections to each other, as far as they say."""
         others = [other for other in view.nodes if other in self.peers]

@@ -137,17 +137,36 @@ LEAVES_S = 5.0
 
 def _somebody_was_lost(evidence: Evidence) -> bool:
     """Whether some member may have taken with it what it owed: it was left out or started anew, or left while its group
-    failed."""
+    failed.
+
+    A member is one life of a host. One that crashed took with it what it owed, also where the host's next life left in
+    an orderly way soon after."""
     members: dict[tuple[object, object], tuple[str, ...]] = {}
     failed = [(int(event[0]) / 1e9, event[2]) for event in evidence.events if event[1] == "group failed"]
+    left = _lives_that_left(evidence)
     for time_ns, _, _, lineage, epoch, previous, names in evidence.of_kind("view", 4):
         now = members[lineage, epoch] = tuple(str(names).split(","))
         time_s = int(time_ns) / 1e9
-        for host in [name.partition("#")[0] for name in members.get((lineage, previous), ()) if name not in now]:
-            left_s = [at_s for at_s, who in evidence.left if who == host and abs(at_s - time_s) < LEAVES_S]
+        for member in [name for name in members.get((lineage, previous), ()) if name not in now]:
+            left_s = [at_s for at_s, life in left if life == member and abs(at_s - time_s) < LEAVES_S]
+            host = member.partition("#")[0]
             if not left_s or any(who == host and abs(at_s - time_s) < LEAVES_S for at_s, who in failed):
                 return True
     return any(host not in evidence.owed for host in evidence.names)
+
+
+def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
+    """When which life of a host had come to the end or had left, named as views name it: that of the last view that
+    the host had worked in."""
+    names: dict[tuple[object, object], tuple[str, ...]] = {}
+    worked: dict[str, list[tuple[float, str]]] = {}
+    for event in evidence.events:
+        if event[1] == "view":
+            names[event[2], event[4]] = tuple(str(event[6]).split(","))
+        elif event[1] == "follows":
+            life = names[event[2], event[3]][int(event[4])]
+            worked.setdefault(str(event[2]), []).append((int(event[0]) / 1e9, life))
+    return [(at_s, [life for began_s, life in worked[host] if began_s <= at_s][-1]) for at_s, host in evidence.left]
 
 
 def _members_by_step(evidence: Evidence) -> list[int] | None:

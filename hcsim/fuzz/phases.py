@@ -16,7 +16,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
                 not lost their memory must be enough by the rule (majority: more than half; tiebreak: or half with the
                 leader; any: one). The sick ones may vote too, but need not.
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
-    forming     Work begins with `nodes` members at once. So either it has begun, or the core has as many.
+    forming     Work begins with `nodes` members at once. So either it has begun where one of the core is, or the core
+                has as many. Whoever was left out by a cluster that works does not begin alone, also if that cluster is
+                lost: but as long as one of its newest view runs, that one may go on.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -54,6 +56,7 @@ from hcsim.config import (
     LinkChange,
     Misbehave,
     Partition,
+    Pause,
     Restart,
     RouterReboot,
     Scenario,
@@ -83,6 +86,8 @@ class Phases(msgspec.Struct, frozen=True):
     """Members of the core that no lasting fault concerns."""
     patience_s: float
     """The longest time without a step, in the liveness phase."""
+    down: tuple[str, ...] = ()
+    """Of the sick, those that do not even run."""
 
 
 def phases_of(scenario: Scenario) -> Phases:
@@ -98,6 +103,7 @@ def phases_of(scenario: Scenario) -> Phases:
         core,
         tuple(name for name in core if name not in touched),
         patience_s(scenario.cluster or Cluster(), scenario.training or Training(), max(1, len(names) - len(core))),
+        tuple(name for name in names if _is_down(name, scenario.faults)),
     )
 
 
@@ -134,12 +140,22 @@ def _is_benign(fault: LinkChange) -> bool:
 
 def _breakages(faults: Sequence[AnyFault]) -> Iterator[Broken]:
     for fault in faults:
-        starts_again = isinstance(fault, Crash | Leave) and any(
-            isinstance(other, Restart | CopiedIdentity) and other.node == fault.node and other.at_s >= fault.at_s
-            for other in faults
-        )
-        if not starts_again:
+        if not (isinstance(fault, Crash | Leave) and _starts_again(fault, faults)):
             yield from breaks(fault)
+
+
+def _starts_again(fault: Crash | Leave | Pause, faults: Sequence[AnyFault]) -> bool:
+    return any(
+        isinstance(other, Restart | CopiedIdentity) and other.node == fault.node and other.at_s >= fault.at_s
+        for other in faults
+    )
+
+
+def _is_down(name: str, faults: Sequence[AnyFault]) -> bool:
+    ends = [
+        each for each in faults if isinstance(each, Crash | Leave) or (isinstance(each, Pause) and each.is_for_good)
+    ]
+    return any(each.node == name and not _starts_again(each, faults) for each in ends)
 
 
 def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str, ...]:
@@ -190,10 +206,30 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
                 return f"of the view {view.epoch} of {', '.join(view.members)} too few are in the core"
             if missing := _owners_of_the_model(view, phases, lives, until_s):
                 return f"only {', '.join(missing)} may still have the model"
-    has_begun = any(time_s <= phases.liveness_s and host in phases.core for time_s, host in lives.worked)
-    if not has_begun and cluster.needed > len(phases.core):
+    if not _has_begun(phases, lives) and cluster.needed > len(phases.core):
         return f"work has not begun, and {cluster.needed} machines are needed for that"
     return ""
+
+
+def _has_begun(phases: Phases, lives: Lives) -> bool:
+    """Whether work has begun that somebody who runs may go on with: one of the core, whose views are of that lineage
+    now, or a sick member of that lineage's newest view."""
+    if not any(time_s <= phases.liveness_s and host in phases.core for time_s, host in lives.worked):
+        return False
+    ours, newest = _known(lives.views, phases.core, phases.liveness_s)
+    for time_s, host in lives.worked:
+        line = _lineage_of(host, lives.views, time_s) if time_s <= phases.liveness_s else ""
+        if not line:
+            continue
+        running = [name for name in newest[line].members if name not in phases.down]
+        if running or any(lineage == line or lineage.startswith(f"{line}/") for lineage in ours.values()):
+            return True
+    return False
+
+
+def _lineage_of(host: str, views: Sequence[Sighting], at_s: float) -> str:
+    """Of the view that a host had adopted last, at that time."""
+    return next((view.lineage for view in reversed(views) if view.host == host and view.time_s <= at_s), "")
 
 
 def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:

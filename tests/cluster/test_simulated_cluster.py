@@ -13,6 +13,7 @@ from hcsim.config import (
     Crash,
     Leave,
     Machine,
+    Misbehave,
     Partition,
     Pause,
     Restart,
@@ -116,12 +117,30 @@ def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
     assert int(resumed[0].split()[-1]) % 20 == 0
 
 
+def test_a_final_model_that_arrives_as_noise_is_pulled_once_more():
+    last = Seconds(1.55)  # of three steps of half a second
+    noise = Misbehave(last, "a", "noise", to="c", duration_s=PositiveSeconds(0.3))
+    outcome, said = views(home(noise, steps=3, strategy="parameter_server"))
+    assert [report.steps for report in outcome.values()] == [3] * 3
+    assert len(digests(outcome)) == 1
+    assert any("the final model is not the same on c as on the others" in what for what in said)
+
+
 def test_the_others_go_on_when_one_leaves_and_it_takes_part_again_when_it_is_started():
     outcome, said = views(home(Leave(Seconds(3), "a"), Restart(Seconds(4), "a"), steps=400))
     assert [report.steps for report in outcome.values()] == [400] * 3
     assert len(digests(outcome)) == 1
     assert any("(a left)" in what for what in said)
     assert any("(a joined)" in what for what in said)
+
+
+def test_after_all_have_left_training_goes_on_when_they_are_started_again():
+    left = [Leave(Seconds(3), name) for name in ABC]
+    again = [Restart(Seconds(20), name) for name in ABC]
+    outcome, said = views(home(*left, *again))
+    assert [report.steps for report in outcome.values()] == [150] * 3
+    assert len(digests(outcome)) == 1
+    assert any("goes on after step" in what for what in said)
 
 
 def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():

@@ -39,7 +39,8 @@ SPOILED = '[[fault]]\nkind = "nan_gradient"\nat = "3 s"\nnode = "mac-1"\n'
 LEFT = (
     '[[fault]]\nkind = "leave"\nat = "3 s"\nnode = "mac-2"\n[[fault]]\nkind = "restart"\nat = "4 s"\nnode = "mac-2"\n'
 )
-CRASHED = '[[fault]]\nkind = "restart"\nat = "3 s"\nnode = "mac-2"\n'
+CRASHED = '[[fault]]\nkind = "restart"\nat = "3 s"\nnode = "mac-2"\ndown = "0 s"\n'
+LEFT_SOON_AFTER = LEFT.replace("4 s", "6 s").replace("3 s", "5 s")
 
 
 @pytest.mark.parametrize("faults", ["", SPOILED, LEFT], ids=["calm", "a step is dropped", "one leaves and returns"])
@@ -51,8 +52,9 @@ def test_parameters_and_what_is_owed_are_all_that_was_computed(faults: str):
     assert [*nothing_is_lost_or_doubled(forgotten)]
 
 
-def test_what_a_crashed_member_owed_is_lost_and_nobody_is_held_to_it():
-    evidence, _, _ = gather(parse_scenario(HOME + CRASHED, "accounts"))
+@pytest.mark.parametrize("then", ["", LEFT_SOON_AFTER], ids=["and returns", "and leaves when it has returned"])
+def test_what_a_crashed_member_owed_is_lost_and_nobody_is_held_to_it(then: str):
+    evidence, _, _ = gather(parse_scenario(HOME + CRASHED + then, "accounts"))
     assert not [*nothing_is_lost_or_doubled(evidence)]
 
 

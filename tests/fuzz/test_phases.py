@@ -111,6 +111,27 @@ def test_where_work_has_not_begun_as_many_are_needed_as_were_asked_for() -> None
     assert "4 machines are needed" in excused("m-1", "m-2", "m-3", "m-4", sick="m-4", worked=())
 
 
+@pytest.mark.parametrize(
+    ("lasting", "left_alone", "must"),
+    [
+        (Pause(T, "m-1"), True, False),
+        (Crash(T, "m-1"), True, False),
+        (Crash(T, "m-1"), False, True),
+        (BlockedPort(T, "m-1", "gradient", "silent"), True, True),
+    ],
+    ids=["it hangs", "it is down", "it is down and has not left us out", "it still runs"],
+)
+def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
+    lasting: AnyFault, left_alone: bool, must: bool
+) -> None:
+    scenario = home(lasting, quorum="any", nodes=2)
+    assert scenario.cluster is not None
+    views = [Sighting(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
+    apart = [Sighting(2.0, "m-1", "L", 3, ("m-1",)), Sighting(2.0, "m-2", "M", 4, ("m-2",))] if left_alone else []
+    lives = Lives([*views, *apart], [(1.0, "m-1"), (1.0, "m-2"), *([(2.0, "m-1")] if left_alone else [])], {}, {})
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:
     one, two = phases_of(home(Crash(T, "m-1"))), phases_of(home(Crash(T, "m-1"), Crash(T, "m-2"), nodes=5))
     assert phases_of(home()).patience_s == one.patience_s < two.patience_s

@@ -56,11 +56,18 @@ class Part(Protocol):
     def run(self) -> Run:
         """From the first view on."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done, and the run has the model that they led to."""
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
 
     async def train(self, group: Group, view: View) -> bool:
         """Train in this view for as long as it lasts; whether that was all."""
+
+    async def complete(self) -> None:
+        """Nobody needs us any more: note the last step, if that was not done."""
 
     async def close(self) -> None:
         """Nothing goes on after this."""

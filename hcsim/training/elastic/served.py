@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from copy import copy
 
 import msgspec
@@ -31,18 +32,21 @@ import numpy as np
 
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
+from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, ConfigError
+from hcsim.errors import CollectiveError, ConfigError, Diverged
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import fitting
+from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.keeper import Keeper, Start
+from hcsim.training.elastic.pact import ATTEMPTS
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.recovery import Recovery
@@ -93,6 +97,8 @@ class Served:
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
         self._working = Working(host, worker, self._policy)
+        self._compared = 0
+        """How often the members' final models were not alike."""
         self._ready: list[str] = []
         """Members whose workers have the final model."""
         self._remembered: State = {}
@@ -116,6 +122,11 @@ class Served:
         assert self._working.run is not None
         return self._working.run
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether our worker has the final model."""
+        return self._working.done is not None
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
         return Options(timeout_s=self.settings.timeout_s, conducted=True)
@@ -128,10 +139,7 @@ class Served:
             met = await self._keeper.synchronise(group, view, self._intent, working.pulled, done is not None)
             self._ready = met.done
             if done is not None and len(self._ready) == group.size:
-                if not await self._confirmed(group, view):
-                    return False
-                await working.note(done.version)
-                return True
+                return await self._confirmed(group, view)
             if met.current and self._remembered:
                 self._gradients.compressor.restore(self._remembered)
             self._remembered = {}
@@ -142,6 +150,11 @@ class Served:
             return await self._stand_by(group, view)
         finally:
             await working.call("")
+
+    async def complete(self) -> None:
+        """The last step may have been others' alone."""
+        if (done := self._working.done) is not None:
+            await self._working.note(done.version)
 
     async def close(self) -> None:
         """End the worker, which lives from view to view."""
@@ -210,17 +223,15 @@ class Served:
         done = working.task.result()
         if done is None:  # it has retired, with nothing owed
             await self._conductor.leave()
-        else:
-            if not await self._confirmed(group, view):
-                return False
-            await working.note(done.version)
-        return True
+            return True
+        return await self._confirmed(group, view)
 
     async def _confirmed(self, group: Group, view: View) -> bool:
         """All have the final model: before, somebody might have to serve it again. Whether we may go: nobody knows of
         newcomers who want it."""
         conductor, clock = self._conductor, self._host.clock
         until_s = clock.elapsed() + LAST_CALL_S
+        await self._compare(group, view)
         while True:
             waits = conductor.preparing(view.epoch) and clock.elapsed() < until_s
             known = np.array([conductor.superseded(view.epoch), waits], np.int64)
@@ -228,6 +239,29 @@ class Served:
             if known[0] or not known[1]:
                 return not known[0]
             await clock.sleep(LAST_CALL_PAUSE_S)
+
+    async def _compare(self, group: Group, view: View) -> None:
+        """See that the final model arrived as it was sent. Whoever holds another than most do, or than the first in
+        rank where as many hold one as another, pulls it once more."""
+        parameters = self._working.worker.learner.replica.parameters
+        await self._host.device.touch(parameters.nbytes)
+        gathered = await group.all_gather(np.array([fingerprint(parameters)], np.int64))
+        prints = [int(array_of(each)[0]) for each in gathered]
+        usual = Counter(prints).most_common(1)[0][0]
+        unlike = [rank for rank, each in enumerate(prints) if each != usual]
+        if not unlike:
+            return
+        names = ", ".join(view.members[rank].name for rank in unlike)
+        what = f"the final model is not the same on {names} as on the others"
+        self._compared += 1
+        if self._compared >= ATTEMPTS:
+            raise Diverged(
+                f"{what}, however often it is pulled: memory or a network card failed there or on the server"
+            )
+        if group.rank in unlike:
+            self._working.pull_again()
+        await group.barrier()  # all have heard it before this view ends
+        raise CollectiveError(f"{what}: it is pulled once more")
 
     # The server.
 

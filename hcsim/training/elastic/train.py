@@ -37,12 +37,15 @@ from hcsim.training.elastic.stall_watch import NotAnswering
 from hcsim.training.elastic.survey import survey
 from hcsim.training.elastic.trainee import Trainee
 from hcsim.training.elastic.voting import Voting
+from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.transport.hello import Membership
 from hcsim.transport.reception import Reception, check_all
 from hcsim.transport.wire import Wire
 
+_NO_PARAMETERS = "shapes"
+"""What a training of shapes alone comes to."""
 _LAST_STEPS = 4
 """Steps whose work a member tells the others when a view fails."""
 
@@ -68,11 +71,15 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     reception = Reception(host, await host.listen(conductor.us.address))
     conductor.check_with(partial(check_all, host))
     try:
-        while (view := await next_view(host, conductor, epoch, part.leaving)) is not None:
+        while (view := await next_view(host, conductor, epoch, part.leaving, _outcome(part))) is not None:
             epoch = view.epoch
             conductor.over(epoch).add_done_callback(part.observer.failed)
             if await _follow(conductor, view, wire, part, progress, reception):
+                if part.is_complete:
+                    conductor.finish(_outcome(part))
                 break
+        if part.is_complete:
+            await part.complete()
     finally:
         conductor.check_with(None)
         await part.close()
@@ -84,6 +91,11 @@ async def follow(host: Host, conductor: Conductor, part: Part, wire: Wire) -> Re
     if part.run.step < part.settings.steps:
         await part.save()
     return report
+
+
+def _outcome(part: Part) -> str:
+    """What the whole training came to; empty before its end."""
+    return (digest(part.run.learner.replica.parameters) or _NO_PARAMETERS) if part.is_complete else ""
 
 
 async def _follow(

@@ -45,6 +45,11 @@ class Voting:
         """From the first view on."""
         return self.trainee.run
 
+    @property
+    def is_complete(self) -> bool:
+        """Every step is noted when it is done."""
+        return self.has_begun and self.run.step >= self.settings.steps
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
         return self.trainee.options(view)
@@ -86,6 +91,9 @@ class Voting:
             return False
         await self._conductor.leave()
         return True
+
+    async def complete(self) -> None:
+        """See `is_complete`."""
 
     async def close(self) -> None:
         """Nothing goes on between views."""

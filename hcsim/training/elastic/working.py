@@ -9,7 +9,7 @@ from hcsim.errors import DeadlineExceeded
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.keeper import Pulled, Start, State
-from hcsim.training.parameter_server.messages import Done
+from hcsim.training.parameter_server.messages import UNKNOWN, Done
 from hcsim.training.parameter_server.policy import Policy
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
@@ -73,6 +73,12 @@ class Working:
         await self.worker.redirect(address)
         if address and (self.task is None or self.unreached):
             self.task = self._host.spawn(self.worker.run(address, self._batch, self._counted), name="worker")
+
+    def pull_again(self) -> None:
+        """The model that it came to the end with is not the server's: it begins anew with the next one's."""
+        assert self.ended
+        self.task = None
+        self.worker.version, self.worker.done = UNKNOWN, None
 
     async def close(self) -> None:
         """End it."""

@@ -39,6 +39,8 @@ class Cluster:
         self.views: list[View] = []
         self.conductors: dict[str, Scripted] = {}
         self.done: list[str] = []
+        self.outcomes: list[str] = []
+        """What those who finished came to."""
         self.plan: list[tuple[int, Sequence[str]]] = []
         """After so many steps: these are the members."""
         self.reports: list[tuple[int, Failure]] = []
@@ -141,8 +143,10 @@ class Scripted:
     identified = False
     ways = None
 
-    async def view(self, after: int) -> View:
+    async def view(self, after: int, outcome: str = "") -> View | None:
         while True:
+            if outcome in self._cluster.outcomes:
+                return None
             for view in self._cluster.views[after + 1 :]:
                 if view.rank(self.us) is not None and self._cluster.over(view.epoch) is None:
                     return view
@@ -169,6 +173,11 @@ class Scripted:
 
     def preparing(self, epoch: int) -> bool:
         return False
+
+    def finish(self, outcome: str) -> None:
+        self._cluster.outcomes.append(outcome)
+        for conductor in self._cluster.conductors.values():
+            conductor.news()
 
     async def leave(self) -> None:
         self._cluster.left(self._name)

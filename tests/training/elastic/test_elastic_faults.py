@@ -107,6 +107,16 @@ def test_a_newcomer_that_comes_in_the_last_step_gets_the_final_model(strategy: s
     assert outcome.sha256() == train(SWITCH, replace(CONVEX, strategy=strategy), first="abc").sha256()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "diloco:3"])
+def test_one_that_holds_the_final_model_ends_when_the_others_have_ended_without_it(strategy: str) -> None:
+    chosen = replace(CONVEX, strategy=strategy)
+    outcome = train(SWITCH, chosen, first=ABCD, plan=[(chosen.steps, "abc")])
+    late = outcome.results["d"]
+    assert isinstance(late, Report)
+    assert late.steps == chosen.steps
+    assert late.sha256 == outcome.sha256()
+
+
 def test_a_newcomer_learns_with_the_others_from_the_next_step_on_and_no_step_is_wasted() -> None:
     grown = train(SWITCH, CONVEX, first="ab", plan=[(2, "abc"), (4, "abcde")])
     assert grown.plan() == [(0, ["a", "b"]), (2, ["a", "b", "c"]), (4, ["a", "b", "c", "d", "e"])]

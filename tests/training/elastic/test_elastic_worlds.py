@@ -55,7 +55,7 @@ class Reader:
         self._board = board
         self.us = us
 
-    async def view(self, after: int) -> View:
+    async def view(self, after: int, outcome: str = "") -> View:
         async with self._board.changed:
             while True:
                 newest = self._board.views[self._board.shown - 1]
@@ -77,6 +77,9 @@ class Reader:
 
     def preparing(self, epoch: int) -> bool:
         return False
+
+    def finish(self, outcome: str) -> None:
+        pass
 
     async def leave(self) -> None:
         await self._board.show()

@@ -1,0 +1,93 @@
+"""Machines that the others went on or ended without."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.node import Node
+from hcsim.cluster.view import View
+from hcsim.errors import HcsimError
+from tests.cluster.nodes import Party
+
+ABC = ("a", "b", "c")
+
+
+async def end(node: Node, outcome: str) -> None:
+    node.finish(outcome)
+    await node.leave()
+    await node.stop("it has finished or left")
+
+
+async def accuse(node: Node, who: str) -> View:
+    """In the first view of all three, say that one breaks the protocol; the view that follows."""
+    view = await node.view(-1)
+    while len(view.members) < 3:
+        view = await node.view(view.epoch)
+    node.broken(view.epoch, Failure(f"{who} talks nonsense", violator=who))
+    return await node.view(view.epoch)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_one_that_holds_what_the_others_ended_with_need_not_wait(same: bool):
+    party, heard = Party(ABC), dict[str, View | None]()
+
+    async def go(node: Node) -> None:
+        await node.view(-1)
+        await end(node, "all")
+
+    async def stay(node: Node) -> None:
+        first = await node.view(-1)
+        heard["next"] = await node.view(first.epoch, "all" if same else "other")
+
+    party.meanwhile = {"a": go, "b": go, "c": stay}
+    party.run(5)
+    assert (heard["next"] is None) == same
+
+
+def test_one_that_holds_the_outcome_stays_while_others_of_its_view_do():
+    party, heard = Party(ABC), dict[str, View | None]()
+
+    async def go(node: Node) -> None:
+        await node.view(-1)
+        await end(node, "all")
+
+    async def stay(node: Node) -> None:
+        first = await node.view(-1)
+        heard["next"] = await node.view(first.epoch, "all")
+
+    party.meanwhile = {"a": go, "c": stay}
+    party.run(5)
+    assert heard["next"].nodes == ("b", "c")
+
+
+def test_one_that_was_left_out_does_not_begin_anew_when_the_others_have_finished():
+    party, told = Party(ABC), list[str]()
+
+    async def finish(node: Node) -> None:
+        assert (await accuse(node, "c")).nodes == ("a", "b")
+        await end(node, "all")
+
+    async def wait(node: Node) -> None:
+        first = await node.view(-1)
+        try:
+            await node.view(first.epoch)
+        except HcsimError as error:
+            told.append(str(error))
+
+    party.meanwhile = {"a": finish, "b": finish, "c": wait}
+    party.run(8)
+    assert told == ["training has ended without this machine: b finished it, and nobody is left"]
+
+
+def test_one_that_was_left_out_waits_for_those_who_go_on_also_where_it_may_work_alone():
+    party = Party(ABC)
+    party.config = type(party.config)(nodes=1, preset="low_latency")
+
+    async def report(node: Node) -> None:
+        await accuse(node, "c")
+
+    party.meanwhile = {"a": report, "b": report}
+    party.run(20)
+    views = party.members("c")
+    assert views[-2:] == [ABC, ABC]

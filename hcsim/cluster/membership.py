@@ -84,7 +84,7 @@ class Membership:
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
             stance.leaving, stance.broken, stance.reason, self.roster.reaches(), self.roster.contacts(),
-            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past),
+            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past), stance.waits,
         )  # fmt: skip
 
     # Events.
@@ -266,6 +266,7 @@ class Membership:
     def _review(self, now: float) -> None:
         self.wake_at_s = None
         self._end_deserted_views(now)
+        self._follow_branch()
         if not self._belongs_to(self.view):
             self._alone()
         self._joins = self._stance.joins(self.view)
@@ -408,10 +409,19 @@ class Membership:
 
     def _yield_to(self, view: View) -> None:
         """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""
-        reason = (
+        self._give_up(
             f"{', '.join(m.name for m in view.members)} went on without us from the view before this one, as happens "
             "when a node's state is set back to an earlier day: what was done here since is given up, and we join them"
         )
+
+    def _follow_branch(self) -> None:
+        """Where any side may go on and ours cannot, since it has no vote, join those who went on without us."""
+        branch = self.roster.branch(self.view) if self._stance.waits else None
+        if branch is not None:
+            self._give_up(f"{branch.us.name} went on without us, and we cannot: we join it")
+
+    def _give_up(self, reason: str) -> None:
+        """Leave our view, since others go on without us."""
         self.effects += [Over(self.view.epoch, reason), Waiting(reason)]
         self._alone()
 
@@ -433,6 +443,7 @@ class Membership:
         self._diagnosis.entered()
         self._told = None
         self._needed_since_s = None
+        self._stance.waits = False
         self._acceptor.adopt(view)
         self._know_fellows(view)
         self._entered[view.lineage, view.epoch] = None

@@ -43,11 +43,13 @@ class Status(msgspec.Struct, frozen=True):
 
     past: tuple[tuple[str, int], ...] = ()
     """Lineages that it has left and remembers, and the epoch that it left each in."""
+    waits: bool = False
+    """Whether its view had to change, and those who were there could not decide how."""
 
     @property
     def standing(self) -> Standing:
         """Where its cluster stands among others."""
-        return standing(self.lineage, self.size, formed=self.formed)
+        return standing(self.lineage, self.size, formed=self.formed, waits=self.waits)
 
     @property
     def anew(self) -> bool:

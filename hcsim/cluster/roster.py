@@ -6,7 +6,7 @@ import msgspec
 
 from hcsim.cluster.messages import Status
 from hcsim.cluster.rules import ASTRAY_S
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, View, branched, standing
 
 QUARANTINE_S = 5.0
 STALL_SHARE = 4.0
@@ -183,18 +183,30 @@ class Roster:
                 return peer.status.reason
         return ""
 
-    def better(self, ours: View) -> Status | None:
-        """The cluster in sight that stands above ours, as a node of it says.
+    def better(self, ours: View, *, waits: bool) -> Status | None:
+        """The cluster in sight that stands above ours, as a node of it says; `waits` says whether ours cannot change.
 
-        Those who have yet to find their cluster again are none that one that works would be given up for."""
+        Those who have yet to find their cluster again are none that one that works would be given up for. Nor are those
+        who are still in the view that ours branched from: what they say of its size counts us."""
         others = [
             peer.status
             for peer in self.peers.values()
             if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
-            if not (ours.formed and peer.status.anew)
+            if not (ours.formed and peer.status.anew) and not _is_behind(peer.status, ours.lineage)
         ]
         best = min(others, key=lambda status: status.standing, default=None)
-        return best if best is not None and best.standing < ours.standing else None
+        us = standing(ours.lineage, len(ours.members), formed=ours.formed, waits=waits)
+        return best if best is not None and best.standing < us else None
+
+    def branch(self, ours: View) -> Status | None:
+        """Members of our view that went on without us, as one of them in sight says."""
+        branches = [
+            peer.status
+            for peer in self.peers.values()
+            if not peer.suspected and peer.status.formed and not peer.status.anew
+            if branched(peer.status.lineage, ours.lineage) == ours.epoch
+        ]
+        return min(branches, key=lambda status: status.standing, default=None)
 
     def strangers(self, view: View) -> tuple[str, ...]:
         """Members that never took part in the view, and never will: it has no word of theirs."""
@@ -219,3 +231,9 @@ class Roster:
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""
         return any(other.status.us.in_place_of(member) for other in self.peers.values() if not other.suspected)
+
+
+def _is_behind(status: Status, lineage: str) -> bool:
+    """Whether a node is in a view that the lineage branched from, or in an earlier one."""
+    epoch = branched(lineage, status.lineage)
+    return epoch is not None and status.epoch <= epoch

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from hcsim.cluster.diagnosis import Diagnosis
+from hcsim.cluster.messages import Status
 from hcsim.cluster.roster import Roster
 from hcsim.cluster.rules import ASTRAY_S, Rules
 from hcsim.cluster.view import Member, View
@@ -46,6 +47,8 @@ class Stance:
         """The epoch in which our work failed."""
         self.reason = ""
         """Why it failed."""
+        self.waits = False
+        """Whether our view had to change when we last tried, and those who were there could not decide how."""
         self._us = us
         self._rules = rules
         self._roster = roster
@@ -58,8 +61,12 @@ class Stance:
             return ""
         if view.rank(self._us) is None:
             return view.lineage  # started anew: a member by our word, not by our memory
-        better = self._roster.better(view) if len(view.members) == 1 else None
+        better = self.better(view) if len(view.members) == 1 else None
         return "" if better is None else better.lineage
+
+    def better(self, view: View) -> Status | None:
+        """The cluster in sight that ours should give way to."""
+        return self._roster.better(view, waits=self.waits)
 
     def fail(self, view: View, reason: str) -> bool:
         """Our work failed in the view; whether that is news."""
@@ -97,7 +104,7 @@ class Stance:
 
     def _ask(self, view: View, need: Need, now: float) -> None:
         """We would like to be in a cluster, and depend on it; a person should know if that takes long."""
-        better = self._roster.better(view)
+        better = self.better(view)
         if self._asking_since_s is None:
             self._asking_since_s = now
         if now < self._asking_since_s + ASTRAY_S:
@@ -128,4 +135,4 @@ class Stance:
             return ""
         if self.leaving:
             return f"{self._us.name} leaves"
-        return "" if self._roster.better(view) is None else "a cluster that goes before ours is near"
+        return "" if self.better(view) is None else "a cluster that goes before ours is near"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from hcsim.cluster.agreement import Abstained, Promise
-from hcsim.cluster.view import Member, Quorum, View, enough
+from hcsim.cluster.view import Member, Quorum, View, branch, enough
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, propos
     """The same line, unless two sides may go on at once: then each has its own."""
     if rule != "any" or enough(view, deciders, "tiebreak"):
         return view.lineage
-    return f"{view.lineage}/{epoch}.{proposer.node[:8]}"
+    return branch(view, epoch, proposer)
 
 
 def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple[str, ...]) -> str:

@@ -163,6 +163,16 @@ class Membership:
         """The members in sight that we have to be able to work with before we join that lineage; empty: no more."""
         return self.roster.working(lineage) if lineage == self._qualifying else ()
 
+    @property
+    def asks(self) -> bool:
+        """Whether we are alone and ask a cluster that we know, or are about to know, that we can work with."""
+        return self._qualifying not in ("", self.view.lineage)
+
+    @property
+    def will_be_let_in(self) -> bool:
+        """Whether we ask a cluster that will let us in in the end: we can work with all its members, as we found."""
+        return self.asks and self._is_qualified and self.roster.whole(self._qualifying)
+
     def disqualified(self, lineage: str, now: float) -> None:
         """We cannot work with the members of that lineage yet: ask again."""
         if lineage == self._qualifying:
@@ -393,13 +403,16 @@ class Membership:
         self._enter(view)
 
     def _quarantine_left_out(self, view: View, now: float) -> None:
-        """Members that the next view does without, although they are well, kept the last one from working."""
+        """Members that the next view does without, although they are well, kept the last one from working; not those
+        that had gone on elsewhere before."""
         ours, found = self.view, self._diagnosis.ours
         if found is None or not view.abrupt or view.previous != ours.epoch or view.lineage != ours.lineage:
             return
         for member in ours.members:
             node = member.node
             if view.member(node) is not None or node in view.left or not self.roster.well(node, ours):
+                continue
+            if node != self.us.node and self.roster.peers[node].status.lineage != ours.lineage:
                 continue
             if node == self.us.node:
                 self.effects.append(Waiting(f"left out by the others: {view.reason}"))

@@ -165,6 +165,13 @@ class Roster:
             if not peer.suspected and peer.status.lineage == lineage and peer.status.formed and not peer.status.anew
         )
 
+    def whole(self, lineage: str) -> bool:
+        """Whether all members of a view of that lineage are in sight, and we in theirs."""
+        members = [self.peers[node].status for node in self.working(lineage)]
+        return any(len(members) >= status.size for status in members) and all(
+            self._us.node in status.reaches for status in members
+        )
+
     def _is_reached(self, node: str, view: View) -> bool:
         """Whether a node and all members of a view have living connections to each other, as far as they say."""
         others = [other for other in view.nodes if other in self.peers]

@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hcsim.cluster.agreement import Record
+from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.effects import Adopted, Qualify, Send
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
-from hcsim.cluster.rules import Rules
+from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S, Rules
 from hcsim.cluster.view import Member, View
 
 
@@ -156,7 +157,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.inte
 
 
 @settings(max_examples=150)
-@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), st.booleans(), ACTIONS)
+@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak", "any"]), st.booleans(), ACTIONS)
 def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
     bench = Bench(count, Rules(count, quorum))
     if formed_first:
@@ -232,6 +233,22 @@ def test_with_any_as_the_rule_both_go_on_in_lineages_of_their_own_and_meet_again
     bench.heal()
     assert {m.core.view.epoch for m in bench.machines.values()} == {bench.machines["a"].core.view.epoch}
     assert sorted(members(bench, "d")) == list("abcd")
+
+
+def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
+    bench = formed(2, "any")
+    bench.suspect("b", "a")
+    bench.machines["b"].core.tick(bench.now + 1)
+    bench.machines["b"].drain()
+    bench.mail.clear()
+    bench.gossip("a", "b")
+    a = bench.machines["a"].core
+    a.broken(a.view.epoch, Failure("nothing came from b", waited_for="b", stalled_s=20.0), bench.now)
+    bench.pass_time(ASTRAY_S)
+    bench.pass_time(2 * PATIENCE_S)
+    assert (members(bench, "a"), members(bench, "b")) == ("a", "b")
+    bench.heal(8)  # nobody is in quarantine
+    assert members(bench, "a") == members(bench, "b") == "ab"
 
 
 def test_the_leader_is_the_most_senior_member_whatever_its_id():

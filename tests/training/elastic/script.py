@@ -170,6 +170,9 @@ class Scripted:
     def preparing(self, epoch: int) -> bool:
         return False
 
+    def will_be_let_in(self, epoch: int) -> bool:
+        return False
+
     async def leave(self) -> None:
         self._cluster.left(self._name)
 

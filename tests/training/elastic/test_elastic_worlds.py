@@ -78,6 +78,9 @@ class Reader:
     def preparing(self, epoch: int) -> bool:
         return False
 
+    def will_be_let_in(self, epoch: int) -> bool:
+        return False
+
     async def leave(self) -> None:
         await self._board.show()
 

@@ -220,6 +220,7 @@ class Membership:
 
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
         if not self._is_believed(source, asked.after):
+            self._tell_past(source, asked.after.lineage, asked.after.epoch, now)
             return
         self._proposer.saw(asked.ballot)
         self._learn(asked.after, now)
@@ -249,14 +250,18 @@ class Membership:
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
         """Whether it is about the successor of our view; who is behind is told what that is."""
         view = self.view
-        for past in self._acceptor.record.past:
-            if past.lineage == lineage and past.epoch > epoch:
-                self._send(source, Decided(past), now)
+        self._tell_past(source, lineage, epoch, now)
         if lineage != view.lineage or not self._belongs_to(view):
             return False
         if epoch < view.epoch:
             self._send(source, Decided(view), now)
         return epoch == view.epoch and source in self._fellows.get(lineage, ())
+
+    def _tell_past(self, source: str, lineage: str, epoch: int, now: float) -> None:
+        """What followed that view, if we know: we may be elsewhere now."""
+        for past in self._acceptor.record.past:
+            if past.lineage == lineage and past.epoch > epoch:
+                self._send(source, Decided(past), now)
 
     def _answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> None:
         decided = self._proposer.answered(source, answer, now)
@@ -457,6 +462,7 @@ class Membership:
         self._told = None
         self._needed_since_s = None
         self._stance.waits = False
+        self._stance.begun = self._stance.begun or (view.formed and view.rank(self.us) is not None)
         self._acceptor.adopt(view)
         self._know_fellows(view)
         self._entered[view.lineage, view.epoch] = None

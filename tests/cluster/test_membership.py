@@ -388,6 +388,7 @@ TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(
 
 @settings(max_examples=60)
 @example(count=3, quorum="majority", troubles=[(0, 0, False, 3), (0, 1, False, 2)])
+@example(count=4, quorum="tiebreak", troubles=[(0, 0, False, 9), (0, 0, False, 7), (0, 0, False, 9), (0, 0, False, 4)])
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), TROUBLES)
 def test_all_come_together_whoever_was_set_back_in_whatever_company(count, quorum, troubles):
     bench = formed(count, quorum)

@@ -203,7 +203,7 @@ class Proposer:
             {node: peer.status.epoch for node, peer in roster.peers.items()},
             failed,
             self._culprits(view, staying, now) if failed else {},
-            self._rules.needed,
+            self._stance.needed(now),
             self._rules.quorum,
         )
         return successor(view, situation, self._us)

@@ -165,6 +165,10 @@ class Roster:
             if not peer.suspected and peer.status.lineage == lineage and peer.status.formed and not peer.status.anew
         )
 
+    def any_formed(self) -> bool:
+        """Whether somebody in sight is in a view that may work."""
+        return any(peer.status.formed and not peer.suspected for peer in self.peers.values())
+
     def whole(self, lineage: str) -> bool:
         """Whether all members of a view of that lineage are in sight, and we in theirs."""
         members = [self.peers[node].status for node in self.working(lineage)]

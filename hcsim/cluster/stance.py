@@ -8,6 +8,7 @@ A view changes for one of these reasons, the first that there is:
     a member would like to leave                                      → a view without it after the step under way
     a better cluster is near                                          → an empty view: all members ask there
     somebody would like to join                                       → a view with it after the step under way
+    any may go on, and nobody is left to ask                          → the same members, and work begins again
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Stance:
         """Why it failed."""
         self.waits = False
         """Whether our view had to change when we last tried, and those who were there could not decide how."""
+        self.begun = False
+        """Whether we have been in a view that might work, in this life."""
+        self._deserted_since_s: float | None = None
+        """Since when there is nobody in sight in such a view, nor are we."""
         self._us = us
         self._rules = rules
         self._roster = roster
@@ -95,7 +100,7 @@ class Stance:
                 return need
             need.delay_s = self._diagnosis.pause_s
         need.reason = failure or absence
-        need.reason = need.reason or self._departure(view)
+        need.reason = need.reason or self._departure(view) or self._desertion(view, need, now)
         if not need.reason and (joiners := self._roster.joiners(view, now)):
             need.reason = f"{', '.join(m.name for m in joiners)} would like to join"
             complete = len(view.members) + len(joiners) == self._rules.needed
@@ -136,3 +141,23 @@ class Stance:
         if self.leaving:
             return f"{self._us.name} leaves"
         return "" if self.better(view) is None else "a cluster that goes before ours is near"
+
+    def needed(self, now: float) -> int:
+        """How many members work begins with, as we see it now."""
+        return 1 if self._is_deserted(now) else self._rules.needed
+
+    def _desertion(self, view: View, need: Need, now: float) -> str:
+        """Whether to go on with who is here: where any side may, one that was left out may too, once it sees no cluster
+        that it could ask."""
+        if self._rules.quorum != "any" or view.formed or not self.begun or self._roster.any_formed():
+            self._deserted_since_s = None
+        elif self._deserted_since_s is None:
+            self._deserted_since_s = now
+        if self._is_deserted(now):
+            return "all others have gone"
+        if self._deserted_since_s is not None:
+            need.look_again(self._deserted_since_s + ASTRAY_S)
+        return ""
+
+    def _is_deserted(self, now: float) -> bool:
+        return self._deserted_since_s is not None and now >= self._deserted_since_s + ASTRAY_S

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.diagnosis import Accusation, Failure
 from hcsim.cluster.effects import Adopted, Qualify, Send
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
@@ -249,6 +249,26 @@ def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
     assert (members(bench, "a"), members(bench, "b")) == ("a", "b")
     bench.heal(8)  # nobody is in quarantine
     assert members(bench, "a") == members(bench, "b") == "ab"
+
+
+@pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])
+def test_those_who_were_left_out_go_on_where_any_may_once_all_others_have_gone(quorum, goes_on):
+    bench = formed(4, quorum)
+    a, b = bench.machines["a"].core, bench.machines["b"].core
+    for core in (a, b):
+        violation = Failure("c and d send what nobody should", violator="c", accusations=(Accusation("d", "as c"),))
+        core.broken(core.view.epoch, violation, bench.now)
+    for name in "ab":
+        bench.machines[name].drain()
+    bench.heal(4)
+    assert [members(bench, name) for name in "abcd"] == ["ab", "ab", "c", "d"]
+    for name in "ab":
+        del bench.machines[name]
+        for other in "cd":
+            bench.suspect(other, name)
+    bench.heal(12)
+    assert members(bench, "c") == members(bench, "d") == "cd"
+    assert bench.machines["c"].core.view.formed == goes_on
 
 
 def test_the_leader_is_the_most_senior_member_whatever_its_id():

@@ -138,7 +138,9 @@ class Membership:
         if epoch == view.epoch:
             failure = Failure(failure) if isinstance(failure, str) else failure
             self._fail(failure.reason)
-            if not failure.progressed:
+            if failure.progressed:
+                self.roster.progressed()
+            else:
                 for node in self._tried_without:
                     self.roster.pardon(node)
             self._tried_without = []

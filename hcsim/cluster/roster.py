@@ -50,6 +50,8 @@ class Roster:
         self._given_up: dict[str, Member] = {}
         """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
         self._quarantined: dict[str, Quarantine] = {}
+        self._pardoned: dict[str, None] = {}
+        """Nodes that were let in at once since there was progress."""
         self._released: dict[str, None] = {}
         """Nodes whose quarantine was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
@@ -80,8 +82,15 @@ class Roster:
                 self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
-        """A view did not work without it either."""
-        self._quarantined.pop(node, None)
+        """A view did not work without it either. That counts once until there is progress: of several sick members, each
+        would be the pardon of another."""
+        if node not in self._pardoned:
+            self._pardoned[node] = None
+            self._quarantined.pop(node, None)
+
+    def progressed(self) -> None:
+        """A view worked."""
+        self._pardoned.clear()
 
     def qualify(self, node: str, lineage: str, boot: int) -> None:
         """A node says that it can work with the members of that lineage."""

@@ -22,7 +22,7 @@ from hcsim.cluster.proposer import Proposer
 from hcsim.cluster.roster import Peer, Roster
 from hcsim.cluster.rules import DEPARTED_S, PATIENCE_S, Rules
 from hcsim.cluster.stance import Stance
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, View, branched
 
 BEGUN_ANEW = (
     "{where} was in the cluster with our key: under another name and address we count as a new machine. If both are in "
@@ -411,7 +411,7 @@ class Membership:
 
     def _quarantine_left_out(self, view: View, now: float) -> None:
         """Members that the next view does without, although they are well, kept the last one from working; not those
-        that had gone on elsewhere before."""
+        that went on in a branch."""
         ours, found = self.view, self._diagnosis.ours
         if found is None or not view.abrupt or view.previous != ours.epoch or view.lineage != ours.lineage:
             return
@@ -419,7 +419,7 @@ class Membership:
             node = member.node
             if view.member(node) is not None or node in view.left or not self.roster.well(node, ours):
                 continue
-            if node != self.us.node and self.roster.peers[node].status.lineage != ours.lineage:
+            if node != self.us.node and branched(self.roster.peers[node].status.lineage, ours.lineage) is not None:
                 continue
             if node == self.us.node:
                 self.effects.append(Waiting(f"left out by the others: {view.reason}"))

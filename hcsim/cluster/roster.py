@@ -82,7 +82,7 @@ class Roster:
                 self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
-        """A view did not work without it either. That counts once until there is progress: of several sick members, each
+        """A view did not work without it either. That counts once until there is progress: where several are sick, each
         would be the pardon of another."""
         if node not in self._pardoned:
             self._pardoned[node] = None

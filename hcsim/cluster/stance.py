@@ -9,6 +9,12 @@ A view changes for one of these reasons, the first that there is:
     a better cluster is near                                          → an empty view: all members ask there
     somebody would like to join                                       → a view with it after the step under way
     any may go on, and nobody is left to ask                          → the same members, and work begins again
+
+Where any side of a split may go on, this holds: who see each other end with the same parameters, and sides out of each
+other's sight each with their own. So the lesser side is given up (`View.standing`), where the other one can take its
+members in: not while that is still in the view that ours branched from, whose size counts us, nor while it cannot
+decide anything. A side that cannot decide joins those that went on without it. A lone machine that asks a cluster does
+not end before it is let in or that cluster is gone, unless they cannot work with each other.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ class Roster:
         )
 
     def any_formed(self) -> bool:
-        """Whether somebody in sight is in a view that may work."""
-        return any(peer.status.formed and not peer.suspected for peer in self.peers.values())
+        """Whether somebody in sight is in a view that may work, and change."""
+        statuses = [peer.status for peer in self.peers.values() if not peer.suspected]
+        return any(status.formed and not status.waits for status in statuses)
 
     def whole(self, lineage: str) -> bool:
         """Whether all members of a view of that lineage are in sight, and we in theirs."""

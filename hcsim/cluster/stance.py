@@ -76,8 +76,10 @@ class Stance:
         return "" if better is None else better.lineage
 
     def better(self, view: View) -> Status | None:
-        """The cluster in sight that ours should give way to."""
-        return self._roster.better(view, waits=self.waits)
+        """The cluster in sight that ours should give way to: not one that cannot change, if we may go on without it."""
+        better = self._roster.better(view, waits=self.waits)
+        vain = better is not None and better.waits and self.begun and self._rules.quorum == "any"
+        return None if vain else better
 
     def fail(self, view: View, reason: str) -> bool:
         """Our work failed in the view; whether that is news."""

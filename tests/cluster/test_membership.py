@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.diagnosis import Accusation, Failure
@@ -249,6 +250,21 @@ def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
     assert (members(bench, "a"), members(bench, "b")) == ("a", "b")
     bench.heal(8)  # nobody is in quarantine
     assert members(bench, "a") == members(bench, "b") == "ab"
+
+
+def test_one_that_was_left_out_does_not_wait_for_a_cluster_that_cannot_change():
+    bench = formed(2, "any")
+    a, b = bench.machines["a"].core, bench.machines["b"].core
+    a.broken(a.view.epoch, Failure("b sends what nobody should", violator="b"), bench.now)
+    bench.machines["a"].drain()
+    while members(bench, "b") != "b":
+        bench.deliver(0)
+        bench.pass_time(0.1)
+    for _ in range(8):
+        b.heard(replace(a.status, waits=True), bench.now)
+        bench.pass_time(1.0)
+    assert members(bench, "b") == "b"
+    assert b.view.formed
 
 
 @pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])

@@ -52,7 +52,12 @@ class Conductor(Protocol):
         """Whether a later view is known."""
 
     def preparing(self, epoch: int) -> bool:
-        """All steps are done: whether a machine in sight is still preparing to join that epoch's view."""
+        """All steps are done: whether a machine in sight is still preparing to join that epoch's view, or this node,
+        alone in it, another one."""
+
+    def will_be_let_in(self, epoch: int) -> bool:
+        """All steps are done: whether this node is alone in that epoch's view, and a cluster that goes before it will
+        let it in. What was learned here is given up then."""
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""

@@ -22,7 +22,7 @@ from hcsim.cluster.proposer import Proposer
 from hcsim.cluster.roster import Peer, Roster
 from hcsim.cluster.rules import DEPARTED_S, PATIENCE_S, Rules
 from hcsim.cluster.stance import Stance
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, View, branched
 
 BEGUN_ANEW = (
     "{where} was in the cluster with our key: under another name and address we count as a new machine. If both are in "
@@ -92,7 +92,7 @@ class Membership:
         return Status(
             self.us, self._control, view.lineage, view.epoch, len(view.members), view.formed, self._joins,
             stance.leaving, stance.broken, stance.reason, self.roster.reaches(), self.roster.contacts(),
-            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past), self.outcome,
+            tuple((each.lineage, each.epoch) for each in self._acceptor.record.past), self.outcome, stance.waits,
         )  # fmt: skip
 
     @property
@@ -165,7 +165,9 @@ class Membership:
         if epoch == view.epoch:
             failure = Failure(failure) if isinstance(failure, str) else failure
             self._fail(failure.reason)
-            if not failure.progressed:
+            if failure.progressed:
+                self.roster.progressed()
+            else:
                 for node in self._tried_without:
                     self.roster.pardon(node)
             self._tried_without = []
@@ -189,6 +191,16 @@ class Membership:
     def to_qualify_with(self, lineage: str) -> tuple[str, ...]:
         """The members in sight that we have to be able to work with before we join that lineage; empty: no more."""
         return self.roster.working(lineage) if lineage == self._qualifying else ()
+
+    @property
+    def asks(self) -> bool:
+        """Whether we are alone and ask a cluster that we know, or are about to know, that we can work with."""
+        return self._qualifying not in ("", self.view.lineage)
+
+    @property
+    def will_be_let_in(self) -> bool:
+        """Whether we ask a cluster that will let us in in the end: we can work with all its members, as we found."""
+        return self.asks and self._is_qualified and self.roster.whole(self._qualifying)
 
     def disqualified(self, lineage: str, now: float) -> None:
         """We cannot work with the members of that lineage yet: ask again."""
@@ -237,6 +249,7 @@ class Membership:
 
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
         if not self._is_believed(source, asked.after):
+            self._tell_past(source, asked.after.lineage, asked.after.epoch, now)
             return
         self._proposer.saw(asked.ballot)
         self._learn(asked.after, now)
@@ -266,14 +279,18 @@ class Membership:
     def _concerns_us(self, source: str, lineage: str, epoch: int, now: float) -> bool:
         """Whether it is about the successor of our view; who is behind is told what that is."""
         view = self.view
-        for past in self._acceptor.record.past:
-            if past.lineage == lineage and past.epoch > epoch:
-                self._send(source, Decided(past), now)
+        self._tell_past(source, lineage, epoch, now)
         if lineage != view.lineage or not self._belongs_to(view):
             return False
         if epoch < view.epoch:
             self._send(source, Decided(view), now)
         return epoch == view.epoch and source in self._fellows.get(lineage, ())
+
+    def _tell_past(self, source: str, lineage: str, epoch: int, now: float) -> None:
+        """What followed that view, if we know: we may be elsewhere now."""
+        for past in self._acceptor.record.past:
+            if past.lineage == lineage and past.epoch > epoch:
+                self._send(source, Decided(past), now)
 
     def _answered(self, source: str, answer: Promise | Abstained | Accepted | Refused, now: float) -> None:
         decided = self._proposer.answered(source, answer, now)
@@ -293,6 +310,7 @@ class Membership:
     def _review(self, now: float) -> None:
         self.wake_at_s = None
         self._end_deserted_views(now)
+        self._follow_branch()
         if not self._belongs_to(self.view):
             self._alone()
         self._joins = self._stance.joins(self.view)
@@ -419,13 +437,16 @@ class Membership:
         self._enter(view)
 
     def _quarantine_left_out(self, view: View, now: float) -> None:
-        """Members that the next view does without, although they are well, kept the last one from working."""
+        """Members that the next view does without, although they are well, kept the last one from working; not those
+        that went on in a branch."""
         ours, found = self.view, self._diagnosis.ours
         if found is None or not view.abrupt or view.previous != ours.epoch or view.lineage != ours.lineage:
             return
         for member in ours.members:
             node = member.node
             if view.member(node) is not None or node in view.left or not self.roster.well(node, ours):
+                continue
+            if node != self.us.node and branched(self.roster.peers[node].status.lineage, ours.lineage) is not None:
                 continue
             if node == self.us.node:
                 self.effects.append(Waiting(f"left out by the others: {view.reason}"))
@@ -435,10 +456,19 @@ class Membership:
 
     def _yield_to(self, view: View) -> None:
         """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""
-        reason = (
+        self._give_up(
             f"{', '.join(m.name for m in view.members)} went on without us from the view before this one, as happens "
             "when a node's state is set back to an earlier day: what was done here since is given up, and we join them"
         )
+
+    def _follow_branch(self) -> None:
+        """Where any side may go on and ours cannot, since it has no vote, join those who went on without us."""
+        branch = self.roster.branch(self.view) if self._stance.waits else None
+        if branch is not None:
+            self._give_up(f"{branch.us.name} went on without us, and we cannot: we join it")
+
+    def _give_up(self, reason: str) -> None:
+        """Leave our view, since others go on without us."""
         self.effects += [Over(self.view.epoch, reason), Waiting(reason)]
         self._alone()
 
@@ -462,6 +492,8 @@ class Membership:
         self._diagnosis.entered()
         self._told = None
         self._needed_since_s = None
+        self._stance.waits = False
+        self._stance.begun = self._stance.begun or (view.formed and view.rank(self.us) is not None)
         self._acceptor.adopt(view)
         self._know_fellows(view)
         self._entered[view.lineage, view.epoch] = None

@@ -46,11 +46,13 @@ class Status(msgspec.Struct, frozen=True):
     """Lineages that it has left and remembers, and the epoch that it left each in."""
     outcome: str = ""
     """What came of its work, once all of its view have finished that."""
+    waits: bool = False
+    """Whether its view had to change, and those who were there could not decide how."""
 
     @property
     def standing(self) -> Standing:
         """Where its cluster stands among others."""
-        return standing(self.lineage, self.size, formed=self.formed)
+        return standing(self.lineage, self.size, formed=self.formed, waits=self.waits)
 
     @property
     def anew(self) -> bool:

@@ -192,13 +192,19 @@ class Node:
         return self._membership.view.epoch > epoch
 
     def preparing(self, epoch: int) -> bool:
-        """Whether a machine in sight is still preparing to join that epoch's view, after the last step.
+        """Whether a machine in sight is still preparing to join that epoch's view, after the last step, or we alone
+        another one.
 
         Those in quarantine may try too: there is no step left that they could keep from being done."""
         membership, now = self._membership, self._now()
         membership.roster.release(now)
         ended = self.superseded(epoch) or self.over(epoch).done()
-        return not ended and membership.roster.preparing(membership.view, now)
+        return not ended and (membership.asks or membership.roster.preparing(membership.view, now))
+
+    def will_be_let_in(self, epoch: int) -> bool:
+        """Whether we are alone in that epoch's view and a cluster in sight will let us in."""
+        ended = self.superseded(epoch) or self.over(epoch).done()
+        return not ended and self._membership.will_be_let_in
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""

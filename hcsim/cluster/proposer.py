@@ -127,6 +127,7 @@ class Proposer:
         self.look_at_s = enough_s if now < enough_s else self._deadline_s
         if proposal.chosen is None and (not silent or now >= enough_s or self._is_enough_without(silent, now)):
             obstacle = self._obstacle(proposal)
+            self._stance.waits = bool(obstacle)
             chosen = None if obstacle else proposal.bound(self._absence(view)) or self._successor(proposal, now)
             if chosen is None:
                 self._give_up(proposal, now)
@@ -183,7 +184,7 @@ class Proposer:
 
     def _successor(self, proposal: Proposal, now: float) -> View | None:
         view, roster = proposal.present, self._roster
-        if roster.better(view) is not None:
+        if self._stance.better(view) is not None:
             return dissolved(view, proposal.reason)
         reaches = {node: peer.status.reaches for node, peer in roster.peers.items()}
         answers: dict[str, Promise | Abstained] = {**proposal.promises, **proposal.abstained}
@@ -202,7 +203,7 @@ class Proposer:
             {node: peer.status.epoch for node, peer in roster.peers.items()},
             failed,
             self._culprits(view, staying, now) if failed else {},
-            self._rules.needed,
+            self._stance.needed(now),
             self._rules.quorum,
         )
         return successor(view, situation, self._us)

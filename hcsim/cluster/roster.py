@@ -6,7 +6,7 @@ import msgspec
 
 from hcsim.cluster.messages import Status
 from hcsim.cluster.rules import ASTRAY_S
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, View, branched, standing
 
 QUARANTINE_S = 5.0
 STALL_SHARE = 4.0
@@ -50,6 +50,8 @@ class Roster:
         self._given_up: dict[str, Member] = {}
         """Members that a person said are gone for good: until they are heard again, nobody waits for their word."""
         self._quarantined: dict[str, Quarantine] = {}
+        self._pardoned: dict[str, None] = {}
+        """Nodes that were let in at once since there was progress."""
         self._released: dict[str, None] = {}
         """Nodes whose quarantine was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
@@ -80,8 +82,15 @@ class Roster:
                 self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
-        """A view did not work without it either."""
-        self._quarantined.pop(node, None)
+        """A view did not work without it either. That counts once until there is progress: where several are sick, each
+        would be the pardon of another."""
+        if node not in self._pardoned:
+            self._pardoned[node] = None
+            self._quarantined.pop(node, None)
+
+    def progressed(self) -> None:
+        """A view worked."""
+        self._pardoned.clear()
 
     def qualify(self, node: str, lineage: str, boot: int) -> None:
         """A node says that it can work with the members of that lineage."""
@@ -170,6 +179,18 @@ class Roster:
         there = [peer.status for peer in self.peers.values() if not peer.suspected]
         return any(status.formed and not status.anew and not status.leaving for status in there)
 
+    def any_formed(self) -> bool:
+        """Whether somebody in sight is in a view that may work, and change."""
+        statuses = [peer.status for peer in self.peers.values() if not peer.suspected]
+        return any(status.formed and not status.waits for status in statuses)
+
+    def whole(self, lineage: str) -> bool:
+        """Whether all members of a view of that lineage are in sight, and we in theirs."""
+        members = [self.peers[node].status for node in self.working(lineage)]
+        return any(len(members) >= status.size for status in members) and all(
+            self._us.node in status.reaches for status in members
+        )
+
     def _is_reached(self, node: str, view: View) -> bool:
         """Whether a node and all members of a view have living connections to each other, as far as they say."""
         others = [other for other in view.nodes if other in self.peers]
@@ -188,18 +209,30 @@ class Roster:
                 return peer.status.reason
         return ""
 
-    def better(self, ours: View) -> Status | None:
-        """The cluster in sight that stands above ours, as a node of it says.
+    def better(self, ours: View, *, waits: bool) -> Status | None:
+        """The cluster in sight that stands above ours, as a node of it says; `waits` says whether ours cannot change.
 
-        Those who have yet to find their cluster again are none that one that works would be given up for."""
+        Those who have yet to find their cluster again are none that one that works would be given up for. Nor are those
+        who are still in the view that ours branched from: what they say of its size counts us."""
         others = [
             peer.status
             for peer in self.peers.values()
             if not peer.suspected and not peer.status.leaving and peer.status.lineage != ours.lineage
-            if not (ours.formed and peer.status.anew)
+            if not (ours.formed and peer.status.anew) and not _is_behind(peer.status, ours.lineage)
         ]
         best = min(others, key=lambda status: status.standing, default=None)
-        return best if best is not None and best.standing < ours.standing else None
+        us = standing(ours.lineage, len(ours.members), formed=ours.formed, waits=waits)
+        return best if best is not None and best.standing < us else None
+
+    def branch(self, ours: View) -> Status | None:
+        """Members of our view that went on without us, as one of them in sight says."""
+        branches = [
+            peer.status
+            for peer in self.peers.values()
+            if not peer.suspected and peer.status.formed and not peer.status.anew
+            if branched(peer.status.lineage, ours.lineage) == ours.epoch
+        ]
+        return min(branches, key=lambda status: status.standing, default=None)
 
     def strangers(self, view: View) -> tuple[str, ...]:
         """Members that never took part in the view, and never will: it has no word of theirs."""
@@ -224,3 +257,9 @@ class Roster:
     def _replaced(self, member: Member) -> bool:
         """Whether another node lives under its name at its address: the machine lost its disk, and its key with it."""
         return any(other.status.us.in_place_of(member) for other in self.peers.values() if not other.suspected)
+
+
+def _is_behind(status: Status, lineage: str) -> bool:
+    """Whether a node is in a view that the lineage branched from, or in an earlier one."""
+    epoch = branched(lineage, status.lineage)
+    return epoch is not None and status.epoch <= epoch

@@ -8,6 +8,13 @@ A view changes for one of these reasons, the first that there is:
     a member would like to leave                                      → a view without it after the step under way
     a better cluster is near                                          → an empty view: all members ask there
     somebody would like to join                                       → a view with it after the step under way
+    any may go on, and nobody is left to ask                          → the same members, and work begins again
+
+Where any side of a split may go on, this holds: who see each other end with the same parameters, and sides out of each
+other's sight each with their own. So the lesser side is given up (`View.standing`), where the other one can take its
+members in: not while that is still in the view that ours branched from, whose size counts us, nor while it cannot
+decide anything. A side that cannot decide joins those that went on without it. A lone machine that asks a cluster does
+not end before it is let in or that cluster is gone, unless they cannot work with each other.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from hcsim.cluster.diagnosis import Diagnosis
+from hcsim.cluster.messages import Status
 from hcsim.cluster.roster import Roster
 from hcsim.cluster.rules import ASTRAY_S, Rules
 from hcsim.cluster.view import Member, View
@@ -46,6 +54,12 @@ class Stance:
         """The epoch in which our work failed."""
         self.reason = ""
         """Why it failed."""
+        self.waits = False
+        """Whether our view had to change when we last tried, and those who were there could not decide how."""
+        self.begun = False
+        """Whether we have been in a view that might work, in this life."""
+        self._deserted_since_s: float | None = None
+        """Since when there is nobody in sight in such a view, nor are we."""
         self._us = us
         self._rules = rules
         self._roster = roster
@@ -58,8 +72,14 @@ class Stance:
             return ""
         if view.rank(self._us) is None:
             return view.lineage  # started anew: a member by our word, not by our memory
-        better = self._roster.better(view) if len(view.members) == 1 else None
+        better = self.better(view) if len(view.members) == 1 else None
         return "" if better is None else better.lineage
+
+    def better(self, view: View) -> Status | None:
+        """The cluster in sight that ours should give way to: not one that cannot change, if we may go on without it."""
+        better = self._roster.better(view, waits=self.waits)
+        vain = better is not None and better.waits and self.begun and self._rules.quorum == "any"
+        return None if vain else better
 
     def fail(self, view: View, reason: str) -> bool:
         """Our work failed in the view; whether that is news."""
@@ -88,7 +108,7 @@ class Stance:
                 return need
             need.delay_s = self._diagnosis.pause_s
         need.reason = failure or absence
-        need.reason = need.reason or self._departure(view)
+        need.reason = need.reason or self._departure(view) or self._desertion(view, need, now)
         if not need.reason and (joiners := self._roster.joiners(view, now)):
             need.reason = f"{', '.join(m.name for m in joiners)} would like to join"
             complete = len(view.members) + len(joiners) == self._rules.needed
@@ -97,7 +117,7 @@ class Stance:
 
     def _ask(self, view: View, need: Need, now: float) -> None:
         """We would like to be in a cluster, and depend on it; a person should know if that takes long."""
-        better = self._roster.better(view)
+        better = self.better(view)
         if self._asking_since_s is None:
             self._asking_since_s = now
         if now < self._asking_since_s + ASTRAY_S:
@@ -128,4 +148,24 @@ class Stance:
             return ""
         if self.leaving:
             return f"{self._us.name} leaves"
-        return "" if self._roster.better(view) is None else "a cluster that goes before ours is near"
+        return "" if self.better(view) is None else "a cluster that goes before ours is near"
+
+    def needed(self, now: float) -> int:
+        """How many members work begins with, as we see it now."""
+        return 1 if self._is_deserted(now) else self._rules.needed
+
+    def _desertion(self, view: View, need: Need, now: float) -> str:
+        """Whether to go on with who is here: where any side may, one that was left out may too, once it sees no cluster
+        that it could ask."""
+        if self._rules.quorum != "any" or view.formed or not self.begun or self._roster.any_formed():
+            self._deserted_since_s = None
+        elif self._deserted_since_s is None:
+            self._deserted_since_s = now
+        if self._is_deserted(now):
+            return "all others have gone"
+        if self._deserted_since_s is not None:
+            need.look_again(self._deserted_since_s + ASTRAY_S)
+        return ""
+
+    def _is_deserted(self, now: float) -> bool:
+        return self._deserted_since_s is not None and now >= self._deserted_since_s + ASTRAY_S

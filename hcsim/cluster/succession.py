@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from hcsim.cluster.agreement import Abstained, Promise
-from hcsim.cluster.view import Member, Quorum, View, enough
+from hcsim.cluster.view import Member, Quorum, View, branch, enough
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -46,7 +46,8 @@ def successor(view: View, now: Situation, proposer: Member) -> View | None:
             continue
         if member.node not in now.leavers and all(_mutual(now, member.node, other.node) for other in chosen):
             chosen.append(member)
-    if tuple(chosen) == view.members and not now.failed:
+    formed = view.formed or len(chosen) >= now.needed
+    if tuple(chosen) == view.members and formed == view.formed and not now.failed:
         return None
     lost = [m.name for m in view.members if m not in chosen and m.node not in now.leavers]
     newcomers = [m for m in chosen if m not in view.members]
@@ -56,7 +57,7 @@ def successor(view: View, now: Situation, proposer: Member) -> View | None:
         epoch,
         tuple(chosen),
         previous=view.epoch,
-        formed=view.formed or len(chosen) >= now.needed,
+        formed=formed,
         abrupt=bool(lost or now.failed),
         left=now.leavers,
         reason=_told(view, now, lost, newcomers) or f"{proposer.name} proposed it",
@@ -72,7 +73,7 @@ def lineage_of(view: View, deciders: list[str], rule: Quorum, epoch: int, propos
     """The same line, unless two sides may go on at once: then each has its own."""
     if rule != "any" or enough(view, deciders, "tiebreak"):
         return view.lineage
-    return f"{view.lineage}/{epoch}.{proposer.node[:8]}"
+    return branch(view, epoch, proposer)
 
 
 def orphaned(view: View, answers: Mapping[str, Promise | Abstained], gone: tuple[str, ...]) -> str:

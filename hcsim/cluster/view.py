@@ -21,7 +21,7 @@ Quorum: TypeAlias = Literal["majority", "tiebreak", "any"]
 - any: whoever is left. Both sides of a split cluster go on, and their models part.
 """
 
-Standing: TypeAlias = tuple[bool, int, str]
+Standing: TypeAlias = tuple[bool, bool, int, str]
 """Where clusters meet, the least of these goes on."""
 
 
@@ -103,9 +103,21 @@ class View(msgspec.Struct, frozen=True):
         return next((r for r, m in enumerate(self.members) if (m.node, m.boot) == (member.node, member.boot)), None)
 
 
-def standing(lineage: str, size: int, *, formed: bool) -> Standing:
-    """First comes a cluster that works, then the larger one, then the one with the lower id."""
-    return not formed, -size, lineage
+def standing(lineage: str, size: int, *, formed: bool, waits: bool = False) -> Standing:
+    """First comes a cluster that works, before those that work and cannot change; then the larger one, then the one
+    with the lower id."""
+    return not formed, waits, -size, lineage
+
+
+def branch(view: View, epoch: int, proposer: Member) -> str:
+    """The lineage of those who go on from a view on a line of their own, beginning with that epoch."""
+    return f"{view.lineage}/{view.epoch}.{epoch}.{proposer.node[:8]}"
+
+
+def branched(lineage: str, other: str) -> int | None:
+    """The epoch of the view of another lineage that this one branched from; None: from none."""
+    epoch = lineage[len(other) + 1 :].partition(".")[0]
+    return int(epoch) if lineage.startswith(f"{other}/") and epoch.isdecimal() else None
 
 
 def enough(view: View, nodes: list[str], rule: Quorum) -> bool:

@@ -26,7 +26,7 @@ from hcsim.config import (
     StuckDevice,
 )
 from hcsim.errors import Diverged, HcsimError
-from hcsim.fuzz.evidence import Evidence, forgotten_s
+from hcsim.fuzz.evidence import Evidence, Step, forgotten_s
 from hcsim.fuzz.phases import GRACE_S
 from hcsim.training.run import Report
 from hcsim.training.tasks.slopes import LR, expected
@@ -324,13 +324,19 @@ def lines_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
-    """In the liveness phase there is a step now and then, until the end; of the core, or who may stand in for it."""
+    """In the liveness phase there is a step now and then, until the end; of the core, or who may stand in for it.
+
+    A step counts that one of them took over from others: it may be let in when these have done the last one."""
     phases, able = evidence.phases, _able(evidence)
     if evidence.excused or all(host in _diverged(evidence) for host in phases.core):
         return
     before_s, done = phases.liveness_s, 0
     ended = False
-    for each in evidence.steps:
+    taken_over = [
+        Step(int(time_ns) / 1e9, str(host), int(step))
+        for time_ns, _, host, _, step in evidence.of_kind("synchronised", 2)
+    ]
+    for each in sorted([*evidence.steps, *taken_over], key=lambda each: each.time_s):
         if each.host in able and each.step > done:
             done = each.step
             ended = done >= evidence.training.steps
@@ -378,13 +384,14 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     core where a sick one has come to the end, too (see `phases`).
 
     One whose replica differs from the others' has ended with `Diverged`: where a machine sends noise for numbers,
-    nothing shows it but that."""
+    nothing shows it but that. Where any side of a split may go on, those that ended while it lasted hold their own."""
     if evidence.excused:
         return
     phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)
     reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
     done = [host for host, report in reports.items() if report.steps == steps]
-    digests = {reports[host].sha256: host for host in reversed(phases.untouched) if host in done}
+    together = [host for host in phases.untouched if host in done and not _ended_apart(host, evidence)]
+    digests = {reports[host].sha256: host for host in reversed(together)}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
             if host not in (*done, *diverged):
@@ -393,6 +400,17 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
+
+
+def _ended_apart(host: str, evidence: Evidence) -> bool:
+    """Whether it may have ended where not all others were in sight, as any side may where the quorum says so: before
+    everything was well, or together with a sick machine, which others of the core need not reach."""
+    phases, apart = evidence.phases, False
+    ended_s = max((time_s for time_s, who in evidence.left if who == host), default=evidence.limit_s)
+    for time_ns, _, who, _, _, _, members in evidence.of_kind("view", 4):
+        if who == host and int(time_ns) / 1e9 <= ended_s:
+            apart = any(name.partition("#")[0] in phases.sick for name in str(members).split(","))
+    return evidence.cluster.quorum == "any" and (apart or ended_s < phases.liveness_s + GRACE_S)
 
 
 def _diverged(evidence: Evidence) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hcsim.config import Cluster, Scenario, Training
+from hcsim.config import Cluster, Restart, Scenario, Training
 from hcsim.fuzz.evidence import Evidence, Recorder
 from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
 from hcsim.fuzz.invariants import Breach, breaches
@@ -89,7 +89,7 @@ def gather(
     evidence = Evidence(
         scenario=scenario,
         phases=phases,
-        excused=excuse(phases, cluster, recorder.lives(scenario)),
+        excused=excuse(phases, cluster, recorder.lives(scenario)) or _ended_early(scenario, phases, outcome.seconds),
         events=recorder.events,
         said=recorder.said,
         steps=recorder.steps,
@@ -102,6 +102,14 @@ def gather(
         limit_s=limit_s,
     )
     return evidence, recorder, (outcome.seconds, outcome.trace_sha256)
+
+
+def _ended_early(scenario: Scenario, phases: Phases, over_s: float) -> str:
+    """Why the core need not finish if all had left before it was complete: then the world ends, and what was to happen
+    later does not; empty: it must."""
+    late = [each.node for each in scenario.faults if isinstance(each, Restart) and each.at_s > over_s]
+    missing = [name for name in phases.core if name in late]
+    return f"all had ended before {', '.join(missing)} could start again" if missing else ""
 
 
 class _Complaints(logging.Handler):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hcsim.cluster.agreement import Record
+from hcsim.cluster.diagnosis import Accusation, Failure
 from hcsim.cluster.effects import Adopted, Qualify, Send
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
-from hcsim.cluster.rules import Rules
+from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S, Rules
 from hcsim.cluster.view import Member, View
 
 
@@ -156,7 +158,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.inte
 
 
 @settings(max_examples=150)
-@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), st.booleans(), ACTIONS)
+@given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak", "any"]), st.booleans(), ACTIONS)
 def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
     bench = Bench(count, Rules(count, quorum))
     if formed_first:
@@ -232,6 +234,57 @@ def test_with_any_as_the_rule_both_go_on_in_lineages_of_their_own_and_meet_again
     bench.heal()
     assert {m.core.view.epoch for m in bench.machines.values()} == {bench.machines["a"].core.view.epoch}
     assert sorted(members(bench, "d")) == list("abcd")
+
+
+def test_a_member_that_went_on_by_itself_is_no_reason_why_a_view_failed():
+    bench = formed(2, "any")
+    bench.suspect("b", "a")
+    bench.machines["b"].core.tick(bench.now + 1)
+    bench.machines["b"].drain()
+    bench.mail.clear()
+    bench.gossip("a", "b")
+    a = bench.machines["a"].core
+    a.broken(a.view.epoch, Failure("nothing came from b", waited_for="b", stalled_s=20.0), bench.now)
+    bench.pass_time(ASTRAY_S)
+    bench.pass_time(2 * PATIENCE_S)
+    assert (members(bench, "a"), members(bench, "b")) == ("a", "b")
+    bench.heal(8)  # nobody is in quarantine
+    assert members(bench, "a") == members(bench, "b") == "ab"
+
+
+def test_one_that_was_left_out_does_not_wait_for_a_cluster_that_cannot_change():
+    bench = formed(2, "any")
+    a, b = bench.machines["a"].core, bench.machines["b"].core
+    a.broken(a.view.epoch, Failure("b sends what nobody should", violator="b"), bench.now)
+    bench.machines["a"].drain()
+    while members(bench, "b") != "b":
+        bench.deliver(0)
+        bench.pass_time(0.1)
+    for _ in range(8):
+        b.heard(replace(a.status, waits=True), bench.now)
+        bench.pass_time(1.0)
+    assert members(bench, "b") == "b"
+    assert b.view.formed
+
+
+@pytest.mark.parametrize(("quorum", "goes_on"), [("any", True), ("tiebreak", False)])
+def test_those_who_were_left_out_go_on_where_any_may_once_all_others_have_gone(quorum, goes_on):
+    bench = formed(4, quorum)
+    a, b = bench.machines["a"].core, bench.machines["b"].core
+    for core in (a, b):
+        violation = Failure("c and d send what nobody should", violator="c", accusations=(Accusation("d", "as c"),))
+        core.broken(core.view.epoch, violation, bench.now)
+    for name in "ab":
+        bench.machines[name].drain()
+    bench.heal(4)
+    assert [members(bench, name) for name in "abcd"] == ["ab", "ab", "c", "d"]
+    for name in "ab":
+        del bench.machines[name]
+        for other in "cd":
+            bench.suspect(other, name)
+    bench.heal(12)
+    assert members(bench, "c") == members(bench, "d") == "cd"
+    assert bench.machines["c"].core.view.formed == goes_on
 
 
 def test_the_leader_is_the_most_senior_member_whatever_its_id():
@@ -371,6 +424,7 @@ TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(
 
 @settings(max_examples=60)
 @example(count=3, quorum="majority", troubles=[(0, 0, False, 3), (0, 1, False, 2)])
+@example(count=4, quorum="tiebreak", troubles=[(0, 0, False, 9), (0, 0, False, 7), (0, 0, False, 9), (0, 0, False, 4)])
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak"]), TROUBLES)
 def test_all_come_together_whoever_was_set_back_in_whatever_company(count, quorum, troubles):
     bench = formed(count, quorum)

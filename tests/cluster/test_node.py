@@ -345,3 +345,18 @@ def test_no_word_is_given_that_would_not_outlive_a_crash():
 def test_a_member_votes_again_when_there_is_room():
     party = Party(ABC, [full_disk("a", 9), Crash(at_s=Seconds(5), node="c")]).run(20)
     assert party.members("a") == party.members("b") == [ABC, ("a", "b")]
+
+
+def test_who_cannot_go_on_without_those_that_did_joins_them_where_any_side_may():
+    alone = Partition(sides=(("d",), ABC), **after(5, 5))
+    party = Party("abcd", [full_disk("a"), full_disk("d"), alone], quorum="any").run(30)
+    # Of four members two can vote, and a does not count: theirs is a branch. Nothing draws them back into the old view.
+    assert [party.members(name) for name in ABC] == [[tuple("abcd"), ABC, tuple("abcd")]] * 3
+    assert party.members("d") == [tuple("abcd")] * 2
+
+
+def test_a_cluster_that_cannot_change_is_not_what_others_wait_for():
+    a_first = Party("ab", [full_disk("a")], quorum="any")
+    a_first.config = Cluster(nodes=1, preset="low_latency", quorum="any")
+    a_first.late_s = {"b": 5}
+    assert a_first.run(20).members("a") == [("a",), ("b", "a")]

@@ -22,3 +22,17 @@ def test_one_that_has_just_been_left_out_is_about_to_ask_until_it_has_had_its_ch
     roster.quarantine("b", 0.0, 11.0)
     roster.release(11.0)
     assert not roster.preparing(AFTER, 11.0)
+
+
+def test_of_several_sick_members_each_is_the_pardon_of_another_only_once() -> None:
+    roster = Roster(A)
+    roster.heard(Status(B, "b:0", "b:1.1", 6, 1, formed=False, joins="line", reaches=("a",)))
+    roster.qualify("b", "line", 1)
+    lets_in: list[bool] = []
+    for now in (10.0, 20.0):
+        roster.quarantine("b", 0.0, now)
+        roster.pardon("b")
+        lets_in.append(roster.joiners(AFTER, now) == [B])
+    roster.progressed()
+    roster.pardon("b")
+    assert [*lets_in, roster.joiners(AFTER, 20.0) == [B]] == [True, False, True]

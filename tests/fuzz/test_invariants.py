@@ -136,3 +136,27 @@ def test_one_that_was_left_out_just_before_the_end_gets_the_final_model_too() ->
     texts = said("view 2: a, b (c is left out: c sent a frame of another length)")
     late = evidence(*NEXT, said=texts, results=results(c=TimeoutError()))
     assert [breach.invariant for breach in breaches(late)] == ["the_core_comes_to_the_end"]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "faults", "ended_s", "broken"),
+    [
+        ("any", (Pause(Seconds(1), "a", PositiveSeconds(0.1)),), 200.0, True),
+        ("any", (Pause(Seconds(199), "a", PositiveSeconds(0.1)),), 200.0, False),
+        ("any", (Pause(Seconds(1), "c"),), 200.0, False),
+        ("tiebreak", (Pause(Seconds(199), "a", PositiveSeconds(0.1)),), 200.0, True),
+    ],
+    ids=["well for long", "before all was well", "with a sick machine", "by another rule"],
+)
+def test_only_where_any_side_may_go_on_may_those_out_of_sight_end_apart(
+    quorum: str, faults: tuple[Any, ...], ended_s: float, broken: bool
+) -> None:
+    scenario = replace(home(*faults), cluster=Cluster(nodes=3, preset="low_latency", quorum=quorum))  # type: ignore[arg-type]
+    left = [(ended_s, name) for name in "abc"]
+    found = breaches(evidence(scenario=scenario, results=results(b=report(sha256="bb")), left=left))
+    assert ("the_core_comes_to_the_end" in [breach.invariant for breach in found]) == broken
+
+
+def test_a_step_counts_that_was_taken_over_from_another() -> None:
+    late = evidence((3_000_000_000, "synchronised", "a", 1, 3), steps=[Step(1.0, "a", 1)])
+    assert "the_core_makes_progress" not in [breach.invariant for breach in breaches(late)]

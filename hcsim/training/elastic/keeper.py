@@ -19,7 +19,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.method import Replicated
 from hcsim.training.elastic.parcel import Parcel, relay
-from hcsim.training.elastic.standing import Era, Header, most_right
+from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
 from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer
@@ -94,7 +94,7 @@ class Keeper:
             array_of(each) for each in await group.all_gather(np.array([*ours.numbers(), mark, done], np.int64))
         ]
         headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
-        right = most_right(headers)
+        right = most_right(headers, lineage_digest(view))
         await same_intent(group, intent, [header.intent for header in headers], right, view)
         if headers[right].generation == PULLED:
             if group.rank == right:

@@ -102,14 +102,15 @@ class Votes:
         await self._settled()
 
     async def confirmed(self, step: int) -> bool:
-        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it.
+        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it, and
+        no cluster will let us in.
 
         Members see newcomers that prepare at different times, and so ask each other again and again: whoever waited
         alone would keep the others waiting for its vote."""
         conductor, epoch, clock = self._ballot.conductor, self._view.epoch, self._group.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
         while True:
-            waits = conductor.preparing(epoch) and clock.elapsed() < until_s
+            waits = conductor.will_be_let_in(epoch) or (conductor.preparing(epoch) and clock.elapsed() < until_s)
             votes = await self._gathered(step, _Vote(await self._print(), -1, conductor.superseded(epoch), waits))
             if any(vote.superseded for vote in votes):
                 return False

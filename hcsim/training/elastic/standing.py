@@ -17,6 +17,10 @@ each other. So between origins this decides, in this order:
     2.  Of two that members work on now, the one whose member is the most senior of the view: its cluster took in the
         other's members (see `View.standing`: the larger one does).
     3.  Of two that nobody works on, the one with more steps.
+
+Where any side may go on, or a machine alone, members of one origin may have gone apart, each with a lineage of views
+(`hcsim.cluster.view`). Where they meet, they go on from what those hold who worked in the lineage of the present view:
+they took in the others, who start over from there, however many steps they have done.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ class Era(msgspec.Struct, frozen=True, order=True):
 
     def next(self, view: View) -> Era:
         """The era of a view whose members go on from here."""
-        lineage = zlib.crc32(view.lineage.encode())
+        lineage = lineage_digest(view)
         members = zlib.crc32(repr([(member.node, member.boot) for member in view.members]).encode())
         generation = self.generation + (self.epoch >= 0 and lineage != self.lineage)
         first = zlib.crc32(f"{view.lineage} {view.epoch}".encode()) & _ORIGINS
@@ -132,8 +136,13 @@ def intent_digest(intent: bytes) -> int:
     return int.from_bytes(hashlib.sha256(intent).digest()[:8], "big") >> 1
 
 
-def most_right(headers: Sequence[Header]) -> int:
-    """The rank whose state all go on from; of several that hold the same, the first."""
+def lineage_digest(view: View) -> int:
+    """Which lineage a view is of, as a number."""
+    return zlib.crc32(view.lineage.encode())
+
+
+def most_right(headers: Sequence[Header], lineage: int) -> int:
+    """The rank whose state all go on from in a view of that lineage; of several that hold the same, the first."""
     held = [(rank, header) for rank, header in enumerate(headers) if header.epoch >= 0]
 
     def worth(origin: int) -> tuple[bool, int]:
@@ -141,8 +150,9 @@ def most_right(headers: Sequence[Header]) -> int:
         live = [rank for rank, header in alike if header.live]
         return (True, -live[0]) if live else (False, max(header.step for _, header in alike))
 
-    nothing = False, -1
-    return max(
-        range(len(headers)),
-        key=lambda r: (worth(headers[r].origin) if headers[r].epoch >= 0 else nothing, headers[r].standing, -r),
-    )
+    def key(rank: int) -> tuple[tuple[bool, int], bool, tuple[Era, int], int]:
+        header = headers[rank]
+        value = worth(header.origin) if header.epoch >= 0 else (False, -1)
+        return value, header.lineage == lineage, header.standing, -rank
+
+    return max(range(len(headers)), key=key)

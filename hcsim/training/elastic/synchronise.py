@@ -31,7 +31,7 @@ from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
 from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
-from hcsim.training.elastic.standing import Header, intent_digest, most_right
+from hcsim.training.elastic.standing import Header, intent_digest, lineage_digest, most_right
 from hcsim.training.elastic.trainee import Trainee
 
 
@@ -41,14 +41,14 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
     headers = [
         Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header().numbers(), np.int64))
     ]
-    right = most_right(headers)
+    right = most_right(headers, lineage_digest(view))
     await same_intent(group, us.intent, [header.intent for header in headers], right, view)
     await us.resolve(headers[right])
 
     told = await _told(group, us)
     # Of those who are right, one whose compressor remembers something: where homes have speakers, only theirs do.
-    of_origin = [rank for rank in range(group.size) if headers[rank].era.origin == headers[right].era.origin]
-    right = max(of_origin, key=lambda r: (headers[r].era, told[r].step, told[r].memory != 0, -r))
+    of_era = [rank for rank in range(group.size) if headers[rank].era == headers[right].era]
+    right = max(of_era, key=lambda r: (told[r].step, told[r].memory != 0, -r))
     _check_alike(view, headers, told, right)
     model = [each.print != told[right].print or each.step != told[right].step for each in told]
     memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]

@@ -179,6 +179,9 @@ class Scripted:
         for conductor in self._cluster.conductors.values():
             conductor.news()
 
+    def will_be_let_in(self, epoch: int) -> bool:
+        return False
+
     async def leave(self) -> None:
         self._cluster.left(self._name)
 

@@ -81,6 +81,9 @@ class Reader:
     def finish(self, outcome: str) -> None:
         pass
 
+    def will_be_let_in(self, epoch: int) -> bool:
+        return False
+
     async def leave(self) -> None:
         await self._board.show()
 

@@ -10,7 +10,7 @@ from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, in_store
-from hcsim.training.elastic.standing import Era, Header, most_right
+from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
 from tests.training.elastic.script import Cluster, Outcome, train
@@ -23,8 +23,12 @@ def era(lineage: str, *epochs: int) -> Era:
     """What follows from these views of one lineage."""
     reached = Era()
     for epoch in epochs:
-        reached = reached.next(View(lineage, epoch, (Member("a", 1, "a", "a:1"),)))
+        reached = reached.next(view(lineage, epoch))
     return reached
+
+
+def view(lineage: str, epoch: int) -> View:
+    return View(lineage, epoch, (Member("a", 1, "a", "a:1"),))
 
 
 def header(reached: Era, step: int, *, live: bool) -> Header:
@@ -32,6 +36,7 @@ def header(reached: Era, step: int, *, live: bool) -> Header:
 
 
 NEW, OLD, FRESH = era("new", 3), era("old", 7, 30), Era()
+BRANCH = era("old", 7).next(view("old/7.8.b", 8))
 
 
 def test_a_header_crosses_the_wire_whole():
@@ -55,10 +60,14 @@ def test_a_header_crosses_the_wire_whole():
         ([header(era("old", 7), 600, live=True), header(OLD, 500, live=False)], 1),
         ([header(OLD, 500, live=False), header(OLD, 501, live=True)], 1),
         ([header(OLD, 501, live=True), header(OLD, 501, live=True)], 0),
+        # Of those who went apart, whoever comes from elsewhere starts over.
+        ([header(OLD, 500, live=True), header(BRANCH, 900, live=True)], 0),
+        ([header(BRANCH, 900, live=True), header(OLD, 500, live=True)], 1),
+        ([header(BRANCH, 900, live=True), header(era("old", 7), 400, live=True), header(OLD, 500, live=False)], 2),
     ],
 )
 def test_whose_state_all_go_on_from(headers, right):
-    assert most_right(headers) == right
+    assert most_right(headers, lineage_digest(view("old", 31))) == right
 
 
 def saving(host: Host) -> Checkpoints:

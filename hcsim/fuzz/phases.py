@@ -16,7 +16,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
                 not lost their memory must be enough by the rule (majority: more than half; tiebreak: or half with the
                 leader; any: one). The sick ones may vote too, but need not.
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
-    forming     Work begins with `nodes` members at once. So either it has begun, or the core has as many.
+    forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
+                is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
+                alone can let them in again.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -161,13 +163,21 @@ class Sighting(msgspec.Struct, frozen=True):
     """Their names, by rank."""
 
 
+class Work(msgspec.Struct, frozen=True):
+    """A host begins to work in a view."""
+
+    time_s: float
+    host: str
+    epoch: int
+
+
 class Lives(msgspec.Struct, frozen=True):
     """What the trace says of the lives of the hosts."""
 
     views: Sequence[Sighting]
     """In the order of time."""
-    worked: Sequence[tuple[float, str]]
-    """When hosts began to work in a view, in the order of time."""
+    worked: Sequence[Work]
+    """In the order of time."""
     started_s: Mapping[str, float]
     """When hosts were last started anew."""
     forgot_s: Mapping[str, float]
@@ -178,8 +188,10 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     """Why the core need not finish, as the views of the moment show; empty: it must."""
     if not phases.core:
         return "nothing is left that could go on"
+    has_begun = False
     for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
         ours, newest = _known(lives.views, phases.core, until_s)
+        has_begun |= any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
         for lineage in dict.fromkeys(ours.values()):
             view = newest[lineage]
             voters = [name for name in phases.core if _knows(name, view, lives, until_s)]
@@ -187,10 +199,19 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
                 return f"of the view {view.epoch} of {', '.join(view.members)} too few are in the core"
             if missing := _owners_of_the_model(view, phases, lives, until_s):
                 return f"only {', '.join(missing)} may still have the model"
-    has_begun = any(time_s <= phases.liveness_s and host in phases.core for time_s, host in lives.worked)
     if not has_begun and cluster.needed > len(phases.core):
-        return f"work has not begun, and {cluster.needed} machines are needed for that"
+        return f"work has not begun where the core is, and {cluster.needed} machines are needed for that"
     return ""
+
+
+def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
+    """Whether anybody has worked in this lineage, or in one that it branched from."""
+    lineages = {(view.host, view.epoch): view.lineage for view in lives.views}
+    return any(
+        f"{lineage}/".startswith(f"{lineages[work.host, work.epoch]}/")
+        for work in lives.worked
+        if work.time_s <= until_s
+    )
 
 
 def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
@@ -205,8 +226,9 @@ def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
 
 def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: float) -> list[str]:
     """The sick members of a view that have to be waited for, as nobody of the core has the model in memory."""
-    has_it = [host for time_s, host in lives.worked if time_s <= until_s and time_s >= lives.started_s.get(host, 0.0)]
-    worked = [host for time_s, host in lives.worked if time_s <= until_s]
+    until = [work for work in lives.worked if work.time_s <= until_s]
+    has_it = [work.host for work in until if work.time_s >= lives.started_s.get(work.host, 0.0)]
+    worked = [work.host for work in until]
     if not worked or any(name in has_it for name in view.members if name in phases.core):
         return []
     return [name for name in view.members if name in phases.sick and name in worked]

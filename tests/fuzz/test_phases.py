@@ -19,7 +19,7 @@ from hcsim.config import (
     Stranger,
     parse_scenario,
 )
-from hcsim.fuzz.phases import Lives, Sighting, excuse, phases_of
+from hcsim.fuzz.phases import Lives, Sighting, Work, excuse, phases_of
 from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
 
 T = Seconds(3)
@@ -75,7 +75,7 @@ def excused(
     scenario = home(*(Crash(T, node) for node in sick.split()), quorum=quorum)
     assert scenario.cluster is not None
     views = [Sighting(1.0, name, "L", 2, members) for name in ("m-1", "m-2", "m-3", "m-4")]
-    lives = Lives(views, [(1.0, name) for name in worked], started_s or {}, {})
+    lives = Lives(views, [Work(1.0, name, 2) for name in worked], started_s or {}, {})
     return excuse(phases_of(scenario), scenario.cluster, lives)
 
 
@@ -106,6 +106,18 @@ def test_a_core_that_was_started_anew_may_wait_for_a_sick_member_that_has_the_mo
 
 def test_where_work_has_not_begun_as_many_are_needed_as_were_asked_for() -> None:
     assert "4 machines are needed" in excused("m-1", "m-2", "m-3", "m-4", sick="m-4", worked=())
+
+
+@pytest.mark.parametrize(("member", "must"), [("m-4", False), ("m-1", True)])
+def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(member: str, must: bool) -> None:
+    scenario = home(Crash(T, "m-4"))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views = [Sighting(1.0, name, "L", 2, names) for name in names] + [Sighting(2.0, member, "L", 3, (member,))]
+    views += [Sighting(2.0, name, f"{name}.2", 4, (name,)) for name in names if name != member]
+    lives = Lives(views, [Work(1.0, name, 2) for name in names], {}, {})
+    why = excuse(phases_of(scenario), scenario.cluster, lives)
+    assert why == "" if must else "4 machines are needed" in why
 
 
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:

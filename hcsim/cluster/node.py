@@ -114,6 +114,8 @@ class Node:
         self._checker: Checker | None = None
         self._disqualified_s = 0.0
         """How long we wait before we check again whether we can join; longer each time."""
+        self._qualifying: asyncio.Task[None] | None = None
+        """Finds out whether we can join; what was asked before it is of no interest any more."""
         self._lines = Lines(host, self)
         self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
@@ -427,7 +429,9 @@ class Node:
                         self._check(self._membership.view, effect), name=f"check the members of {effect.epoch}"
                     )
                 elif isinstance(effect, Qualify):
-                    self._host.spawn(self._qualify(effect), name="qualify")
+                    if self._qualifying is not None:
+                        self._qualifying.cancel()
+                    self._qualifying = self._host.spawn(self._qualify(effect), name="qualify")
                 elif isinstance(effect, Waiting) and effect.reason not in self._waiting:
                     self._waiting[effect.reason] = None
                     self._host.trace("cluster", effect.reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hcsim.cluster.agreement import Record
@@ -345,3 +347,22 @@ def test_no_word_is_given_that_would_not_outlive_a_crash():
 def test_a_member_votes_again_when_there_is_room():
     party = Party(ABC, [full_disk("a", 9), Crash(at_s=Seconds(5), node="c")]).run(20)
     assert party.members("a") == party.members("b") == [ABC, ("a", "b")]
+
+
+def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():
+    flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
+    party, most = Party(ABC, flaps), [0, 0]
+
+    async def never_well(node: Node) -> None:
+        async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+            return "too hot", ["" for _ in peers]
+
+        node.check_with(check)
+        for half in range(2):
+            for _ in range(45):
+                await party.world.host("c").clock.sleep(1)
+                most[half] = max(most[half], party.world.loop.tasks_of(party.world.host("c")))
+
+    party.meanwhile["c"] = never_well
+    party.run(93)
+    assert most[1] <= most[0]

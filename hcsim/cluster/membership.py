@@ -57,6 +57,7 @@ class Membership:
         self._acceptor = Acceptor(remembered or Record(View("", 0, ())), save)
         self._proposer.saw(self._acceptor.record.promised)
         self.votes = self._acceptor.votes
+        self.write = self._acceptor.write
         self.rounds = self._proposer.rounds
         self._needed_since_s: float | None = None
         self._joins = ""

@@ -455,6 +455,8 @@ class Node:
         while nodes := [node for node in membership.to_qualify_with(asked.lineage) if node not in passed]:
             members = [membership.roster.peers[node].status.us for node in nodes]
             wrong = await self._wrong_with(members)
+            if disk := await self._wrong_with_disk():
+                wrong = {self._us.node: disk, **wrong}
             if wrong:
                 names = {self._us.node: self._us.name, **{member.node: member.name for member in members}}
                 self.told(f"not ready to join: {', '.join(f'{names[node]}: {why}' for node, why in wrong.items())}")
@@ -487,6 +489,17 @@ class Node:
         own, theirs = await self._checker(peers)
         wrong = {self._us.node: own, **{member.node: why for member, why in zip(members, theirs, strict=True)}}
         return {node: why for node, why in wrong.items() if why}
+
+    async def _wrong_with_disk(self) -> str:
+        """Why members could not count on our vote: who has none, or gives it late, would only make a quorum larger."""
+        began_s = self._now()
+        try:
+            self._membership.write()
+        except HcsimError as error:
+            return str(error)
+        await self._host.clock.sleep(_TICK_S)
+        late = self._now() > began_s + _TICK_S + self._beat.interval_s
+        return "its disk takes longer than a heartbeat to write a record" if late else ""
 
     def _adopted(self, view: View) -> None:
         self._waiting.clear()

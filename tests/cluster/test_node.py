@@ -12,7 +12,7 @@ from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
-from hcsim.config import Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart
+from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
 from hcsim.runtime.store import kept
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
@@ -347,6 +347,23 @@ def test_no_word_is_given_that_would_not_outlive_a_crash():
 def test_a_member_votes_again_when_there_is_room():
     party = Party(ABC, [full_disk("a", 9), Crash(at_s=Seconds(5), node="c")]).run(20)
     assert party.members("a") == party.members("b") == [ABC, ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (FullDisk(node="d", **after(1, 7)), "d: membership, on a virtual disk: cannot be written: No space left"),
+        (SlowDisk(node="d", takes_s=PositiveSeconds(1), **after(1, 7)), "d: its disk takes longer than a heartbeat"),
+    ],
+)
+def test_a_machine_joins_members_that_work_once_its_vote_can_be_counted_on(fault: AnyFault, why: str):
+    party = Party("abcd", [fault])
+    party.config = Cluster(nodes=3, preset="low_latency")
+    party.late_s = {"d": 3.0}
+    party.run(20)
+    assert party.members("a") == [ABC, tuple("abcd")]
+    assert party.when_s["d", party.views["d"][0].epoch] > 8
+    assert any(name == "d" and what.startswith(f"not ready to join: {why}") for name, what in party.told)
 
 
 def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -364,6 +365,19 @@ def test_a_machine_joins_members_that_work_once_its_vote_can_be_counted_on(fault
     assert party.members("a") == [ABC, tuple("abcd")]
     assert party.when_s["d", party.views["d"][0].epoch] > 8
     assert any(name == "d" and what.startswith(f"not ready to join: {why}") for name, what in party.told)
+
+
+def test_a_member_that_is_lost_as_soon_as_it_is_let_in_waits_longer_each_time():
+    pauses = [Pause(node="c", **after(at_s, 3)) for at_s in (3, 7, 16, 32)]
+    party = Party(ABC, pauses).run(60)
+    changes = pairwise(party.views["a"])
+    let_in_s = [party.when_s["a", new.epoch] for old, new in changes if "c" in new.nodes and "c" not in old.nodes]
+    assert [round(at_s - pause.over_s) for at_s, pause in zip(let_in_s, pauses, strict=True)] == [
+        1,
+        4,
+        9,
+        19,
+    ]  # 5, 10 and 20 s after it was missed
 
 
 def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():

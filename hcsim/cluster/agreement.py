@@ -156,6 +156,11 @@ class Acceptor:
         self.votes["accepted"] += 1
         return Accepted(asked.ballot)
 
+    def write(self) -> None:
+        """Save what we remember, whether the disk has it already or not; an error where it cannot be."""
+        self._save(self.record)
+        self._unsaved = False
+
     def _remember(self, record: Record) -> bool:
         """Whether the record is on the disk, and counts from now on."""
         if record != self.record or self._unsaved:

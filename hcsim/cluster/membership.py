@@ -57,6 +57,7 @@ class Membership:
         self._acceptor = Acceptor(remembered or Record(View("", 0, ())), save)
         self._proposer.saw(self._acceptor.record.promised)
         self.votes = self._acceptor.votes
+        self.write = self._acceptor.write
         self.rounds = self._proposer.rounds
         self._needed_since_s: float | None = None
         self._joins = ""
@@ -434,6 +435,7 @@ class Membership:
         for peer in self.roster.peers.values():
             peer.astray_since_s = None
         self._quarantine_left_out(view, now)
+        self._note_arrivals(view, now)
         self._enter(view)
 
     def _quarantine_left_out(self, view: View, now: float) -> None:
@@ -453,6 +455,18 @@ class Membership:
             else:
                 self.roster.quarantine(node, self._diagnosis.stalled_s, now)
                 self._tried_without.append(node)
+
+    def _note_arrivals(self, view: View, now: float) -> None:
+        """Members that are lost soon after they were let in wait before they are let in again."""
+        ours = self.view
+        if not ours.formed or view.lineage != ours.lineage or ours.rank(self.us) is None:
+            return
+        for node in ours.nodes:
+            if view.member(node) is None and node not in view.left and not self.roster.well(node, ours):
+                self.roster.left_soon(node, self._rules.answer_s, now)
+        for node in view.nodes:
+            if ours.member(node) is None:
+                self.roster.let_in(node, now)
 
     def _yield_to(self, view: View) -> None:
         """Another view follows the one before ours, for somebody's disk was set back: join it, like any newcomer."""

@@ -114,6 +114,8 @@ class Node:
         self._checker: Checker | None = None
         self._disqualified_s = 0.0
         """How long we wait before we check again whether we can join; longer each time."""
+        self._qualifying: asyncio.Task[None] | None = None
+        """Finds out whether we can join; what was asked before it is of no interest any more."""
         self._lines = Lines(host, self)
         self._ways = Ways(host, me.node, self._control_of)
         announcement = Announcement(me.node, me.name, me.namespace, me.boot, me.control)
@@ -443,7 +445,9 @@ class Node:
                         self._check(self._membership.view, effect), name=f"check the members of {effect.epoch}"
                     )
                 elif isinstance(effect, Qualify):
-                    self._host.spawn(self._qualify(effect), name="qualify")
+                    if self._qualifying is not None:
+                        self._qualifying.cancel()
+                    self._qualifying = self._host.spawn(self._qualify(effect), name="qualify")
                 elif isinstance(effect, Waiting) and effect.reason not in self._waiting:
                     self._waiting[effect.reason] = None
                     self._host.trace("cluster", effect.reason)
@@ -468,6 +472,8 @@ class Node:
         while nodes := [node for node in membership.to_qualify_with(asked.lineage) if node not in passed]:
             members = [membership.roster.peers[node].status.us for node in nodes]
             wrong = await self._wrong_with(members)
+            if disk := await self._wrong_with_disk():
+                wrong = {self._us.node: disk, **wrong}
             if wrong:
                 names = {self._us.node: self._us.name, **{member.node: member.name for member in members}}
                 self.told(f"not ready to join: {', '.join(f'{names[node]}: {why}' for node, why in wrong.items())}")
@@ -500,6 +506,17 @@ class Node:
         own, theirs = await self._checker(peers)
         wrong = {self._us.node: own, **{member.node: why for member, why in zip(members, theirs, strict=True)}}
         return {node: why for node, why in wrong.items() if why}
+
+    async def _wrong_with_disk(self) -> str:
+        """Why members could not count on our vote: who has none, or gives it late, would only make a quorum larger."""
+        began_s = self._now()
+        try:
+            self._membership.write()
+        except HcsimError as error:
+            return str(error)
+        await self._host.clock.sleep(_TICK_S)
+        late = self._now() > began_s + _TICK_S + self._beat.interval_s
+        return "its disk takes longer than a heartbeat to write a record" if late else ""
 
     def _adopted(self, view: View) -> None:
         self._waiting.clear()

@@ -12,6 +12,9 @@ QUARANTINE_S = 5.0
 STALL_SHARE = 4.0
 """A quarantine lasts so many times as long as its reason kept the others from working."""
 LONGEST_QUARANTINE_S = 600.0
+SETTLES_S = 5.0
+"""A member has come to stay if its loss is noticed later than that, and than silence is noticed, after it was let
+in."""
 
 
 class Peer(msgspec.Struct):
@@ -52,6 +55,8 @@ class Roster:
         self._quarantined: dict[str, Quarantine] = {}
         self._pardoned: dict[str, None] = {}
         """Nodes that were let in at once since there was progress."""
+        self._let_in_s: dict[str, float] = {}
+        """When nodes were last let in to a view that worked."""
         self._released: dict[str, None] = {}
         """Nodes whose quarantine was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
@@ -73,6 +78,16 @@ class Roster:
         """A member is left out, because a view did not work with it. Returns for how long."""
         self._quarantined[node] = Quarantine.after(self._quarantined.get(node), stalled_s, now)
         return self._quarantined[node]
+
+    def let_in(self, node: str, now: float) -> None:
+        """A node has become a member of a view that worked before."""
+        self._let_in_s[node] = now
+
+    def left_soon(self, node: str, noticed_s: float, now: float) -> None:
+        """A member was lost, whose silence is noticed after so long. Who was let in just before waits, or it could do
+        so again and again, and every time costs a view."""
+        if node in self._let_in_s and now < self._let_in_s.pop(node) + SETTLES_S + noticed_s:
+            self.quarantine(node, 0.0, now)
 
     def release(self, now: float) -> None:
         """End all quarantines, of each node once: whoever keeps another view from working waits its time."""

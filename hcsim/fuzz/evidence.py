@@ -13,7 +13,7 @@ from hcsim.compressors.feedback import OWED, SUFFIX
 from hcsim.config import Cluster, CopiedIdentity, Restart, Scenario, Training
 from hcsim.fuzz.coverage import Tracker
 from hcsim.fuzz.generate import forgets
-from hcsim.fuzz.phases import Lives, Phases, Sighting
+from hcsim.fuzz.phases import Lives, Phases, Sighting, Work
 from hcsim.runtime.channel import Phantom
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Point, Report, Run
@@ -147,7 +147,7 @@ class Recorder:
 
     def lives(self, scenario: Scenario) -> Lives:
         """What the trace says of the lives of the hosts."""
-        worked = [(_seconds(event), str(event[2])) for event in self.events if event[1] == "follows"]
+        worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
         return Lives(self.views, worked, started_s, forgotten_s(scenario))

@@ -16,9 +16,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
                 not lost their memory must be enough by the rule (majority: more than half; tiebreak: or half with the
                 leader; any: one). The sick ones may vote too, but need not.
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
-    forming     Work begins with `nodes` members at once. So either it has begun where one of the core is, or the core
-                has as many. Whoever was left out by a cluster that works does not begin alone, also if that cluster is
-                lost: but as long as one of its newest view runs, that one may go on.
+    forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
+                is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
+                alone can let them in again.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -90,8 +90,6 @@ class Phases(msgspec.Struct, frozen=True):
     """Members of the core that no lasting fault concerns."""
     patience_s: float
     """The longest time without a step, in the liveness phase."""
-    down: tuple[str, ...] = ()
-    """Of the sick, those that do not even run."""
 
 
 def phases_of(scenario: Scenario) -> Phases:
@@ -107,7 +105,6 @@ def phases_of(scenario: Scenario) -> Phases:
         core,
         tuple(name for name in core if name not in touched),
         patience_s(scenario.cluster or Cluster(), scenario.training or Training(), max(1, len(names) - len(core))),
-        tuple(name for name in names if _is_down(name, scenario.faults)),
     )
 
 
@@ -155,13 +152,6 @@ def _starts_again(fault: Crash | Leave | Pause, faults: Sequence[AnyFault]) -> b
     )
 
 
-def _is_down(name: str, faults: Sequence[AnyFault]) -> bool:
-    ends = [
-        each for each in faults if isinstance(each, Crash | Leave) or (isinstance(each, Pause) and each.is_for_good)
-    ]
-    return any(each.node == name and not _starts_again(each, faults) for each in ends)
-
-
 def _smallest_cover(edges: Sequence[Broken], names: Sequence[str]) -> tuple[str, ...]:
     """A smallest set of nodes that has one of each; among several one of the most concerned."""
     degree = {name: sum(name in edge for edge in edges) for name in names}
@@ -184,13 +174,21 @@ class Sighting(msgspec.Struct, frozen=True):
     """Their names, by rank."""
 
 
+class Work(msgspec.Struct, frozen=True):
+    """A host begins to work in a view."""
+
+    time_s: float
+    host: str
+    epoch: int
+
+
 class Lives(msgspec.Struct, frozen=True):
     """What the trace says of the lives of the hosts."""
 
     views: Sequence[Sighting]
     """In the order of time."""
-    worked: Sequence[tuple[float, str]]
-    """When hosts began to work in a view, in the order of time."""
+    worked: Sequence[Work]
+    """In the order of time."""
     started_s: Mapping[str, float]
     """When hosts were last started anew."""
     forgot_s: Mapping[str, float]
@@ -201,8 +199,10 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     """Why the core need not finish, as the views of the moment show; empty: it must."""
     if not phases.core:
         return "nothing is left that could go on"
+    has_begun = False
     for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
         ours, newest = _known(lives.views, phases.core, until_s)
+        has_begun |= any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
         for lineage in dict.fromkeys(ours.values()):
             view = newest[lineage]
             voters = [name for name in phases.core if _knows(name, view, lives, until_s)]
@@ -210,30 +210,19 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
                 return f"of the view {view.epoch} of {', '.join(view.members)} too few are in the core"
             if missing := _owners_of_the_model(view, phases, lives, until_s):
                 return f"only {', '.join(missing)} may still have the model"
-    if not _has_begun(phases, lives) and cluster.needed > len(phases.core):
-        return f"work has not begun, and {cluster.needed} machines are needed for that"
+    if not has_begun and cluster.needed > len(phases.core):
+        return f"work has not begun where the core is, and {cluster.needed} machines are needed for that"
     return ""
 
 
-def _has_begun(phases: Phases, lives: Lives) -> bool:
-    """Whether work has begun that somebody who runs may go on with: one of the core, whose views are of that lineage
-    now, or a sick member of that lineage's newest view."""
-    if not any(time_s <= phases.liveness_s and host in phases.core for time_s, host in lives.worked):
-        return False
-    ours, newest = _known(lives.views, phases.core, phases.liveness_s)
-    for time_s, host in lives.worked:
-        line = _lineage_of(host, lives.views, time_s) if time_s <= phases.liveness_s else ""
-        if not line:
-            continue
-        running = [name for name in newest[line].members if name not in phases.down]
-        if running or any(lineage == line or lineage.startswith(f"{line}/") for lineage in ours.values()):
-            return True
-    return False
-
-
-def _lineage_of(host: str, views: Sequence[Sighting], at_s: float) -> str:
-    """Of the view that a host had adopted last, at that time."""
-    return next((view.lineage for view in reversed(views) if view.host == host and view.time_s <= at_s), "")
+def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:
+    """Whether anybody has worked in this lineage, or in one that it branched from."""
+    lineages = {(view.host, view.epoch): view.lineage for view in lives.views}
+    return any(
+        f"{lineage}/".startswith(f"{lineages[work.host, work.epoch]}/")
+        for work in lives.worked
+        if work.time_s <= until_s
+    )
 
 
 def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
@@ -248,8 +237,9 @@ def _knows(host: str, view: Sighting, lives: Lives, until_s: float) -> bool:
 
 def _owners_of_the_model(view: Sighting, phases: Phases, lives: Lives, until_s: float) -> list[str]:
     """The sick members of a view that have to be waited for, as nobody of the core has the model in memory."""
-    has_it = [host for time_s, host in lives.worked if time_s <= until_s and time_s >= lives.started_s.get(host, 0.0)]
-    worked = [host for time_s, host in lives.worked if time_s <= until_s]
+    until = [work for work in lives.worked if work.time_s <= until_s]
+    has_it = [work.host for work in until if work.time_s >= lives.started_s.get(work.host, 0.0)]
+    worked = [work.host for work in until]
     if not worked or any(name in has_it for name in view.members if name in phases.core):
         return []
     return [name for name in view.members if name in phases.sick and name in worked]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeAlias
 
 from hcsim.errors import ChannelError, HcsimError
@@ -104,22 +105,22 @@ def echo_s(latency_s: float, there_Bps: float, back_Bps: float) -> float:
     return ECHOES * (2 * latency_s + len(_ECHO) / there_Bps + len(_ECHO) / back_Bps)
 
 
-async def check_peer(host: Host, address: str, within_s: float = CHECK_S) -> str:
-    """Why collectives cannot work with the node at that address, as far as can be seen from here; empty: they can."""
+async def check_peer(host: Host, address: str, within_s: float = CHECK_S, until: AsyncExitStack | None = None) -> str:
+    """Why collectives cannot work with the node at that address, as far as can be seen from here; empty: they can.
+
+    The connection is closed at once, or `until` others are."""
     done, within_s = 0, min(CHECK_S, within_s)
     try:
-        async with host.clock.timeout(CHECK_S):
+        async with host.clock.timeout(CHECK_S), AsyncExitStack() as now:
             channel = await host.connect(address, timeout_s=CHECK_S)
-            try:
-                channel.limit(HELLO_LIMIT_BYTES)
-                async with host.clock.timeout(within_s):
-                    for _ in range(ECHOES):
-                        await channel.send(Header(len(_ECHO), Kind.CONTROL), _ECHO)
-                        _, payload = await channel.recv(lambda header: None)
-                        done += len(EMPTY if isinstance(payload, Phantom) else payload)
-                return "" if done == ECHOES * len(_ECHO) else f"{address} does not answer checks"
-            finally:
-                await channel.close()
+            (until or now).push_async_callback(channel.close)
+            channel.limit(HELLO_LIMIT_BYTES)
+            async with host.clock.timeout(within_s):
+                for _ in range(ECHOES):
+                    await channel.send(Header(len(_ECHO), Kind.CONTROL), _ECHO)
+                    _, payload = await channel.recv(lambda header: None)
+                    done += len(EMPTY if isinstance(payload, Phantom) else payload)
+            return "" if done == ECHOES * len(_ECHO) else f"{address} does not answer checks"
     except TimeoutError:
         return f"{address} answered {done} of {ECHOES * len(_ECHO)} bytes within {within_s:.3g} s"
     except HcsimError as error:
@@ -141,7 +142,11 @@ async def check_device(host: Host) -> str:
 
 async def check_all(host: Host, peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
     """Check this host's device and all peers at once, which are addresses, each with the seconds that it may take: what
-    is wrong with each, in their order."""
-    checks = [check_peer(host, address, within_s) for address, within_s in peers]
-    own, *others = await asyncio.gather(check_device(host), *checks)
+    is wrong with each, in their order.
+
+    All connections are open at the same time, as they are while members work: whoever may have a few only does not
+    pass by having one after the other."""
+    async with AsyncExitStack() as open_:
+        checks = [check_peer(host, address, within_s, open_) for address, within_s in peers]
+        own, *others = await asyncio.gather(check_device(host), *checks)
     return own, others

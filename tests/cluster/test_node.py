@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import pytest
 
 from hcsim.cluster.agreement import Record
@@ -10,7 +13,7 @@ from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
-from hcsim.config import Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart
+from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
 from hcsim.runtime.store import kept
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
@@ -360,3 +363,52 @@ def test_a_cluster_that_cannot_change_is_not_what_others_wait_for():
     a_first.config = Cluster(nodes=1, preset="low_latency", quorum="any")
     a_first.late_s = {"b": 5}
     assert a_first.run(20).members("a") == [("a",), ("b", "a")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (FullDisk(node="d", **after(1, 7)), "d: membership, on a virtual disk: cannot be written: No space left"),
+        (SlowDisk(node="d", takes_s=PositiveSeconds(1), **after(1, 7)), "d: its disk takes longer than a heartbeat"),
+    ],
+)
+def test_a_machine_joins_members_that_work_once_its_vote_can_be_counted_on(fault: AnyFault, why: str):
+    party = Party("abcd", [fault])
+    party.config = Cluster(nodes=3, preset="low_latency")
+    party.late_s = {"d": 3.0}
+    party.run(20)
+    assert party.members("a") == [ABC, tuple("abcd")]
+    assert party.when_s["d", party.views["d"][0].epoch] > 8
+    assert any(name == "d" and what.startswith(f"not ready to join: {why}") for name, what in party.told)
+
+
+def test_a_member_that_is_lost_as_soon_as_it_is_let_in_waits_longer_each_time():
+    pauses = [Pause(node="c", **after(at_s, 3)) for at_s in (3, 7, 16, 32)]
+    party = Party(ABC, pauses).run(60)
+    changes = pairwise(party.views["a"])
+    let_in_s = [party.when_s["a", new.epoch] for old, new in changes if "c" in new.nodes and "c" not in old.nodes]
+    assert [round(at_s - pause.over_s) for at_s, pause in zip(let_in_s, pauses, strict=True)] == [
+        1,
+        4,
+        9,
+        19,
+    ]  # 5, 10 and 20 s after it was missed
+
+
+def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():
+    flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
+    party, most = Party(ABC, flaps), [0, 0]
+
+    async def never_well(node: Node) -> None:
+        async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+            return "too hot", ["" for _ in peers]
+
+        node.check_with(check)
+        for half in range(2):
+            for _ in range(45):
+                await party.world.host("c").clock.sleep(1)
+                most[half] = max(most[half], party.world.loop.tasks_of(party.world.host("c")))
+
+    party.meanwhile["c"] = never_well
+    party.run(93)
+    assert most[1] <= most[0]

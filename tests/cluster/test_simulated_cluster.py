@@ -242,10 +242,15 @@ at = "2.616 s"
 home = "home"
 duration = "0.304 s"
 [[fault]]
-kind = "slow_disk"
-at = "3.576 s"
+kind = "pause"
+at = "15 s"
 node = "mac-5"
-takes = "1 s"
+duration = "2 s"
+[[fault]]
+kind = "pause"
+at = "20 s"
+node = "mac-1"
+duration = "2 s"
 """ + "".join(
     f"""
 [[node]]

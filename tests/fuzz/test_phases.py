@@ -20,7 +20,7 @@ from hcsim.config import (
     Stranger,
     parse_scenario,
 )
-from hcsim.fuzz.phases import Lives, Sighting, excuse, phases_of
+from hcsim.fuzz.phases import Lives, Sighting, Work, excuse, phases_of
 from hcsim.units import BitRate, PositiveSeconds, Seconds, Share
 
 T = Seconds(3)
@@ -78,7 +78,7 @@ def excused(
     scenario = home(*(Crash(T, node) for node in sick.split()), quorum=quorum)
     assert scenario.cluster is not None
     views = [Sighting(1.0, name, "L", 2, members) for name in ("m-1", "m-2", "m-3", "m-4")]
-    lives = Lives(views, [(1.0, name) for name in worked], started_s or {}, {})
+    lives = Lives(views, [Work(1.0, name, 2) for name in worked], started_s or {}, {})
     return excuse(phases_of(scenario), scenario.cluster, lives)
 
 
@@ -117,9 +117,9 @@ def test_where_work_has_not_begun_as_many_are_needed_as_were_asked_for() -> None
         (Pause(T, "m-1"), True, False),
         (Crash(T, "m-1"), True, False),
         (Crash(T, "m-1"), False, True),
-        (BlockedPort(T, "m-1", "gradient", "silent"), True, True),
+        (BlockedPort(T, "m-1", "gradient", "silent"), True, False),
     ],
-    ids=["it hangs", "it is down", "it is down and has not left us out", "it still runs"],
+    ids=["it hangs", "it is down", "it is down and has not left us out", "it is sick"],
 )
 def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
     lasting: AnyFault, left_alone: bool, must: bool
@@ -128,8 +128,21 @@ def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
     assert scenario.cluster is not None
     views = [Sighting(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
     apart = [Sighting(2.0, "m-1", "L", 3, ("m-1",)), Sighting(2.0, "m-2", "M", 4, ("m-2",))] if left_alone else []
-    lives = Lives([*views, *apart], [(1.0, "m-1"), (1.0, "m-2"), *([(2.0, "m-1")] if left_alone else [])], {}, {})
+    worked = [Work(1.0, "m-1", 2), Work(1.0, "m-2", 2), *([Work(2.0, "m-1", 3)] if left_alone else [])]
+    lives = Lives([*views, *apart], worked, {}, {})
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
+@pytest.mark.parametrize(("member", "must"), [("m-4", False), ("m-1", True)])
+def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(member: str, must: bool) -> None:
+    scenario = home(Crash(T, "m-4"))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views = [Sighting(1.0, name, "L", 2, names) for name in names] + [Sighting(2.0, member, "L", 3, (member,))]
+    views += [Sighting(2.0, name, f"{name}.2", 4, (name,)) for name in names if name != member]
+    lives = Lives(views, [Work(1.0, name, 2) for name in names], {}, {})
+    why = excuse(phases_of(scenario), scenario.cluster, lives)
+    assert why == "" if must else "4 machines are needed" in why
 
 
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:

@@ -13,7 +13,8 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
 3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
-    to the operation at all.
+    to the operation at all. One that came to the view later than others had less time for that, and is not blamed: it
+    may have been at the last step of the view before, or still have measured links.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
 An accusation is an edge between two members, and either end may be the sick one: a machine with a broken network card
@@ -45,6 +46,8 @@ ELIMINATE = 3
 """The same, after which members are left out in turn."""
 SLOWER = 4.0
 """A member is too slow for the others if its work for a step, or a check, takes so many times as long as expected."""
+_CAME_LATE_S = 1.0
+"""A member came late to a view if others had worked in it for so much longer when it failed."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
@@ -99,6 +102,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     work_s: float = 0.0
     """What it computed and encoded itself for a step."""
     accusations: tuple[Accusation, ...] = ()
+    lasted_s: float = 0.0
+    """How long it had worked in the view when it heard that the view had failed; 0: it had not begun."""
 
 
 class Diagnosis:
@@ -112,6 +117,12 @@ class Diagnosis:
         self._since_s: float | None = None
         self._fruitless = 0
         self._accusations: tuple[Accusation, ...] = ()
+        self._began: tuple[int, float] | None = None
+        """The epoch of the view that we work in, and since when."""
+
+    def began(self, epoch: int, now: float) -> None:
+        """Our work in the view of that epoch begins."""
+        self._began = epoch, now
 
     def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
         """Our work in that view failed; whether our checks have to begin."""
@@ -138,7 +149,7 @@ class Diagnosis:
 
     def _tell(self, news: Findings, now: float) -> bool:
         """Bring what we tell up to date; whether our checks have to begin."""
-        before = self.ours or Findings(news.lineage, news.epoch)
+        before = self.ours or Findings(news.lineage, news.epoch, lasted_s=self._lasted_s(news.epoch, now))
         self._noticed(now)
         checking = news.checking or before.checking
         self.ours = Findings(
@@ -152,8 +163,12 @@ class Diagnosis:
             news.slow or before.slow,
             news.work_s or before.work_s,
             self._accusations,
+            before.lasted_s,
         )
         return checking and not before.checking
+
+    def _lasted_s(self, epoch: int, now: float) -> float:
+        return now - self._began[1] if self._began is not None and self._began[0] == epoch else 0.0
 
     def _noticed(self, now: float) -> None:
         if self._since_s is None:
@@ -245,11 +260,17 @@ def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
 
 
 def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
-    """Where chains of waiting end: with members that wait for nobody themselves."""
+    """Where chains of waiting end: with members that wait for nobody themselves, and had as long as the others."""
+    longest_s = max(findings.lasted_s for findings in known.values())
+    ends = [
+        node
+        for node, findings in known.items()
+        if not findings.waited_for and findings.lasted_s > longest_s - _CAME_LATE_S
+    ]
     return {
         (node, findings.waited_for): "the others waited for it, and it waited for nobody"
         for node, findings in known.items()
-        if findings.waited_for and findings.waited_for in known and not known[findings.waited_for].waited_for
+        if findings.waited_for in ends
     }
 
 

@@ -172,6 +172,7 @@ class Node:
                 raise self._failure
             view = self._membership.view
             if view.epoch > after and view.formed and view.rank(self._us) is not None:
+                self._membership.began(view.epoch, self._now())
                 return view
             await self._news.next()
 

@@ -176,9 +176,8 @@ def named(text: str, view: View) -> str:
         return f"{view.members[rank].name} ({view.members[rank].address})" if rank < len(view.members) else match[0]
 
     text = re.sub(r"\brank (\d+)\b", name, text)
-    for member in view.members:
-        text = text.replace(member.node, f"{member.name} ({member.address})")
-    return text
+    nodes = {member.node: f"{member.name} ({member.address})" for member in view.members}
+    return re.sub(rf"\b({'|'.join(map(re.escape, nodes))})\b", lambda match: nodes[match[0]], text)
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:

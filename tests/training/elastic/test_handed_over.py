@@ -16,7 +16,7 @@ from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.launch import simulate
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.keeper import Keeper, State
+from hcsim.training.elastic.keeper import Keeper, Start, State
 from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
@@ -121,3 +121,29 @@ def test_a_standby_believes_no_update_that_a_server_cannot_have_made(
             assert np.array_equal(learner.replica.parameters, before)  # type: ignore[arg-type]
 
     assert says in str(failure(give, take))
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (Start(-5, 0, 0), "version -5"),
+        (Start(3, -1, 0), "version 3"),
+        (Start(3, 12, 1 << 57), f"step {1 << 57} of 10"),
+        (-739186029798312757, "port -739186029798312757"),
+        (65536, "port 65536"),
+    ],
+)
+def test_nobody_goes_where_no_server_can_be(told: Start | int, says: str) -> None:
+    async def agreed(group: Group) -> None:
+        if isinstance(told, Start):
+            await standby.agreed_start(group, told if group.rank == 0 else Start(), 10)
+        else:
+            await standby.agreed_port(group, told if group.rank == 0 else 0)
+
+    async def give(group: Group) -> None:
+        with pytest.raises(CollectiveError):
+            await agreed(group)
+
+    error = failure(give, agreed)
+    assert says in str(error)
+    assert isinstance(error.__cause__, RemoteProtocolError)

@@ -5,7 +5,8 @@ is closed, whose device does not finish, or that sends what no correct member se
 fails. Membership is about progress, so such a member is found, and left out of the next view. Each member tells the
 others what it knows of a failed view (`Findings`). The evidence, strongest first:
 
-1.  Violations. A peer broke the protocol: the receiver accuses it.
+1.  Violations. A peer broke the protocol: the receiver accuses it. Or a peer and another member, the witness, have
+    told unlike things: then the receiver cannot say which of them is wrong.
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
@@ -17,10 +18,11 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     may have been at the last step of the view before, or still have measured links.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
-An accusation is an edge between two members, and either end may be the sick one: a machine with a broken network card
-accuses everybody. So the members that are left out are a smallest set that has an end of every edge, and among equal
-sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges are kept until a view
-makes progress: a member that fails with one peer after the other is found although each time only a pair knows.
+An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a
+broken network card accuses everybody. So the members that are left out are a smallest set that has an end of every
+edge, and among equal sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges
+are kept until a view makes progress: a member that fails with one peer after the other is found although each time only
+a pair knows.
 
 A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
 
@@ -33,6 +35,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import TypeAlias
 
 import msgspec
 
@@ -52,6 +55,8 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
 """Members among which all sets are compared; in a larger view the most accused are taken, one by one."""
+_Edge: TypeAlias = tuple[str, ...]
+"""Members of which one is sick: who tells it, the witness if there is one, and last the accused."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -81,6 +86,8 @@ class Accusation(msgspec.Struct, frozen=True):
 
     node: str
     reason: str
+    witness: str = ""
+    """Who told the accuser, if it did not see it itself: then that one may be the sick one, too."""
 
 
 class Findings(msgspec.Struct, frozen=True, tag="findings"):
@@ -210,11 +217,11 @@ class Diagnosis:
         if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
             return {}
         known = self._known(lineage, epoch, nodes)
-        edges: dict[tuple[str, str], str] = {}
-        for accuser, findings in known.items():
+        edges: dict[_Edge, str] = {}
+        for teller, findings in known.items():
             for each in findings.accusations:
                 if each.node in nodes:
-                    edges[accuser, each.node] = each.reason
+                    edges[(*dict.fromkeys((teller, each.witness or teller)), each.node)] = each.reason
         unchecked = self._unchecked(lineage, epoch, nodes)
         if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
             edges |= {(node, node): f"it did not finish its checks within {CHECKS_S:g} s" for node in unchecked}
@@ -231,8 +238,8 @@ class Diagnosis:
         self._theirs.clear()
 
     def _accuse(self, accusations: Iterable[Accusation]) -> None:
-        by_node = {each.node: each for each in (*self._accusations, *accusations)}
-        self._accusations = tuple(by_node.values())
+        by_pair = {(each.witness, each.node): each for each in (*self._accusations, *accusations)}
+        self._accusations = tuple(by_pair.values())
 
     def _known(self, lineage: str, epoch: int, nodes: Sequence[str]) -> dict[str, Findings]:
         told = {**self._theirs, **({self._us: self.ours} if self.ours is not None else {})}
@@ -249,9 +256,9 @@ class Diagnosis:
         return [node for node in nodes if node not in known or not known[node].checked]
 
 
-def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
+def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     """Members whose own work for a step takes much longer than that of the others."""
-    edges = {}
+    edges: dict[_Edge, str] = {}
     for node, findings in known.items():
         others_s = [other.work_s for other_node, other in known.items() if other_node != node and other.work_s]
         if others_s and findings.work_s > SLOWER * (median_s := statistics.median(others_s)):
@@ -259,7 +266,7 @@ def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
     return edges
 
 
-def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
+def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     """Where chains of waiting end: with members that wait for nobody themselves, and had as long as the others."""
     longest_s = max(findings.lasted_s for findings in known.values())
     ends = [
@@ -274,7 +281,7 @@ def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
     }
 
 
-def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[tuple[str, str], str]:
+def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:
     """The member whose turn it is to be left out: those first that most waited for, then juniors."""
     fruitless = max(findings.fruitless for findings in known.values())
     if fruitless < ELIMINATE:
@@ -285,14 +292,14 @@ def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[tup
     return {(chosen, chosen): f"{fruitless} views in a row came to nothing: the others try without it"}
 
 
-def _smallest_cover(edges: Sequence[tuple[str, str]], nodes: Sequence[str]) -> tuple[str, ...]:
+def _smallest_cover(edges: Sequence[_Edge], nodes: Sequence[str]) -> tuple[str, ...]:
     """A smallest set of nodes with an end of every edge; see the top of this file for the choice among several."""
-    accused = Counter(accused for _, accused in edges)
+    accused = Counter(edge[-1] for edge in edges)
     order = sorted(nodes, key=lambda node: (-accused[node], -nodes.index(node)))
     if len(nodes) <= _FEW:
         for size in range(len(nodes) + 1):
             for chosen in combinations(order, size):
-                if all(one in chosen or other in chosen for one, other in edges):
+                if all(any(node in chosen for node in edge) for edge in edges):
                     return chosen
     chosen_: list[str] = []
     left = list(edges)
@@ -304,7 +311,7 @@ def _smallest_cover(edges: Sequence[tuple[str, str]], nodes: Sequence[str]) -> t
     return tuple(chosen_)
 
 
-def _told(node: str, edges: Mapping[tuple[str, str], str]) -> str:
+def _told(node: str, edges: Mapping[_Edge, str]) -> str:
     """Why a member is left out: what was found about it, or else what it found about all others."""
-    about = [reason for (_, accused), reason in edges.items() if accused == node]
+    about = [reason for edge, reason in edges.items() if edge[-1] == node]
     return next(iter(about), "it cannot work with the others, and they can with each other")

@@ -48,6 +48,19 @@ def test_the_end_that_all_accusations_share_is_left_out() -> None:
     assert list(culprits(diagnosis(LATE, {"d": "no answer"}, theirs))) == ["d"]
 
 
+def test_of_members_that_contradict_each_other_the_one_is_left_out_that_all_contradictions_share() -> None:
+    """`a` alone has found something: it heard from c and from d that b told them something else."""
+    ours = [Accusation("b", "b told a and c unlike things", "c"), Accusation("b", "b told a and d unlike things", "d")]
+    made = diagnosis(Failure("unlike", accusations=tuple(ours)), {}, {node: found(checking=False) for node in "bcd"})
+    assert culprits(made) == {"b": "b told a and c unlike things"}
+
+
+def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() -> None:
+    theirs = {"b": found(checking=False), "d": found({"a": "no answer", "c": "no answer"}, checking=False)}
+    ours = (Accusation("b", "b told c and d unlike things", "d"),)
+    assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
+
+
 def test_of_a_pair_the_junior_is_left_out() -> None:
     theirs = {"b": found({"c": "no answer"}), "c": found({"b": "no answer"}), "d": found()}
     assert list(culprits(diagnosis(LATE, {}, theirs))) == ["c"]

@@ -5,7 +5,8 @@ is closed, whose device does not finish, or that sends what no correct member se
 fails. Membership is about progress, so such a member is found, and left out of the next view. Each member tells the
 others what it knows of a failed view (`Findings`). The evidence, strongest first:
 
-1.  Violations. A peer broke the protocol: the receiver accuses it.
+1.  Violations. A peer broke the protocol: the receiver accuses it. Or a peer and another member, the witness, have
+    told unlike things: then the receiver cannot say which of them is wrong.
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
@@ -13,13 +14,15 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
 3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
-    to the operation at all.
+    to the operation at all. One that came to the view later than others had less time for that, and is not blamed: it
+    may have been at the last step of the view before, or still have measured links.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
-An accusation is an edge between two members, and either end may be the sick one: a machine with a broken network card
-accuses everybody. So the members that are left out are a smallest set that has an end of every edge, and among equal
-sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges are kept until a view
-makes progress: a member that fails with one peer after the other is found although each time only a pair knows.
+An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a
+broken network card accuses everybody. So the members that are left out are a smallest set that has an end of every
+edge, and among equal sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges
+are kept until a view makes progress: a member that fails with one peer after the other is found although each time only
+a pair knows.
 
 A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
 
@@ -32,6 +35,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import TypeAlias
 
 import msgspec
 
@@ -45,10 +49,14 @@ ELIMINATE = 3
 """The same, after which members are left out in turn."""
 SLOWER = 4.0
 """A member is too slow for the others if its work for a step, or a check, takes so many times as long as expected."""
+_CAME_LATE_S = 1.0
+"""A member came late to a view if others had worked in it for so much longer when it failed."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
 """Members among which all sets are compared; in a larger view the most accused are taken, one by one."""
+_Edge: TypeAlias = tuple[str, ...]
+"""Members of which one is sick: who tells it, the witness if there is one, and last the accused."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -78,6 +86,8 @@ class Accusation(msgspec.Struct, frozen=True):
 
     node: str
     reason: str
+    witness: str = ""
+    """Who told the accuser, if it did not see it itself: then that one may be the sick one, too."""
 
 
 class Findings(msgspec.Struct, frozen=True, tag="findings"):
@@ -99,6 +109,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     work_s: float = 0.0
     """What it computed and encoded itself for a step."""
     accusations: tuple[Accusation, ...] = ()
+    lasted_s: float = 0.0
+    """How long it had worked in the view when it heard that the view had failed; 0: it had not begun."""
 
 
 class Diagnosis:
@@ -112,6 +124,12 @@ class Diagnosis:
         self._since_s: float | None = None
         self._fruitless = 0
         self._accusations: tuple[Accusation, ...] = ()
+        self._began: tuple[int, float] | None = None
+        """The epoch of the view that we work in, and since when."""
+
+    def began(self, epoch: int, now: float) -> None:
+        """Our work in the view of that epoch begins."""
+        self._began = epoch, now
 
     def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
         """Our work in that view failed; whether our checks have to begin."""
@@ -138,7 +156,7 @@ class Diagnosis:
 
     def _tell(self, news: Findings, now: float) -> bool:
         """Bring what we tell up to date; whether our checks have to begin."""
-        before = self.ours or Findings(news.lineage, news.epoch)
+        before = self.ours or Findings(news.lineage, news.epoch, lasted_s=self._lasted_s(news.epoch, now))
         self._noticed(now)
         checking = news.checking or before.checking
         self.ours = Findings(
@@ -152,8 +170,12 @@ class Diagnosis:
             news.slow or before.slow,
             news.work_s or before.work_s,
             self._accusations,
+            before.lasted_s,
         )
         return checking and not before.checking
+
+    def _lasted_s(self, epoch: int, now: float) -> float:
+        return now - self._began[1] if self._began is not None and self._began[0] == epoch else 0.0
 
     def _noticed(self, now: float) -> None:
         if self._since_s is None:
@@ -195,11 +217,11 @@ class Diagnosis:
         if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
             return {}
         known = self._known(lineage, epoch, nodes)
-        edges: dict[tuple[str, str], str] = {}
-        for accuser, findings in known.items():
+        edges: dict[_Edge, str] = {}
+        for teller, findings in known.items():
             for each in findings.accusations:
                 if each.node in nodes:
-                    edges[accuser, each.node] = each.reason
+                    edges[(*dict.fromkeys((teller, each.witness or teller)), each.node)] = each.reason
         unchecked = self._unchecked(lineage, epoch, nodes)
         if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
             edges |= {(node, node): f"it did not finish its checks within {CHECKS_S:g} s" for node in unchecked}
@@ -216,8 +238,8 @@ class Diagnosis:
         self._theirs.clear()
 
     def _accuse(self, accusations: Iterable[Accusation]) -> None:
-        by_node = {each.node: each for each in (*self._accusations, *accusations)}
-        self._accusations = tuple(by_node.values())
+        by_pair = {(each.witness, each.node): each for each in (*self._accusations, *accusations)}
+        self._accusations = tuple(by_pair.values())
 
     def _known(self, lineage: str, epoch: int, nodes: Sequence[str]) -> dict[str, Findings]:
         told = {**self._theirs, **({self._us: self.ours} if self.ours is not None else {})}
@@ -234,9 +256,9 @@ class Diagnosis:
         return [node for node in nodes if node not in known or not known[node].checked]
 
 
-def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
+def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     """Members whose own work for a step takes much longer than that of the others."""
-    edges = {}
+    edges: dict[_Edge, str] = {}
     for node, findings in known.items():
         others_s = [other.work_s for other_node, other in known.items() if other_node != node and other.work_s]
         if others_s and findings.work_s > SLOWER * (median_s := statistics.median(others_s)):
@@ -244,16 +266,22 @@ def _slowest(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
     return edges
 
 
-def _waits(known: Mapping[str, Findings]) -> dict[tuple[str, str], str]:
-    """Where chains of waiting end: with members that wait for nobody themselves."""
+def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
+    """Where chains of waiting end: with members that wait for nobody themselves, and had as long as the others."""
+    longest_s = max(findings.lasted_s for findings in known.values())
+    ends = [
+        node
+        for node, findings in known.items()
+        if not findings.waited_for and findings.lasted_s > longest_s - _CAME_LATE_S
+    ]
     return {
         (node, findings.waited_for): "the others waited for it, and it waited for nobody"
         for node, findings in known.items()
-        if findings.waited_for and findings.waited_for in known and not known[findings.waited_for].waited_for
+        if findings.waited_for in ends
     }
 
 
-def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[tuple[str, str], str]:
+def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:
     """The member whose turn it is to be left out: those first that most waited for, then juniors."""
     fruitless = max(findings.fruitless for findings in known.values())
     if fruitless < ELIMINATE:
@@ -264,14 +292,14 @@ def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[tup
     return {(chosen, chosen): f"{fruitless} views in a row came to nothing: the others try without it"}
 
 
-def _smallest_cover(edges: Sequence[tuple[str, str]], nodes: Sequence[str]) -> tuple[str, ...]:
+def _smallest_cover(edges: Sequence[_Edge], nodes: Sequence[str]) -> tuple[str, ...]:
     """A smallest set of nodes with an end of every edge; see the top of this file for the choice among several."""
-    accused = Counter(accused for _, accused in edges)
+    accused = Counter(edge[-1] for edge in edges)
     order = sorted(nodes, key=lambda node: (-accused[node], -nodes.index(node)))
     if len(nodes) <= _FEW:
         for size in range(len(nodes) + 1):
             for chosen in combinations(order, size):
-                if all(one in chosen or other in chosen for one, other in edges):
+                if all(any(node in chosen for node in edge) for edge in edges):
                     return chosen
     chosen_: list[str] = []
     left = list(edges)
@@ -283,7 +311,7 @@ def _smallest_cover(edges: Sequence[tuple[str, str]], nodes: Sequence[str]) -> t
     return tuple(chosen_)
 
 
-def _told(node: str, edges: Mapping[tuple[str, str], str]) -> str:
+def _told(node: str, edges: Mapping[_Edge, str]) -> str:
     """Why a member is left out: what was found about it, or else what it found about all others."""
-    about = [reason for (_, accused), reason in edges.items() if accused == node]
+    about = [reason for edge, reason in edges.items() if edge[-1] == node]
     return next(iter(about), "it cannot work with the others, and they can with each other")

@@ -131,6 +131,9 @@ class Membership:
         if status.outcome:
             self.outcomes[status.outcome] = status.us.name
         self._bring_up_to_date(self.roster.heard(status), now)
+        if complaint := self.roster.complaint(self.view):
+            # Work here is in vain, too, and before the next view begins all have to say whom they waited for.
+            self.effects.append(Over(self.view.epoch, complaint))
         self._review(now)
 
     def lost(self, node: str, why: str, now: float) -> None:
@@ -159,6 +162,10 @@ class Membership:
             self._send(node, self._told, now)
         if self._is_qualified:
             self._send(node, Qualified(self._qualifying, self.us.boot), now)
+
+    def began(self, epoch: int, now: float) -> None:
+        """Our work in the view of that epoch begins."""
+        self._diagnosis.began(epoch, now)
 
     def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
         """Our work failed in the view of that epoch."""

@@ -180,6 +180,7 @@ class Node:
                 who = ", ".join(dict.fromkeys(membership.outcomes.values()))
                 raise HcsimError(f"training has ended without this machine: {who} finished it, and nobody is left")
             if view.epoch > after and view.formed and view.rank(self._us) is not None and not membership.left_behind:
+                membership.began(view.epoch, self._now())
                 return view
             await self._news.next()
 

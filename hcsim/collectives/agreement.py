@@ -8,12 +8,13 @@ else, for which nobody here will ever post a place.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
 from hcsim.collectives.algorithms import PLANNERS
 from hcsim.collectives.wiring import POINT_TO_POINT, Ticket
-from hcsim.errors import CollectiveError
+from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind
 
 _OPERATIONS = tuple(PLANNERS)
@@ -48,16 +49,19 @@ class Agreement:
         """Signatures of the last ones that are over."""
         self._begun: dict[tuple[int, int], int] = {}
         """How many a group has begun in a bucket."""
-        self._ahead: dict[Key, tuple[int, int]] = {}
-        """Sender and signature of the first frame that came of an operation before we began it."""
+        self._ahead: dict[Key, dict[int, int]] = {}
+        """Of an operation that we have not begun: by sender, the signature of the first frame that came."""
 
     def begin(self, ticket: Ticket) -> CollectiveError | None:
         """We begin a collective. Says why it cannot succeed, where a frame that came before shows that."""
         key = (ticket.group, ticket.bucket, ticket.operation)
         self._under_way[key] = ticket
         self._begun[key[:2]] = ticket.operation + 1
-        first = self._ahead.pop(key, None) if self._ahead else None
-        return None if first is None else _compared(ticket.operation, (self._us, ticket.signature), first)
+        ours = (self._us, ticket.signature)
+        for theirs in (self._ahead.pop(key, {}) if self._ahead else {}).items():
+            if (trouble := _compared(ticket.operation, ours, theirs)) is not None:
+                return trouble
+        return None
 
     def end(self, ticket: Ticket) -> None:
         """It is over here."""
@@ -80,22 +84,45 @@ class Agreement:
         if (ticket is not None and ticket.signature == theirs) or header.group & POINT_TO_POINT:
             return None
         if number >= self._begun.get(key[:2], 0):
-            return _compared(number, self._ahead.setdefault(key, (sender, theirs)), (sender, theirs))
+            # Which of two others is wrong shows only what we do there: we wait for that, unless they wait for each
+            # other already.
+            ahead = self._ahead.setdefault(key, {})
+            ahead.setdefault(sender, theirs)
+            return _contradiction(number, ahead) if header.kind is Kind.WAITING else None
         ours = ticket.signature if ticket is not None else self._over.get(key)
         trouble = None if ours is None else _compared(number, (self._us, ours), (sender, theirs))
         if trouble is None and ticket is None and header.kind is Kind.DATA:
             text = f"rank {sender} is doing another operation: it sends for {_name_of(theirs)} #{number}, which is over"
-            return CollectiveError(text, peer=sender)
+            return _violation(text, sender)
         return trouble
 
 
 def _compared(number: int, one: tuple[int, int], other: tuple[int, int]) -> CollectiveError | None:
-    """What two ranks do at one place of the order, given the signatures, if it is not the same."""
+    """What another rank does at one place of the order, given what we do there, if it is not the same."""
+    text = _unlike(number, one, other)
+    return _violation(text, other[0]) if text else None
+
+
+def _contradiction(number: int, ahead: Mapping[int, int]) -> CollectiveError | None:
+    """That two others do unlike operations at one place, if they do: either may be the one that is wrong."""
+    (first, *later) = ahead.items()
+    text = next(filter(None, (_unlike(number, first, other) for other in later)), "")
+    return CollectiveError(text) if text else None
+
+
+def _unlike(number: int, one: tuple[int, int], other: tuple[int, int]) -> str:
+    """How the operations of two ranks differ, given their signatures; empty: they do not."""
     (rank, signature), (peer, theirs) = one, other
     if signature == theirs:
-        return None
+        return ""
     name, their_name = _name_of(signature), _name_of(theirs)
     unlike = f"{their_name}, not {name}"
     if name == their_name:
         unlike = f"{name} with another dtype, length, root, reduction or algorithm"
-    return CollectiveError(f"rank {peer} is doing another operation than rank {rank} as #{number}: {unlike}", peer=peer)
+    return f"rank {peer} is doing another operation than rank {rank} as #{number}: {unlike}"
+
+
+def _violation(text: str, peer: int) -> CollectiveError:
+    error = CollectiveError(text, peer=peer)
+    error.__cause__ = RemoteProtocolError(text, str(peer))
+    return error

@@ -280,7 +280,6 @@ class Fate:
     def _look_at(self, link: Link, header: Header) -> None:
         trouble = self.agreement.objection(link.peer_rank, header)
         if trouble is not None:
-            trouble.__cause__ = RemoteProtocolError(str(trouble), str(link.peer_rank))
             self.fail(trouble)
 
     def cutting(self) -> None:

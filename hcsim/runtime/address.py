@@ -10,7 +10,7 @@ from typing import Any
 
 from hcsim.errors import ConfigError
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _PORT_DIGITS = 5
 """Python does not read a number of thousands of digits."""
 
@@ -19,7 +19,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[v6]:port`."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and int(port) <= _LAST_PORT
+    is_port = port.isdecimal() and len(port) <= _PORT_DIGITS and int(port) <= LAST_PORT
     if not colon or not host or not is_port or (":" in host and not bracketed):
         raise ConfigError(f"{address!r} is not an address: write host:port, or [::1]:port for IPv6")
     return host.strip("[]"), int(port)

@@ -14,10 +14,10 @@ LINEAGE, EPOCH = "line", 7
 
 def found(
     accused: Mapping[str, str] = {}, *, checking: bool = True, checked: bool = True, waited_for: str = "",
-    slow: bool = False, work_s: float = 0.0, fruitless: int = 1,
+    slow: bool = False, work_s: float = 0.0, fruitless: int = 1, lasted_s: float = 0.0,
 ) -> Findings:  # fmt: skip
     accusations = tuple(Accusation(node, why) for node, why in accused.items())
-    return Findings(LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations)
+    return Findings(LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s)
 
 
 def diagnosis(failure: Failure, ours: Mapping[str, str], theirs: Mapping[str, Findings]) -> Diagnosis:
@@ -48,6 +48,19 @@ def test_the_end_that_all_accusations_share_is_left_out() -> None:
     assert list(culprits(diagnosis(LATE, {"d": "no answer"}, theirs))) == ["d"]
 
 
+def test_of_members_that_contradict_each_other_the_one_is_left_out_that_all_contradictions_share() -> None:
+    """`a` alone has found something: it heard from c and from d that b told them something else."""
+    ours = [Accusation("b", "b told a and c unlike things", "c"), Accusation("b", "b told a and d unlike things", "d")]
+    made = diagnosis(Failure("unlike", accusations=tuple(ours)), {}, {node: found(checking=False) for node in "bcd"})
+    assert culprits(made) == {"b": "b told a and c unlike things"}
+
+
+def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() -> None:
+    theirs = {"b": found(checking=False), "d": found({"a": "no answer", "c": "no answer"}, checking=False)}
+    ours = (Accusation("b", "b told c and d unlike things", "d"),)
+    assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
+
+
 def test_of_a_pair_the_junior_is_left_out() -> None:
     theirs = {"b": found({"c": "no answer"}), "c": found({"b": "no answer"}), "d": found()}
     assert list(culprits(diagnosis(LATE, {}, theirs))) == ["c"]
@@ -64,6 +77,17 @@ def test_the_end_of_a_chain_of_waiting_is_left_out() -> None:
     theirs = {"b": found(waited_for="c"), "c": found(), "d": found(waited_for="a")}
     made = diagnosis(Failure("late", late=True, waited_for="b"), {}, theirs)
     assert list(culprits(made)) == ["c"]
+
+
+@pytest.mark.parametrize(("lasted_s", "blamed"), [(0.0, []), (1.5, []), (4.9, ["c"])])
+def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_s: float, blamed: list[str]) -> None:
+    made = Diagnosis("a")
+    made.began(EPOCH, 10.0)
+    made.failed(LINEAGE, EPOCH, Failure("late", late=True, waited_for="b"), 15.0)
+    made.checked(EPOCH, [])
+    for node, waited_for, so_long_s in (("b", "c", 1.5), ("c", "", lasted_s), ("d", "a", 1.5)):
+        made.heard(node, found(waited_for=waited_for, lasted_s=so_long_s), LINEAGE, EPOCH, 15.0)
+    assert list(culprits(made, now=16.0)) == blamed
 
 
 def test_the_slowest_of_a_slow_view_is_left_out() -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.diagnosis import Accusation, Failure
-from hcsim.cluster.effects import Adopted, Qualify, Send
+from hcsim.cluster.effects import Adopted, Over, Qualify, Send
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Message
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S, Rules
@@ -203,6 +203,15 @@ def split(bench: Bench, *sides: str) -> None:
 
 def members(bench: Bench, name: str) -> str:
     return "".join(bench.machines[name].core.view.nodes)
+
+
+def test_work_ends_at_once_where_a_member_says_that_it_failed():
+    bench = formed(3)
+    first, other = bench.machines["a"], bench.machines["b"]
+    epoch = first.core.view.epoch
+    first.core.broken(epoch, "its disk is on fire", bench.now)
+    other.core.heard(first.core.status, bench.now)
+    assert Over(epoch, "its disk is on fire") in other.core.effects
 
 
 def test_the_larger_side_of_a_split_cluster_goes_on():

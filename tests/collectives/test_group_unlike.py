@@ -85,6 +85,42 @@ def test_whoever_gets_a_frame_of_another_operation_tells_all_at_once(virtual, us
         assert seconds < 0.5 + SOON_S
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_who_comes_last_blames_whoever_does_something_else_than_itself(virtual, odd):
+    """Rank 0 is always the first; that the two before us differ does not say which of them is wrong."""
+
+    async def both(group: Group) -> None:
+        call = group.gather if group.rank == odd else group.reduce
+        await call(ones(), 2, algorithm="centralized")
+        await group.barrier()
+
+    async def program(group: Group) -> int | None:
+        await group.barrier()
+        await asyncio.sleep(0.2 * group.rank)
+        with pytest.raises(CollectiveError) as caught:
+            await both(group)
+        return caught.value.peer
+
+    assert virtual.run(3, program, options=Options(timeout_s=LIMIT_S))[2] == odd
+
+
+def test_a_watched_group_notices_that_two_others_differ_and_blames_neither(virtual):
+    async def program(group: Group) -> tuple[str, int | None]:
+        await group.barrier()
+        if group.rank == 0:  # the others wait for it
+            await asyncio.sleep(20 * WATCHED.watch_s)
+        with pytest.raises(CollectiveError) as caught:
+            await group.broadcast(ones(24 if group.rank == 1 else 12), 0, algorithm="centralized")
+        return str(caught.value), caught.value.peer
+
+    outcome = virtual.outcome(3, program, options=WATCHED)
+    text, peer = outcome.results[0]
+    assert "rank 1 is doing another operation than rank 2" in text or (
+        "rank 2 is doing another operation than rank 1" in text
+    )
+    assert peer is None
+
+
 def test_a_frame_of_an_operation_that_is_over_is_noticed(virtual):
     async def program(group: Group) -> tuple[str, float]:
         await group.barrier()

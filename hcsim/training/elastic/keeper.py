@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from hcsim.cluster.view import View
-from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import Diverged
 from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.elastic.hearing import told_alike
 from hcsim.training.elastic.method import Replicated
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
@@ -90,9 +90,7 @@ class Keeper:
         """Return when the first two hold the newest state."""
         ours = self._header(intent, pulled.version)
         mark = fingerprint(self.learner.replica.parameters)
-        gathered = [
-            array_of(each) for each in await group.all_gather(np.array([*ours.numbers(), mark, done], np.int64))
-        ]
+        gathered = await told_alike(group, np.array([*ours.numbers(), mark, done], np.int64))
         headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
         right = most_right(headers, lineage_digest(view))
         await same_intent(group, intent, [header.intent for header in headers], right, view)

@@ -172,12 +172,8 @@ class Served:
     async def _start(self, group: Group) -> None:
         """Agree on where this view begins."""
         state, working, learner = self._keeper.state, self._working, self._keeper.learner
-        began = np.zeros(3, np.int64)
-        if group.rank == standby.SERVER:
-            assert state is not None
-            began[:] = working.after(state)
-        await group.broadcast(began)
-        start = Start(*(int(number) for number in began))
+        ours = working.after(state) if group.rank == standby.SERVER and state is not None else Start()
+        start = await standby.agreed_start(group, ours, self.settings.steps)
         if state is not None:
             state.begin(start)
         assert isinstance(self.settings.batch, int)
@@ -193,9 +189,8 @@ class Served:
 
     async def _call(self, group: Group, port: int = 0, near: str = "") -> None:
         """Tell where the server listens; workers go on there, and the one beside it at an address that is `near`."""
-        told = np.array([port], np.int64)
-        await group.broadcast(told)
-        await self._working.call(near or address_of(self.settings, group.addresses[0], int(told[0])))
+        agreed = await standby.agreed_port(group, port)
+        await self._working.call(near or address_of(self.settings, group.addresses[0], agreed))
 
     # A view ends.
 

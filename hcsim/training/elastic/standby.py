@@ -1,4 +1,5 @@
-"""How the standby comes to know what the server does: every update, before anybody else is told of it.
+"""What the server tells the other members: all of them where a view begins and where it listens, the standby every
+update, before anybody else is told of it.
 
 The server sends the learning rate, which pushes are answered how, and either the averaged gradients or the pushes as
 they came, whichever is less: where gradients are compressed, so is this. The standby says that it has them, and does
@@ -9,6 +10,7 @@ believed: it ends the view.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -17,9 +19,10 @@ import numpy as np
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Bytes
 from hcsim.errors import UNDECODABLE, CompressionError
+from hcsim.runtime.address import LAST_PORT
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
-from hcsim.training.elastic.keeper import Keeper
+from hcsim.training.elastic.keeper import Keeper, Start
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, refuse
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import clip
@@ -29,6 +32,29 @@ from hcsim.training.parameter_server.saved import Record
 
 SERVER, STANDBY = 0, 1
 """Their ranks."""
+
+
+async def agreed_start(group: Group, ours: Start, steps: int) -> Start:
+    """Where the view begins, as the server says; of so many steps in all."""
+    start = Start(*await _from_server(group, ours))
+    if min(start) < 0 or start.step > steps:
+        refuse(SERVER, f"it begins with version {start.version} and step {start.step} of {steps}")
+    return start
+
+
+async def agreed_port(group: Group, ours: int) -> int:
+    """Where the server listens, as it says."""
+    (port,) = await _from_server(group, (ours,))
+    if not 0 <= port <= LAST_PORT:
+        refuse(SERVER, f"it listens at port {port}")
+    return port
+
+
+async def _from_server(group: Group, ours: Sequence[int]) -> list[int]:
+    """The server's numbers. They come from itself: whoever passed them on could have changed them."""
+    told = np.array(ours, np.int64)
+    await group.broadcast(told, SERVER, algorithm="centralized")
+    return [int(number) for number in told]
 
 
 class _Update(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
+from hcsim.training.elastic.hearing import Contradiction, Doubt, told_alike
 from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
 from hcsim.training.elastic.standing import Header, intent_digest, lineage_digest, most_right
@@ -38,9 +39,7 @@ from hcsim.training.elastic.trainee import Trainee
 async def synchronise(group: Group, view: View, us: Trainee) -> None:
     """Return when all members of the view hold the same."""
     us.meet(group, view)
-    headers = [
-        Header.read(array_of(each)) for each in await group.all_gather(np.array(us.header().numbers(), np.int64))
-    ]
+    headers = [Header.read(each) for each in await told_alike(group, np.array(us.header().numbers(), np.int64))]
     right = most_right(headers, lineage_digest(view))
     await same_intent(group, us.intent, [header.intent for header in headers], right, view)
     await us.resolve(headers[right])
@@ -70,9 +69,9 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
         held = [(each.print, each.step) for each in told]
         unlike = [(giver, taker) for giver, taker in routes if held[giver] != held[taker]] or routes
         handed = ", ".join(f"rank {giver} to rank {taker}" for giver, taker in unlike)
-        raise CollectiveError(
-            f"what was handed over did not arrive as it was: {handed or 'nothing was'}", phase="synchronising"
-        )
+        text = f"what was handed over did not arrive as it was: {handed or 'nothing was'}"
+        doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
+        raise Contradiction(text, phase="synchronising", doubts=doubts)
     us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])
     us.host.trace("synchronised", view.epoch, us.run.step)
 
@@ -95,8 +94,7 @@ async def _told(group: Group, us: Trainee) -> list[_Told]:
     ours = _Told(
         us.fingerprint(), us.memory_fingerprint(), us.method.compresses(group), us.run.step, *us.method.tally(us.run)
     )
-    gathered = await group.all_gather(np.array(ours, np.int64))
-    return [_Told(*(int(number) for number in array_of(each))) for each in gathered]
+    return [_Told(*map(int, each)) for each in await told_alike(group, np.array(ours, np.int64))]
 
 
 def _check_alike(view: View, headers: list[Header], told: list[_Told], right: int) -> None:

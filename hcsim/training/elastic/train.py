@@ -30,6 +30,7 @@ from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
+from hcsim.training.elastic.hearing import Contradiction
 from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.recovery import SlowSteps
 from hcsim.training.elastic.served import Served
@@ -156,6 +157,9 @@ class _Progress:
         seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
         violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
         wrong = error.wrong if isinstance(error, NotAnswering) else {}
+        accusations = [Accusation(view.nodes[rank], why) for rank, why in wrong.items()]
+        for witness, accused, why in error.doubts if isinstance(error, Contradiction) else ():
+            accusations.append(Accusation(view.nodes[accused], named(why, view), view.nodes[witness]))
         reason, violator = named(str(error), view), view.nodes[peer] if violation and peer is not None else ""
         if not violator and group.skipped is not None and waited_for is not None:
             reason, violator = named(f"{error}; {group.skipped}", view), view.nodes[waited_for]
@@ -171,7 +175,7 @@ class _Progress:
             max(stalled_s, self._part.observer.step_timer.slow_s),
             slow,
             self._work_s(),
-            tuple(Accusation(view.nodes[rank], why) for rank, why in wrong.items()),
+            tuple(accusations),
         )
 
     def _work_s(self) -> float:
@@ -188,9 +192,8 @@ def named(text: str, view: View) -> str:
         return f"{view.members[rank].name} ({view.members[rank].address})" if rank < len(view.members) else match[0]
 
     text = re.sub(r"\brank (\d+)\b", name, text)
-    for member in view.members:
-        text = text.replace(member.node, f"{member.name} ({member.address})")
-    return text
+    nodes = {member.node: f"{member.name} ({member.address})" for member in view.members}
+    return re.sub(rf"\b({'|'.join(map(re.escape, nodes))})\b", lambda match: nodes[match[0]], text)
 
 
 def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> Part:

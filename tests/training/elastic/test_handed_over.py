@@ -17,7 +17,7 @@ from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.launch import simulate
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.keeper import Keeper, State
+from hcsim.training.elastic.keeper import Keeper, Start, State
 from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay
 from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.learner import Learner
@@ -137,3 +137,29 @@ def test_settings_that_do_not_have_their_digest_end_the_view_and_blame_nobody() 
         assert isinstance(found, CollectiveError)
         assert "the settings of a did not arrive as it has them" in str(found)
         assert found.peer is None
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (Start(-5, 0, 0), "version -5"),
+        (Start(3, -1, 0), "version 3"),
+        (Start(3, 12, 1 << 57), f"step {1 << 57} of 10"),
+        (-739186029798312757, "port -739186029798312757"),
+        (65536, "port 65536"),
+    ],
+)
+def test_nobody_goes_where_no_server_can_be(told: Start | int, says: str) -> None:
+    async def agreed(group: Group) -> None:
+        if isinstance(told, Start):
+            await standby.agreed_start(group, told if group.rank == 0 else Start(), 10)
+        else:
+            await standby.agreed_port(group, told if group.rank == 0 else 0)
+
+    async def give(group: Group) -> None:
+        with pytest.raises(CollectiveError):
+            await agreed(group)
+
+    error = failure(give, agreed)
+    assert says in str(error)
+    assert isinstance(error.__cause__, RemoteProtocolError)

@@ -1,0 +1,66 @@
+"""What all members of a view say at its beginning, and that they say the same to everybody.
+
+What they do next follows from what they heard. So if a member says one thing to one and another to the next, correct
+members part ways, and each takes the other for the one that is wrong. Therefore everybody tells everybody else
+directly, and then what it has heard, as a digest of what each said. Where two heard unlike words of a third, either one
+of them misreports or the third does not tell all the same: `hcsim.cluster.diagnosis` looks for the fewest members that
+explain all such findings.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.collectives.data import array_of
+from hcsim.collectives.group import Group
+from hcsim.errors import CollectiveError
+from hcsim.training.elastic.fingerprint import fingerprint
+
+_MOST = 16
+"""In a larger group that all talk to all takes long: there words are passed on, and nobody compares them."""
+
+
+class Doubt(NamedTuple):
+    """Either the accused is wrong or the witness, which may be ourselves."""
+
+    witness: int
+    accused: int
+    reason: str
+
+
+class Contradiction(CollectiveError):
+    """Members say unlike things; `doubts` are about which of them."""
+
+    def __init__(
+        self, message: str, *, peer: int | None = None, phase: str = "", doubts: tuple[Doubt, ...] = ()
+    ) -> None:
+        super().__init__(message, peer=peer, phase=phase)
+        self.doubts = doubts
+
+
+async def told_alike(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """What each says, by rank; all have heard the same."""
+    if not 2 < group.size <= _MOST:
+        return [_numbers(each) for each in await group.all_gather(words)]
+    said = [_numbers(each) for each in await group.all_gather(words, algorithm="direct")]
+    ours = np.array([fingerprint(each) for each in said], np.int64)
+    heard = [_numbers(each) for each in await group.all_gather(ours, algorithm="direct")]
+    doubts = tuple(doubt for rank, theirs in enumerate(heard) for doubt in _doubts(group.rank, ours, rank, theirs))
+    if doubts:
+        raise Contradiction(doubts[0].reason, phase="synchronising", doubts=doubts)
+    return said
+
+
+def _doubts(us: int, ours: npt.NDArray[np.int64], them: int, theirs: npt.NDArray[np.int64]) -> list[Doubt]:
+    """What does not fit in what another rank has heard, given digests of what each rank said."""
+    if theirs[them] != ours[them]:
+        return [Doubt(us, them, f"rank {them} told rank {us} something else than it says it told")]
+    unlike = [rank for rank in range(len(ours)) if theirs[rank] != ours[rank]]
+    return [Doubt(them, rank, f"rank {rank} did not tell rank {us} and rank {them} the same") for rank in unlike]
+
+
+def _numbers(data: object) -> npt.NDArray[np.int64]:
+    return np.asarray(array_of(data), np.int64)  # type: ignore[arg-type]

@@ -57,13 +57,15 @@ LONE_KINDS = tuple(
     kind for kind in KINDS if not {"between", "sides", "of", "to"} & {*FAULTS[kind].__struct_fields__}
 )  # fmt: skip
 """Those that can happen to a lone machine."""
-STYLES: Choices[str] = (("mixed", 10), ("culprit", 4), ("outages", 3), ("attrition", 2), ("churn", 4))
+STYLES: Choices[str] = (("mixed", 10), ("culprit", 4), ("outages", 3), ("attrition", 2), ("churn", 5))
 """How the faults belong together: each is drawn by itself, or there is a pattern."""
 BUNCHED_SHARE, CONDITIONS_SHARE = 0.4, 0.25
 """Of the seeds, in how many all faults come in a bunch, and in how many they meet what was wrong before."""
 LEAVE_SHARE = 0.15
 """Of the mixed seeds, in how many somebody leaves."""
 NODES: Choices[int] = ((1, 2), (2, 5), (3, 7), (4, 5), (5, 3), (6, 2), (7, 1), (8, 1))
+FEW: Choices[int] = ((1, 1), (2, 5), (3, 4))
+"""Where one comes and goes: the fewer there are, the more each matters."""
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
     ("ddp", 8), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
@@ -82,8 +84,9 @@ HEARTBEATS: Choices[Heartbeat] = (
     (Heartbeat(interval_s=PositiveSeconds(2), timeout_s=PositiveSeconds(6), failures=2), 1),
     (PRESETS["home"], 1),
 )
-TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 3), (20.0, 4))
-"""Of a collective."""
+TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 3))
+LONGEST_S = 20.0
+"""Of a collective. Where one comes and goes it is the longest, so that who waits for one that has gone stands out."""
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
@@ -96,16 +99,23 @@ CLOSEST = 12
 def scenario_of(seed: int) -> Scenario:
     """The scenario of a seed."""
     draw = stream(seed, "fuzz")
-    heartbeat = _choose(draw, HEARTBEATS)
+    style, heartbeat = _choose(draw, STYLES), _choose(draw, HEARTBEATS)
     safety_s = max(_choose(draw, SAFETY_S), 4 * heartbeat.timeout_s)
     media = _media(draw)
     launch_s = _choose(draw, LAUNCHES_S)
-    nodes = tuple(_node(draw, number, media, launch_s) for number in range(1, _choose(draw, NODES) + 1))
+    count = _choose(draw, FEW if style == "churn" else NODES)
+    nodes = tuple(_node(draw, number, media, launch_s) for number in range(1, count + 1))
     cluster = _cluster(draw, len(nodes), heartbeat)
-    training = _training(draw, safety_s / (launch_s * LAUNCHES_OF_A_STEP))
+    step_s = launch_s * LAUNCHES_OF_A_STEP
+    training = _training(draw, safety_s / step_s)
+    if style == "churn":
+        training = replace(training, timeout_s=PositiveSeconds(LONGEST_S))
     home = Scenario(f"seed-{seed}", nodes, seed=seed, media=media, training=training, cluster=cluster)
     home = parse_scenario(write_scenario(home), f"seed {seed}")
-    return replace(home, faults=_schedule(draw, home, safety_s))
+    faults = _schedule(draw, style, home, safety_s)
+    last_s = max((fault.over_s for fault in faults), default=0.0)
+    steps = max(training.steps, min(MOST_STEPS, CLOSEST + round(last_s / step_s)))
+    return replace(home, faults=faults, training=replace(training, steps=steps, evaluate_every=steps))
 
 
 def _choose(draw: Random, choices: Choices[T]) -> T:
@@ -163,8 +173,7 @@ def _training(draw: Random, steps: float) -> Training:
     )
 
 
-def _schedule(draw: Random, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
-    style = _choose(draw, STYLES)
+def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
     parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
     pattern = PATTERNS.get(style)
     if pattern is None or (style == "culprit" and len(home.nodes) < 3):

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from hcsim.config import AnyFault, ClockJump, Cluster, Crash, Leave, LinkChange, Misbehave, Restart, Scenario
+from hcsim.config import AnyFault, ClockJump, Cluster, Crash, Leave, LinkChange, Misbehave, Restart, Scenario, Training
 from hcsim.config.schedule import DECIMALS, Draw, draw_faults, without_end
 from hcsim.units import PositiveSeconds, Seconds
 
@@ -141,21 +141,22 @@ def attrition(draw: Draw, home: Scenario) -> list[Group]:
 
 
 def churn(draw: Draw, home: Scenario) -> list[Group]:
-    """Somebody starts and ends the program again and again, also while the others take that machine in or let it go. On
-    a slow network both take longer."""
+    """Somebody starts, ends or kills the program again and again, also while the others take that machine in or let it
+    go. On a slow network both take longer. At times it stays away until the others have lost patience."""
     rng = draw.rng
-    begun_s, _ = draw.span()
-    latency_s = rng.choice((0.0, 0.1, 0.3, 0.6))
+    begun_s = _rounded(EARLY * draw.span()[0])
+    latency_s, patience_s = rng.choice((0.0, 0.1, 0.3, 0.3)), (home.training or Training()).timeout_s
     comers = rng.sample(draw.names, min(len(draw.names), rng.choice((1, 1, 2))))
     groups: list[Group] = []
     at_s = begun_s
-    for _ in range(rng.randint(2, 5)):
+    for _ in range(rng.randint(2, 4)):
         name = rng.choice(comers)
         here_s = rng.uniform(0.0, FORMING_S + ROUND_TRIPS * latency_s)
-        away_s = rng.choice((INSTANT_S, rng.uniform(0.0, FORMING_S)))
+        away_s = rng.choice((INSTANT_S, rng.uniform(0.0, FORMING_S), rng.uniform(0.8, 1.5) * patience_s))
+        anew = (Restart(_rounded(at_s), name, down_s=INSTANT_S),) if rng.random() < 0.7 else ()
         leave = Leave(_rounded(at_s + here_s), name)
         back = Restart(_rounded(leave.at_s + away_s), name, down_s=INSTANT_S)
-        groups.append((leave, back))
+        groups.append((*anew, leave, back))
         at_s = back.at_s
     if latency_s:
         medium, lasts_s = rng.choice(list(draw.media)), PositiveSeconds(_rounded(at_s + FORMING_S - begun_s))

@@ -68,11 +68,11 @@ FEW: Choices[int] = ((1, 1), (2, 5), (3, 4))
 """Where one comes and goes: the fewer there are, the more each matters."""
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
-    ("ddp", 8), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
+    ("ddp", 12), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
     ("parameter_server:bounded,staleness=4", 1), ("single", 1),
 )  # fmt: skip
 COMPRESSORS: Choices[str] = (
-    ("none", 8), ("int8+ef", 2), ("topk:0.1+ef", 2), ("randomk:0.1+ef", 1), ("powersgd:2+ef", 1), ("fp16", 1),
+    ("none", 6), ("int8+ef", 2), ("topk:0.1+ef", 2), ("randomk:0.1+ef", 1), ("powersgd:2+ef", 1), ("fp16", 1),
     ("onebit+ef", 1),
 )  # fmt: skip
 ALGORITHMS: Choices[str] = (("auto", 8), ("ring", 1), ("tree", 1), ("centralized", 1), ("halving_doubling", 1))

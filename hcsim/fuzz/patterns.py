@@ -146,6 +146,7 @@ def churn(draw: Draw, home: Scenario) -> list[Group]:
     rng = draw.rng
     begun_s = _rounded(EARLY * draw.span()[0])
     latency_s, patience_s = rng.choice((0.0, 0.1, 0.3, 0.3)), (home.training or Training()).timeout_s
+    kills = rng.random() < 0.6  # otherwise nothing is lost, which can then be told
     comers = rng.sample(draw.names, min(len(draw.names), rng.choice((1, 1, 2))))
     groups: list[Group] = []
     at_s = begun_s
@@ -153,7 +154,7 @@ def churn(draw: Draw, home: Scenario) -> list[Group]:
         name = rng.choice(comers)
         here_s = rng.uniform(0.0, FORMING_S + ROUND_TRIPS * latency_s)
         away_s = rng.choice((INSTANT_S, rng.uniform(0.0, FORMING_S), rng.uniform(0.8, 1.5) * patience_s))
-        anew = (Restart(_rounded(at_s), name, down_s=INSTANT_S),) if rng.random() < 0.7 else ()
+        anew = (Restart(_rounded(at_s), name, down_s=INSTANT_S),) if kills else ()
         leave = Leave(_rounded(at_s + here_s), name)
         back = Restart(_rounded(leave.at_s + away_s), name, down_s=INSTANT_S)
         groups.append((*anew, leave, back))

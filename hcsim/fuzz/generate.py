@@ -5,15 +5,20 @@ many tests of which each leaves much out, since one feature hides what another w
 crash all the time, nobody runs out of descriptors. So each seed first draws which kinds of faults there are at all, and
 how often each, and how many; and so it does with numbers of machines, media, strategies, compressors, quorums and
 timeouts. Small homes are more frequent than large ones: they are quick, and most defects need two or three machines.
+A lone machine is a home, too: nobody can help it to its state.
 
-Faults come in two lots. Those of the first strike anybody, and end. Those of the second last for good and break only
-machines that were chosen to be sick, which are so few that the others are a quorum: see `phases`.
+How the faults belong together is drawn as well. In most seeds each is drawn by itself; others have a pattern (see
+`patterns`), such as a power cut, and seldom more than that. In some, all faults come in a bunch.
+
+Faults that are drawn by themselves come in two lots. Those of the first strike anybody, and end. Those of the second
+last for good and break only machines that were chosen to be sick, which are so few that the others are a quorum: see
+`phases`.
 """
 
 from __future__ import annotations
 
 from random import Random
-from typing import TypeAlias, TypeVar, get_args
+from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,8 +32,6 @@ from hcsim.config import (
     Ethernet,
     Heartbeat,
     Machine,
-    Misbehave,
-    Misbehaviour,
     Node,
     Restart,
     Scenario,
@@ -40,6 +43,7 @@ from hcsim.config import (
 from hcsim.config.cluster import PRESETS
 from hcsim.config.media import WIFI_STANDARDS, AnyMedium
 from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
+from hcsim.fuzz.patterns import PATTERNS, Group, bunched, conditions, draw_groups
 from hcsim.fuzz.phases import breaks
 from hcsim.rng import stream
 from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
@@ -49,17 +53,26 @@ Choices: TypeAlias = tuple[tuple[T, int], ...]
 """What there is to choose from, and how often each is chosen."""
 
 KINDS = tuple(kind for kind in FAULTS if kind != "leave")
-ONE_SICK_SHARE, LEAVE_SHARE = 0.1, 0.15
-"""Of the seeds, in how many one machine is sick and nothing else is wrong, and in how many somebody leaves: drawn
-apart, so that the others stand for what they stood for before."""
-NODES: Choices[int] = ((2, 4), (3, 7), (4, 6), (5, 3), (6, 2), (7, 1), (8, 1))
+LONE_KINDS = tuple(
+    kind for kind in KINDS if not {"between", "sides", "of", "to"} & {*FAULTS[kind].__struct_fields__}
+)  # fmt: skip
+"""Those that can happen to a lone machine."""
+STYLES: Choices[str] = (("mixed", 10), ("culprit", 4), ("outages", 3), ("attrition", 2), ("churn", 5))
+"""How the faults belong together: each is drawn by itself, or there is a pattern."""
+BUNCHED_SHARE, CONDITIONS_SHARE = 0.4, 0.25
+"""Of the seeds, in how many all faults come in a bunch, and in how many they meet what was wrong before."""
+LEAVE_SHARE = 0.15
+"""Of the mixed seeds, in how many somebody leaves."""
+NODES: Choices[int] = ((1, 2), (2, 5), (3, 7), (4, 5), (5, 3), (6, 2), (7, 1), (8, 1))
+FEW: Choices[int] = ((1, 1), (2, 5), (3, 4))
+"""Where one comes and goes: the fewer there are, the more each matters."""
 MEDIA: Choices[str] = (("switch", 5), ("air", 2), ("both", 3))
 STRATEGIES: Choices[str] = (
-    ("ddp", 8), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
+    ("ddp", 12), ("local_sgd:4", 2), ("diloco:4", 2), ("parameter_server", 3), ("parameter_server:async", 1),
     ("parameter_server:bounded,staleness=4", 1), ("single", 1),
 )  # fmt: skip
 COMPRESSORS: Choices[str] = (
-    ("none", 8), ("int8+ef", 2), ("topk:0.1+ef", 2), ("randomk:0.1+ef", 1), ("powersgd:2+ef", 1), ("fp16", 1),
+    ("none", 6), ("int8+ef", 2), ("topk:0.1+ef", 2), ("randomk:0.1+ef", 1), ("powersgd:2+ef", 1), ("fp16", 1),
     ("onebit+ef", 1),
 )  # fmt: skip
 ALGORITHMS: Choices[str] = (("auto", 8), ("ring", 1), ("tree", 1), ("centralized", 1), ("halving_doubling", 1))
@@ -71,8 +84,9 @@ HEARTBEATS: Choices[Heartbeat] = (
     (Heartbeat(interval_s=PositiveSeconds(2), timeout_s=PositiveSeconds(6), failures=2), 1),
     (PRESETS["home"], 1),
 )
-TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 2))
-"""Of a collective."""
+TIMEOUTS_S: Choices[float] = ((5.0, 3), (10.0, 4), (20.0, 3))
+LONGEST_S = 20.0
+"""Of a collective. Where one comes and goes it is the longest, so that who waits for one that has gone stands out."""
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
@@ -85,16 +99,23 @@ CLOSEST = 12
 def scenario_of(seed: int) -> Scenario:
     """The scenario of a seed."""
     draw = stream(seed, "fuzz")
-    heartbeat = _choose(draw, HEARTBEATS)
+    style, heartbeat = _choose(draw, STYLES), _choose(draw, HEARTBEATS)
     safety_s = max(_choose(draw, SAFETY_S), 4 * heartbeat.timeout_s)
     media = _media(draw)
     launch_s = _choose(draw, LAUNCHES_S)
-    nodes = tuple(_node(draw, number, media, launch_s) for number in range(1, _choose(draw, NODES) + 1))
+    count = _choose(draw, FEW if style == "churn" else NODES)
+    nodes = tuple(_node(draw, number, media, launch_s) for number in range(1, count + 1))
     cluster = _cluster(draw, len(nodes), heartbeat)
-    training = _training(draw, safety_s / (launch_s * LAUNCHES_OF_A_STEP))
+    step_s = launch_s * LAUNCHES_OF_A_STEP
+    training = _training(draw, safety_s / step_s)
+    if style == "churn":
+        training = replace(training, timeout_s=PositiveSeconds(LONGEST_S))
     home = Scenario(f"seed-{seed}", nodes, seed=seed, media=media, training=training, cluster=cluster)
     home = parse_scenario(write_scenario(home), f"seed {seed}")
-    return replace(home, faults=_schedule(draw, home, safety_s))
+    faults = _schedule(draw, style, home, safety_s)
+    last_s = max((fault.over_s for fault in faults), default=0.0)
+    steps = max(training.steps, min(MOST_STEPS, CLOSEST + round(last_s / step_s)))
+    return replace(home, faults=faults, training=replace(training, steps=steps, evaluate_every=steps))
 
 
 def _choose(draw: Random, choices: Choices[T]) -> T:
@@ -152,40 +173,40 @@ def _training(draw: Random, steps: float) -> Training:
     )
 
 
-def _schedule(draw: Random, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
-    share = draw.choice((0.15, 0.4, 0.8))
-    kinds = [kind for kind in KINDS if draw.random() < share] or [draw.choice(KINDS)]
-    often = [kind for kind in kinds for _ in range(draw.choice((1, 1, 2, 4)))]
+def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
     parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
-    if alone := _one_sick(home, safety_s):
-        return alone
-    sick = _sick(draw, home)
-    lasting = _lasting(parts, often, sick, draw.choice((1, 1, 2)))
-    passing = draw_faults(parts, often, draw.randint(0 if lasting else 1, draw.choice((2, 5, 9))))
-    faults = _remembering([*passing, *lasting, *_leaves(home, safety_s)], sick, home)
+    pattern = PATTERNS.get(style)
+    if pattern is None or (style == "culprit" and len(home.nodes) < 3):
+        groups, sick = _mixed(draw, parts, home)
+    else:
+        groups, sick = pattern(parts, home), parts.names
+        if style != "culprit":
+            groups += draw_groups(parts, _kinds(draw, home), draw.choice((0, 0, 0, 1, 2)))
+    if draw.random() < BUNCHED_SHARE:
+        groups = bunched(parts, groups, home)
+    if style != "culprit" and draw.random() < CONDITIONS_SHARE:
+        groups += conditions(parts, home)
+    faults = _remembering([fault for group in groups for fault in group], sick, home)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _leaves(home: Scenario, safety_s: float) -> list[AnyFault]:
-    draw = stream(home.seed, "fuzz", "leave")
-    if draw.random() >= LEAVE_SHARE:
-        return []
-    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
-    return draw_faults(parts, ("leave",), draw.choice((4, 4, 6)))
+def _mixed(draw: Random, parts: Draw, home: Scenario) -> tuple[list[Group], list[str]]:
+    """Faults that are drawn each by itself, and the machines that those which last are about."""
+    kinds = _kinds(draw, home)
+    sick = _sick(draw, home)
+    lasting = _lasting(parts, kinds, sick, draw.choice((1, 1, 2)))
+    passing = draw_groups(parts, kinds, draw.randint(0 if lasting else 1, draw.choice((2, 5, 9))))
+    if draw.random() < LEAVE_SHARE:
+        passing += draw_groups(parts, ("leave",), draw.choice((1, 1, 2)))
+    return [*passing, *((fault,) for fault in lasting)], sick
 
 
-def _one_sick(home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:
-    """In some seeds, one machine that is sick for good and nothing else: where more is wrong, nobody can say whether
-    the others found the right one."""
-    draw = stream(home.seed, "fuzz", "one sick")
-    if len(home.nodes) < 3 or draw.random() >= ONE_SICK_SHARE:
-        return ()
-    parts = Draw(draw, home.nodes, home.media, safety_s / HEALED_BY)
-    (fault,) = draw_faults(parts, ("misbehave", "misbehave", "stuck_device", "blocked_port"), 1)
-    if isinstance(fault, Misbehave):
-        how = draw.choice([how for how in get_args(Misbehaviour) if how != "lie"])
-        fault = replace(fault, how=how, to=None)
-    return (without_end(fault),)
+def _kinds(draw: Random, home: Scenario) -> list[str]:
+    """The kinds that there are, each as often as it is to be drawn."""
+    possible = KINDS if len(home.nodes) > 1 else LONE_KINDS
+    share = draw.choice((0.15, 0.4, 0.8))
+    kinds = [kind for kind in possible if draw.random() < share] or [draw.choice(possible)]
+    return [kind for kind in kinds for _ in range(draw.choice((1, 1, 2, 4)))]
 
 
 def _sick(draw: Random, home: Scenario) -> list[str]:

@@ -144,7 +144,20 @@ class World:
         if outcome is None or outcome.done():
             outcome = self._outcomes[host.name] = self.loop.create_future()
         if host.alive:
-            host.spawn(self._program(host), name="main").add_done_callback(partial(_settle, outcome))
+            host.spawn(self._program(host), name="main").add_done_callback(partial(self._settle, host, outcome))
+
+    def _settle(self, host: VirtualHost, outcome: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
+        if outcome.done():
+            return
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            outcome.set_exception(HcsimError("the program was cancelled"))
+        elif host.leaving.is_set() and self.returns.get(host.name) and (error is None or isinstance(error, HcsimError)):
+            return  # whoever left and comes back is waited for, as is one that crashed
+        elif error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
 
     # What hosts and faults ask of their world.
 
@@ -170,14 +183,3 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _settle(outcome: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
-    if outcome.done():
-        return
-    if task.cancelled():
-        outcome.set_exception(HcsimError("the program was cancelled"))
-    elif (error := task.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())

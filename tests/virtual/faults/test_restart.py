@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hcsim.config import Crash, Partition, Pause, Restart, Throttle
-from hcsim.errors import ChannelBroken, Deadlock, UsageError
+from hcsim.config import Crash, Leave, Partition, Pause, Restart, Throttle
+from hcsim.errors import ChannelBroken, Deadlock, HcsimError, UsageError
 from hcsim.runtime.frame import Header
 from hcsim.runtime.lan import Service
 from hcsim.virtual.tcp import RTO_S
@@ -52,6 +52,19 @@ def test_a_program_that_had_ended_runs_again_while_others_are_at_work():
         return world.loop.time()
 
     assert world.run_on_all(program) == pytest.approx([1.7, 5.0, 5.0])
+
+
+def test_who_left_and_comes_back_is_waited_for_when_all_others_have_ended():
+    world = world_with(Leave(at_s=1.0, node="a"), Restart(at_s=3.0, node="a"))
+
+    async def program(host: Any) -> tuple[str, int]:
+        if host.name == "a" and host.life == 1:
+            await host.leaving.wait()
+            raise HcsimError("left before there was anything to do")
+        return host.name, host.life
+
+    assert world.run_on_all(program) == [("a", 2), ("b", 1), ("c", 1)]
+    assert world.loop.time() == pytest.approx(4.0)
 
 
 def test_a_host_can_die_for_good_after_it_was_restarted():

@@ -1,0 +1,188 @@
+"""Faults that belong together: all at once, one machine after another, again and again, or soon after an earlier one.
+
+Faults that are drawn each by itself are seldom a power cut, and seldom meet. But what a protocol does is chosen by what
+happened a moment ago, and how many machines it happened to: a checkpoint is only needed where all machines lost their
+memory, a machine is only alone where all others have gone, and a view that is being formed is only disturbed by what
+strikes within a second or two. So some seeds are drawn as such patterns, and in some all faults come in a bunch.
+
+None of these faults makes a machine forget. With the kinds that are drawn besides, it may: then so few do that the
+others are a majority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from hcsim.config import AnyFault, ClockJump, Cluster, Crash, Leave, LinkChange, Misbehave, Restart, Scenario, Training
+from hcsim.config.schedule import DECIMALS, Draw, draw_faults, without_end
+from hcsim.units import PositiveSeconds, Seconds
+
+Group: TypeAlias = tuple[AnyFault, ...]
+"""Faults that are drawn together, and moved together."""
+Pattern: TypeAlias = Callable[[Draw, Scenario], list[Group]]
+
+INSTANT_S = Seconds(1e-3)
+FORMING_S = 4.0
+"""Within so long after a loss was noticed, the next view is formed, and whoever comes is taken in."""
+ROUND_TRIPS = 10
+"""And so many round trips on top of that."""
+CONDITIONS = ("clock_jump", "clock_jump", "clock_drift", "link_change", "datagrams", "slow_disk", "throttle")
+EARLY = 0.3
+"""When conditions begin, as a share of when they would if they were drawn as all else."""
+CULPRITS_KINDS = (*5 * ("misbehave",), "stuck_device", "blocked_port", "pause", "lid", "restart")
+
+
+def draw_groups(draw: Draw, kinds: Sequence[str], wanted: int) -> list[Group]:
+    """So many groups of faults of these kinds; fewer where they cannot happen."""
+    groups = (tuple(draw_faults(draw, kinds, 1)) for _ in range(wanted))
+    return [group for group in groups if group]
+
+
+def bunched(draw: Draw, groups: Sequence[Group], home: Scenario) -> list[Group]:
+    """The same faults in the same order, each while the cluster deals with the one before."""
+    moved: list[Group] = []
+    for group in sorted(groups, key=_start_s):
+        before = moved[-1] if moved else None
+        moved.append(group if before is None else _moved(group, _soon_after(draw, before, home)))
+    return moved
+
+
+def _soon_after(draw: Draw, group: Group, home: Scenario) -> float:
+    """Just as these faults strike or end, as the others notice, or as they draw consequences."""
+    rng, notice_s = draw.rng, _notice_s(home)
+    fault = rng.choice(group)
+    struck_s = rng.choice((fault.at_s, fault.at_s, fault.over_s))
+    return struck_s + rng.choice(
+        (rng.uniform(0.0, 0.2), notice_s * rng.uniform(0.8, 1.2), rng.uniform(0.0, notice_s + FORMING_S))
+    )
+
+
+def _notice_s(home: Scenario) -> float:
+    """How long a silent machine takes to be missed."""
+    return (home.cluster or Cluster()).beat.timeout_s
+
+
+def _start_s(group: Group) -> float:
+    return min(fault.at_s for fault in group)
+
+
+def _moved(group: Group, start_s: float) -> Group:
+    by_s = start_s - _start_s(group)
+    return tuple(_at(fault, fault.at_s + by_s) for fault in group)
+
+
+def _at(fault: AnyFault, at_s: float) -> AnyFault:
+    at_s = _rounded(at_s)
+    if isinstance(fault, Restart) and fault.as_of_s is not None:
+        return replace(fault, at_s=at_s, as_of_s=min(fault.as_of_s, at_s))
+    return replace(fault, at_s=at_s)
+
+
+def _rounded(time_s: float) -> Seconds:
+    return Seconds(round(time_s, DECIMALS))
+
+
+def conditions(draw: Draw, home: Scenario) -> list[Group]:
+    """What is not as it should be from early on, for what strikes later to meet: a clock that was set (of one machine,
+    or by a time server of all), a slow network or disk, announcements that get lost."""
+    groups: list[Group] = []
+    for group in draw_groups(draw, CONDITIONS, draw.rng.choice((1, 1, 2))):
+        group = _moved(group, EARLY * _start_s(group))
+        (fault,) = group
+        if isinstance(fault, ClockJump) and draw.rng.random() < 0.5:
+            group = tuple(replace(fault, node=name) for name in draw.names)
+        groups.append(group)
+    return groups
+
+
+# Patterns.
+
+
+def outages(draw: Draw, home: Scenario) -> list[Group]:
+    """The power fails: all machines, or many, go down at a moment and come back with what they had saved, at once or
+    one by one. It may fail again soon."""
+    rng, names = draw.rng, draw.names
+    at_s, _ = draw.span()
+    groups: list[Group] = []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        count = rng.choice((len(names), len(names), max(1, len(names) - 1), rng.randint(1, len(names))))
+        apart_s, down_s = rng.choice((0.0, 0.0, 1.0)), rng.uniform(0.0, 6.0)
+        each_its_own = rng.random() < 0.5
+        cut: list[AnyFault] = []
+        for name in rng.sample(names, count):
+            own_s = down_s * rng.uniform(0.0, 2.0) if each_its_own else down_s
+            cut.append(Restart(_rounded(at_s + rng.uniform(0.0, apart_s)), name, down_s=_rounded(own_s)))
+        groups.append(tuple(cut))
+        at_s = _rounded(max(fault.over_s for fault in cut) + rng.uniform(0.0, _notice_s(home) + 2 * FORMING_S))
+    return groups
+
+
+def attrition(draw: Draw, home: Scenario) -> list[Group]:
+    """One machine after another goes, until one is left. That one is started anew, and the others may come back."""
+    rng = draw.rng
+    at_s, _ = draw.span()
+    *going, last = rng.sample(draw.names, len(draw.names))
+    groups: list[Group] = []
+    for name in going:
+        fault = Leave(at_s, name) if rng.random() < 0.4 else Crash(at_s, name, clean=rng.random() < 0.5)
+        groups.append((fault,))
+        at_s = _rounded(at_s + _notice_s(home) + rng.uniform(0.0, FORMING_S))
+    for _ in range(rng.choice((1, 1, 2))):
+        restart = Restart(at_s, last, down_s=_rounded(rng.choice((1e-3, rng.uniform(0.0, 5.0)))))
+        groups.append((restart,))
+        at_s = _rounded(restart.over_s + rng.uniform(0.0, FORMING_S))
+    for name in going if rng.random() < 0.5 else ():
+        at_s = _rounded(at_s + rng.uniform(0.0, FORMING_S))
+        groups.append((Restart(at_s, name, down_s=INSTANT_S),))
+    return groups
+
+
+def churn(draw: Draw, home: Scenario) -> list[Group]:
+    """Somebody starts, ends or kills the program again and again, also while the others take that machine in or let it
+    go. On a slow network both take longer. At times it stays away until the others have lost patience."""
+    rng = draw.rng
+    begun_s = _rounded(EARLY * draw.span()[0])
+    latency_s, patience_s = rng.choice((0.0, 0.1, 0.3, 0.3)), (home.training or Training()).timeout_s
+    kills = rng.random() < 0.6  # otherwise nothing is lost, which can then be told
+    comers = rng.sample(draw.names, min(len(draw.names), rng.choice((1, 1, 2))))
+    groups: list[Group] = []
+    at_s = begun_s
+    for _ in range(rng.randint(2, 4)):
+        name = rng.choice(comers)
+        here_s = rng.uniform(0.0, FORMING_S + ROUND_TRIPS * latency_s)
+        away_s = rng.choice((INSTANT_S, rng.uniform(0.0, FORMING_S), rng.uniform(0.8, 1.5) * patience_s))
+        anew = (Restart(_rounded(at_s), name, down_s=INSTANT_S),) if kills else ()
+        leave = Leave(_rounded(at_s + here_s), name)
+        back = Restart(_rounded(leave.at_s + away_s), name, down_s=INSTANT_S)
+        groups.append((*anew, leave, back))
+        at_s = back.at_s
+    if latency_s:
+        medium, lasts_s = rng.choice(list(draw.media)), PositiveSeconds(_rounded(at_s + FORMING_S - begun_s))
+        groups.append((LinkChange(begun_s, medium, latency_s=Seconds(latency_s), duration_s=lasts_s),))
+    return groups
+
+
+def culprit(draw: Draw, home: Scenario) -> list[Group]:
+    """All is well but one machine, with which one thing is wrong or a few are, for good or now and then: where more is
+    wrong, nobody can say whether the others found the right one."""
+    rng, name = draw.rng, draw.node()
+    wanted, lasts = rng.choice((1, 1, 2, 3)), rng.random() < 0.6
+    groups: list[Group] = []
+    while len(groups) < wanted:
+        group = tuple(draw_faults(draw, CULPRITS_KINDS, 1))
+        if any(getattr(fault, "node", "") != name or getattr(fault, "how", "") == "lie" for fault in group):
+            continue
+        group = tuple(replace(fault, to=None) if isinstance(fault, Misbehave) else fault for fault in group)
+        groups.append(tuple(map(without_end, group)) if lasts else group)
+    return groups
+
+
+PATTERNS: Mapping[str, Pattern] = {
+    "outages": outages,
+    "attrition": attrition,
+    "churn": churn,
+    "culprit": culprit,
+}

@@ -26,7 +26,7 @@ def test_everybody_hears_what_each_says(virtual, count):
 
 
 @pytest.mark.parametrize("count", [3, 4, 5])
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("share", [0.7, 1.0])
 @pytest.mark.parametrize("liar", [0, 1, 2])
 def test_whoever_tells_each_something_else_is_in_all_that_is_found(virtual, count, share, liar):
     fault = Misbehave(at_s=Seconds(0), node=f"mac-{liar}", how="noise", share=PositiveShare(share))

@@ -227,20 +227,29 @@ def views_name_a_machine(evidence: Evidence) -> Iterator[str]:
 
 def departures_are_named(evidence: Evidence) -> Iterator[str]:
     """Whoever is not in the next view is named where members are told why there is one."""
+    started_s: dict[str, list[float]] = {}
+    for event in evidence.events:
+        if event[1:3] == ("fault", "start"):
+            started_s.setdefault(str(event[3]).partition(" ")[0], []).append(int(event[0]) / 1e9)
+
+    def life(host: str, time_s: float) -> tuple[str, int]:
+        """One that was started anew is told nothing of the views of its earlier life."""
+        return host, sum(each_s <= time_s for each_s in started_s.get(host, ()))
+
     follows = {
-        (str(host), int(epoch)): (str(lineage), int(previous))
-        for _, _, host, lineage, epoch, previous, _ in evidence.of_kind("view", 4)
+        (life(str(host), int(time_ns) / 1e9), int(epoch)): (str(lineage), int(previous))
+        for time_ns, _, host, lineage, epoch, previous, _ in evidence.of_kind("view", 4)
     }
-    before: dict[str, tuple[int, tuple[str, ...]]] = {}
+    before: dict[tuple[str, int], tuple[int, tuple[str, ...]]] = {}
     for said in evidence.said:
         match = _TOLD_VIEW.fullmatch(said.text)
         if match is None:
             continue
-        epoch, members = int(match[1]), tuple(match[2].split(", "))
-        last, gone = before.get(said.host, (-1, ()))
-        before[said.host] = epoch, members
-        lineage, previous = follows.get((said.host, epoch), ("", -2))
-        if previous != last or follows.get((said.host, last), ("", -2))[0] != lineage:
+        who, epoch, members = life(said.host, said.time_s), int(match[1]), tuple(match[2].split(", "))
+        last, gone = before.get(who, (-1, ()))
+        before[who] = epoch, members
+        lineage, previous = follows.get((who, epoch), ("", -2))
+        if previous != last or follows.get((who, last), ("", -2))[0] != lineage:
             continue
         for name in gone:
             if name not in members and not _names(match[3], name):

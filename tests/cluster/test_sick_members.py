@@ -125,6 +125,17 @@ def test_machines_that_become_slow_together_go_on_together() -> None:
         assert result.points[-1].ranks == 4
 
 
+def test_a_machine_that_becomes_slow_alone_goes_on_in_its_view() -> None:
+    throttled = '[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac"\nfactor = 0.02\n'
+    text = HOME.format(compressor="none", steps=STEPS, timeout=TIMEOUT_S, machine=BY_ARITHMETIC) + throttled
+    alone = text.replace("count = 4\n", "").replace("nodes = 4", "nodes = 1")
+    events: list[Event] = []
+    simulate_cluster(parse_scenario(alone, "alone"), what=Slopes(), sink=events.extend)
+    steps_s = [int(event[0]) / 1e9 for event in events if event[1] == "applied"]
+    assert max(after - before for before, after in pairwise(steps_s)) > TIMEOUT_S / 4
+    assert not [event for event in events if event[1] == "view failed"]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
 def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to_join(strategy: str) -> None:
     """They wait for it, longer than an exchange may take."""

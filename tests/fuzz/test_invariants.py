@@ -120,6 +120,14 @@ def test_every_invariant_is_tried_above() -> None:
     assert {invariant for invariant, _ in BROKEN} == {check.__name__ for check in INVARIANTS}
 
 
+def test_a_machine_that_was_started_anew_is_told_nothing_of_those_in_its_view_before() -> None:
+    anew = (500_000_000, "fault", "start", "a 2")
+    follows = (1_000_000_000, "view", "a", "L", 2, 1, "a#3")
+    unnamed = said("view 2: a (a is alone)")
+    assert "departures_are_named" in [breach.invariant for breach in breaches(evidence(follows, said=unnamed))]
+    assert breaches(evidence(anew, follows, said=unnamed)) == []
+
+
 def test_what_is_excused_need_not_come_to_the_end() -> None:
     assert breaches(evidence(excused="too few", results={"a": TimeoutError()}, steps=[])) == []
 

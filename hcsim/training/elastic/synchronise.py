@@ -69,7 +69,10 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
         held = [(each.print, each.step) for each in told]
         unlike = [(giver, taker) for giver, taker in routes if held[giver] != held[taker]] or routes
         handed = ", ".join(f"rank {giver} to rank {taker}" for giver, taker in unlike)
-        text = f"what was handed over did not arrive as it was: {handed or 'nothing was'}"
+        text = f"what was handed over did not arrive as it was: {handed}"
+        if not routes:
+            first = next((rank for rank, each in enumerate(held) if each != held[0]), group.size - 1)
+            text = f"rank 0 and rank {first} hold unlike models or compressors, which they did not say before"
         doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
         raise Contradiction(text, phase="synchronising", doubts=doubts)
     us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])

@@ -117,7 +117,8 @@ class Voting:
         if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
             self._due = checkpoints.after(run.step)
             await checkpoints.save(run.group.host, self.trainee.saved(), run.step)
-        self.observer.step_timer.settled(run.step, run.group.host.clock.elapsed())
+        if run.group.size > 1:  # nobody else can be what delays one that is alone
+            self.observer.step_timer.settled(run.step, run.group.host.clock.elapsed())
 
     async def save(self) -> None:
         """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do

@@ -6,7 +6,8 @@ fails. Membership is about progress, so such a member is found, and left out of 
 others what it knows of a failed view (`Findings`). The evidence, strongest first:
 
 1.  Violations. A peer broke the protocol: the receiver accuses it. Or a peer and another member, the witness, have
-    told unlike things: then the receiver cannot say which of them is wrong.
+    told unlike things: then the receiver cannot say which of them is wrong. Where members that heard unlike words
+    before (`Heard`) accuse each other, as each does what follows from those, the speaker is accused instead.
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
@@ -59,6 +60,15 @@ _Edge: TypeAlias = tuple[str, ...]
 """Members of which one is sick: who tells it, the witness if there is one, and last the accused."""
 
 
+class Heard(msgspec.Struct, frozen=True):
+    """What a member heard when the members of a view last told each other directly what they are about to do."""
+
+    times: int
+    """How often they had done so in this view."""
+    digests: tuple[int, ...]
+    """Of what each said, by rank."""
+
+
 class Failure(msgspec.Struct, frozen=True):
     """How this node's work in a view ended."""
 
@@ -79,6 +89,7 @@ class Failure(msgspec.Struct, frozen=True):
     """What this node itself computed and encoded for a step."""
     accusations: tuple[Accusation, ...] = ()
     """What checks found before it ended."""
+    heard: Heard | None = None
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -111,6 +122,7 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     accusations: tuple[Accusation, ...] = ()
     lasted_s: float = 0.0
     """How long it had worked in the view when it heard that the view had failed; 0: it had not begun."""
+    heard: Heard | None = None
 
 
 class Diagnosis:
@@ -143,7 +155,7 @@ class Diagnosis:
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
         told = Findings(
             lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for, slow=failure.slow,
-            work_s=failure.work_s,
+            work_s=failure.work_s, heard=failure.heard,
         )  # fmt: skip
         return self._tell(told, now)
 
@@ -171,6 +183,7 @@ class Diagnosis:
             news.work_s or before.work_s,
             self._accusations,
             before.lasted_s,
+            news.heard or before.heard,
         )
         return checking and not before.checking
 
@@ -217,10 +230,11 @@ class Diagnosis:
         if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
             return {}
         known = self._known(lineage, epoch, nodes)
-        edges: dict[_Edge, str] = {}
+        edges = _told_unlike(known, nodes)
+        parted = {frozenset(edge[:2]) for edge in edges}
         for teller, findings in known.items():
             for each in findings.accusations:
-                if each.node in nodes:
+                if each.node in nodes and (each.witness or {teller, each.node} not in parted):
                     edges[(*dict.fromkeys((teller, each.witness or teller)), each.node)] = each.reason
         unchecked = self._unchecked(lineage, epoch, nodes)
         if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
@@ -254,6 +268,19 @@ class Diagnosis:
         if not any(findings.checking for findings in known.values()):
             return []
         return [node for node in nodes if node not in known or not known[node].checked]
+
+
+def _told_unlike(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:
+    """The speaker, wherever two have heard unlike words of one."""
+    edges: dict[_Edge, str] = {}
+    for pair in combinations(known, 2):
+        one, other = (known[node].heard for node in pair)
+        if one is None or other is None or one.times != other.times:
+            continue
+        for speaker, first, second in zip(nodes, one.digests, other.digests, strict=False):
+            if first != second:
+                edges[(*(node for node in pair if node != speaker), speaker)] = "it did not tell all others the same"
+    return edges
 
 
 def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings
+from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings, Heard
 
 NODES = ("a", "b", "c", "d")
 LINEAGE, EPOCH = "line", 7
@@ -14,10 +14,12 @@ LINEAGE, EPOCH = "line", 7
 
 def found(
     accused: Mapping[str, str] = {}, *, checking: bool = True, checked: bool = True, waited_for: str = "",
-    slow: bool = False, work_s: float = 0.0, fruitless: int = 1, lasted_s: float = 0.0,
+    slow: bool = False, work_s: float = 0.0, fruitless: int = 1, lasted_s: float = 0.0, heard: Heard | None = None,
 ) -> Findings:  # fmt: skip
     accusations = tuple(Accusation(node, why) for node, why in accused.items())
-    return Findings(LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s)
+    return Findings(
+        LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s, heard
+    )
 
 
 def diagnosis(failure: Failure, ours: Mapping[str, str], theirs: Mapping[str, Findings]) -> Diagnosis:
@@ -59,6 +61,22 @@ def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() ->
     theirs = {"b": found(checking=False), "d": found({"a": "no answer", "c": "no answer"}, checking=False)}
     ours = (Accusation("b", "b told c and d unlike things", "d"),)
     assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "blamed"),
+    [
+        (Heard(9, (1, 2, 3, 4)), ["b"]),
+        (Heard(9, (1, 2, 3, 5)), ["d"]),
+        (Heard(9, (1, 6, 3, 4)), ["b"]),
+        (Heard(8, (1, 2, 3, 5)), ["b"]),
+    ],
+    ids=["the same", "unlike words of a third", "unlike words of the accused", "another time"],
+)
+def test_who_told_two_unlike_words_is_left_out_rather_than_who_acts_on_them(theirs: Heard, blamed: list[str]) -> None:
+    ours = Failure("b does another operation", violator="b", heard=Heard(9, (1, 2, 3, 4)))
+    made = diagnosis(ours, {}, {node: found(checking=False, heard=theirs if node == "b" else None) for node in "bcd"})
+    assert list(culprits(made)) == blamed
 
 
 def test_of_a_pair_the_junior_is_left_out() -> None:

@@ -17,15 +17,17 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
+from hcsim.cluster.diagnosis import Heard
 from hcsim.cluster.view import View
-from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import is_finite
 from hcsim.errors import CompressionError, Diverged, TrainingError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.elastic.hearing import digests, told, told_alike
 from hcsim.training.layout import Bucket, Layout
 from hcsim.training.run import Update
 from hcsim.training.task import Flat
@@ -69,6 +71,13 @@ class Votes:
         self._group = group
         self._view = view
         self._objection = -1
+        self._times = 0
+        self._said: list[npt.NDArray[np.int64]] = []
+
+    @property
+    def heard(self) -> Heard:
+        """The last votes."""
+        return Heard(self._times, digests(self._said))
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
         """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""
@@ -124,10 +133,9 @@ class Votes:
         return fingerprint(alike)
 
     async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
-        # Folded onto a power of two, a vote would cross the slow line between two homes three times instead of once.
-        algorithm = "auto" if self._group.size.bit_count() == 1 else "direct"
-        gathered = await self._group.all_gather(np.array(ours, np.int64), algorithm=algorithm)
-        votes = [_Vote(*(int(number) for number in array_of(each))) for each in gathered]
+        self._said = await told(self._group, np.array(ours, np.int64))
+        self._times += 1
+        votes = [_Vote(*(int(number) for number in each)) for each in self._said]
         if any(vote.print != votes[0].print for vote in votes):
             await self._differ(step)
         return votes
@@ -138,7 +146,7 @@ class Votes:
         assert not isinstance(alike, Phantom)  # they have all the same fingerprint
         tensors = self._ballot.layout.tensors
         ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
-        theirs = [array_of(each) for each in await self._group.all_gather(ours)]
+        theirs = await told_alike(self._group, ours)
         for number, tensor in enumerate(tensors):
             prints = [int(each[number]) for each in theirs]
             usual, count = Counter(prints).most_common(1)[0]

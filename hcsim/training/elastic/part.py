@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from hcsim.cluster.diagnosis import Heard
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -59,6 +60,10 @@ class Part(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether all steps are done, and the run has the model that they led to."""
+
+    @property
+    def heard(self) -> Heard | None:
+        """What all of the present view told each other last, if they do."""
 
     def options(self, view: View) -> Options:
         """How a view's group works."""

@@ -127,6 +127,10 @@ class Served:
         """Whether our worker has the final model."""
         return self._working.done is not None
 
+    @property
+    def heard(self) -> None:
+        """Workers do not vote."""
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
         return Options(timeout_s=self.settings.timeout_s, conducted=True)

@@ -176,6 +176,7 @@ class _Progress:
             slow,
             self._work_s(),
             tuple(accusations),
+            self._part.heard,
         )
 
     def _work_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.diagnosis import Heard
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -34,6 +35,8 @@ class Voting:
         self._by_links = extras.by_links
         self._due = 0
         """The step after which to save."""
+        self._votes: Votes | None = None
+        """In the view that we work in, once it has begun."""
 
     @property
     def has_begun(self) -> bool:
@@ -50,13 +53,18 @@ class Voting:
         """Every step is noted when it is done."""
         return self.has_begun and self.run.step >= self.settings.steps
 
+    @property
+    def heard(self) -> Heard | None:
+        """The last votes."""
+        return self._votes.heard if self._votes is not None else None
+
     def options(self, view: View) -> Options:
         """How a view's group works."""
         return self.trainee.options(view)
 
     async def train(self, group: Group, view: View) -> bool:
         """Train in this view for as long as it lasts; whether that was all."""
-        trainee = self.trainee
+        trainee, self._votes = self.trainee, None
         await synchronise(group, view, trainee)
         if self._by_links and self._conductor.ways is not None:
             await follow_links(group, view, self._conductor.ways)
@@ -64,7 +72,7 @@ class Voting:
         self._began(view, run.step)
         if self._checkpoints is not None:
             self._due = self._checkpoints.after(run.step)
-        votes = run.pact = Votes(self.ballot, group, view, self._settled)
+        votes = run.pact = self._votes = Votes(self.ballot, group, view, self._settled)
         run.observer = self.observer
         watching = trainee.host.spawn(
             watch_steps(group, view, self._conductor, self.observer), name=f"watch the steps of view {view.epoch}"

@@ -142,13 +142,13 @@ class MdnsLan:
 
     async def close(self) -> None:
         """Withdraw everything and close the sockets."""
+        if self._guarding is not None:
+            self._guarding.cancel()
+            await asyncio.gather(self._guarding, return_exceptions=True)
         if self._responder is not None:
             await self._responder.async_unregister_all_services()
             await self._responder.async_close()
             self._responder = None
-        if self._guarding is not None:
-            self._guarding.cancel()
-            await asyncio.gather(self._guarding, return_exceptions=True)
 
     def _opened(self) -> AsyncZeroconf:
         if self._responder is None:

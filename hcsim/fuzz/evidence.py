@@ -150,7 +150,8 @@ class Recorder:
         worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
-        return Lives(self.views, worked, started_s, forgotten_s(scenario))
+        ended_s = {host: time_s for time_s, host in self.left}
+        return Lives(self.views, worked, started_s, forgotten_s(scenario), ended_s)
 
 
 def sighting(event: Event) -> Sighting:

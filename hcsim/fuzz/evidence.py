@@ -10,7 +10,8 @@ import numpy as np
 
 from hcsim.compressors.base import Array
 from hcsim.compressors.feedback import OWED, SUFFIX
-from hcsim.config import Cluster, CopiedIdentity, Restart, Scenario, Training
+from hcsim.config import Cluster, CopiedIdentity, Misbehave, Restart, Scenario, Training
+from hcsim.errors import Diverged
 from hcsim.fuzz.coverage import Tracker
 from hcsim.fuzz.generate import forgets
 from hcsim.fuzz.phases import Lives, Phases, Sighting, Work
@@ -89,6 +90,13 @@ class Evidence(msgspec.Struct, frozen=True):
         kinds = {fault.__struct_config__.tag for fault in self.scenario.faults}
         whole = self.training.compressor == "none" or self.training.compressor.endswith(SUFFIX)
         return self.training.strategy == "ddp" and whole and "misbehave" not in kinds
+
+    @property
+    def diverged(self) -> list[str]:
+        """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+        if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in self.scenario.faults):
+            return []
+        return [host for host, result in self.results.items() if isinstance(result, Diverged)]
 
     def of_kind(self, kind: str, fields: int) -> Iterator[Event]:
         """The events of one kind, with so many fields."""

@@ -25,7 +25,7 @@ from hcsim.config import (
     Restart,
     StuckDevice,
 )
-from hcsim.errors import Diverged, HcsimError
+from hcsim.errors import HcsimError
 from hcsim.fuzz.evidence import Evidence, Step, forgotten_s
 from hcsim.fuzz.phases import GRACE_S
 from hcsim.telemetry.trace import Event
@@ -356,7 +356,7 @@ def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
 
     A step counts that one of them took over from others: it may be let in when these have done the last one."""
     phases, able = evidence.phases, _able(evidence)
-    if evidence.excused or all(host in _diverged(evidence) for host in phases.core):
+    if evidence.excused:
         return
     before_s, done = phases.liveness_s, 0
     ended = False
@@ -415,16 +415,16 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     nothing shows it but that. Where any side of a split may go on, those that ended while it lasted hold their own."""
     if evidence.excused:
         return
-    phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)
+    phases, steps = evidence.phases, evidence.training.steps
     reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
     done = [host for host, report in reports.items() if report.steps == steps]
     together = [host for host in phases.untouched if host in done and not _ended_apart(host, evidence)]
     digests = {reports[host].sha256: host for host in reversed(together)}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
-            if host not in (*done, *diverged):
+            if host not in (*done, *evidence.diverged):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
-    if not any(host in _able(evidence) for host in done) and not all(host in diverged for host in phases.core):
+    if not any(host in _able(evidence) for host in done):
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
@@ -439,13 +439,6 @@ def _ended_apart(host: str, evidence: Evidence) -> bool:
         if who == host and int(time_ns) / 1e9 <= ended_s:
             apart = any(name.partition("#")[0] in phases.sick for name in str(members).split(","))
     return evidence.cluster.quorum == "any" and (apart or ended_s < phases.liveness_s + GRACE_S)
-
-
-def _diverged(evidence: Evidence) -> list[str]:
-    """Hosts that ended since replicas differ, as they may where a machine sends noise."""
-    if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in evidence.scenario.faults):
-        return []
-    return [host for host, result in evidence.results.items() if isinstance(result, Diverged)]
 
 
 def _able(evidence: Evidence) -> Sequence[str]:

@@ -157,6 +157,18 @@ def test_a_machine_that_is_started_when_the_others_have_ended_need_not_begin_alo
     assert why == "" if must else "2 machines are needed" in why
 
 
+@pytest.mark.parametrize(
+    ("diverged", "must"), [("m-4", True), ("m-3 m-4", False), ("m-1 m-2 m-3 m-4", False)], ids=lambda each: str(each)
+)
+def test_those_who_ended_since_replicas_differ_are_counted_on_by_nobody(diverged: str, must: bool) -> None:
+    scenario = home(Misbehave(T, "m-4", "noise", duration_s=PositiveSeconds(1)))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
+    lives = Lives(views, work, {}, {}, diverged=diverged.split())
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:
     one, two = phases_of(home(Crash(T, "m-1"))), phases_of(home(Crash(T, "m-1"), Crash(T, "m-2"), nodes=5))
     assert phases_of(home()).patience_s == one.patience_s < two.patience_s

@@ -167,6 +167,10 @@ class Membership:
         """Our work in the view of that epoch begins."""
         self._diagnosis.began(epoch, now)
 
+    def surveyed(self, epoch: int) -> None:
+        """We have measured the links of that view."""
+        self._diagnosis.surveyed(epoch)
+
     def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
         """Our work failed in the view of that epoch."""
         view = self.view

@@ -213,6 +213,10 @@ class Node:
         ended = self.superseded(epoch) or self.over(epoch).done()
         return not ended and self._membership.will_be_let_in
 
+    def surveyed(self, epoch: int) -> None:
+        """See `Conductor.surveyed`."""
+        self._membership.surveyed(epoch)
+
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""
         self._membership.broken(epoch, failure, self._now())

@@ -59,6 +59,9 @@ class Conductor(Protocol):
         """All steps are done: whether this node is alone in that epoch's view, and a cluster that goes before it will
         let it in. What was learned here is given up then."""
 
+    def surveyed(self, epoch: int) -> None:
+        """We have measured the links of that view: from now on others that wait for us have a reason to blame us."""
+
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed: a new view is needed, perhaps without those that are the reason."""
 

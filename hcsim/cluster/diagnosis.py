@@ -16,7 +16,8 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     to that member before, and the members compare their own work for a step.
 3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
     to the operation at all. One that came to the view later than others had less time for that, and is not blamed: it
-    may have been at the last step of the view before, or still have measured links.
+    may have been at the last step of the view before. Nor is one that still measured links, which takes long where
+    another one is slow to answer, and ends in time.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
 An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a
@@ -121,7 +122,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     """What it computed and encoded itself for a step."""
     accusations: tuple[Accusation, ...] = ()
     lasted_s: float = 0.0
-    """How long it had worked in the view when it heard that the view had failed; 0: it had not begun."""
+    """How long it had been in the view when it heard that the view had failed; 0: it had not begun, or still measured
+    links."""
     heard: Heard | None = None
 
 
@@ -138,10 +140,16 @@ class Diagnosis:
         self._accusations: tuple[Accusation, ...] = ()
         self._began: tuple[int, float] | None = None
         """The epoch of the view that we work in, and since when."""
+        self._surveyed = -1
+        """The epoch of the last view whose links we measured to the end."""
 
     def began(self, epoch: int, now: float) -> None:
         """Our work in the view of that epoch begins."""
         self._began = epoch, now
+
+    def surveyed(self, epoch: int) -> None:
+        """We have measured the links of the view of that epoch."""
+        self._surveyed = epoch
 
     def failed(self, lineage: str, epoch: int, failure: Failure, now: float) -> bool:
         """Our work in that view failed; whether our checks have to begin."""
@@ -188,7 +196,8 @@ class Diagnosis:
         return checking and not before.checking
 
     def _lasted_s(self, epoch: int, now: float) -> float:
-        return now - self._began[1] if self._began is not None and self._began[0] == epoch else 0.0
+        began, since_s = self._began or (-1, now)
+        return now - since_s if began == self._surveyed == epoch else 0.0
 
     def _noticed(self, now: float) -> None:
         if self._since_s is None:

@@ -167,6 +167,10 @@ class Membership:
         """Our work in the view of that epoch begins."""
         self._diagnosis.began(epoch, now)
 
+    def surveyed(self, epoch: int) -> None:
+        """We have measured the links of that view."""
+        self._diagnosis.surveyed(epoch)
+
     def broken(self, epoch: int, failure: Failure | str, now: float) -> None:
         """Our work failed in the view of that epoch."""
         view = self.view
@@ -258,6 +262,8 @@ class Membership:
     def _asked_to_promise(self, source: str, asked: Prepare, now: float) -> None:
         if not self._is_believed(source, asked.after):
             self._tell_past(source, asked.after.lineage, asked.after.epoch, now)
+            if asked.after.lineage not in self._fellows and asked.after.member(source) is not None:
+                self._decline(source, asked.after, now)
             return
         self._proposer.saw(asked.ballot)
         self._learn(asked.after, now)
@@ -266,10 +272,14 @@ class Membership:
             return  # it does not hear us, and would only keep others from being heard
         if self._concerns_us(source, asked.after.lineage, asked.after.epoch, now):
             self._send(source, self._acceptor.prepare(asked, self.us, self.roster.reaches()), now)
-        elif self._stranger_to(asked.after):
-            declined = max(self._declined.get(asked.after.lineage, -1), asked.after.epoch)
-            self._declined[asked.after.lineage] = declined
-            self._send(source, Declined(asked.after.lineage, asked.after.epoch), now)
+        else:
+            self._decline(source, asked.after, now)
+
+    def _decline(self, source: str, view: View, now: float) -> None:
+        """Say that nobody need wait for our word on that view, if so."""
+        if self._stranger_to(view):
+            self._declined[view.lineage] = max(self._declined.get(view.lineage, -1), view.epoch)
+            self._send(source, Declined(view.lineage, view.epoch), now)
 
     def _stranger_to(self, view: View) -> bool:
         """Whether we are counted on in a view that we did not enter: we missed its news, and thought better of it."""
@@ -431,10 +441,9 @@ class Membership:
         successive = ready and view.branched_from(ours.lineage)
         if view.lineage == ours.lineage and view.prevails(ours) and not self._belongs_to(view):
             self._yield_to(view)
-        if view.epoch <= ours.epoch:
+        if view.epoch <= max(ours.epoch, self._declined.get(view.lineage, -1)):
             return  # no node's epoch ever goes back; who counts on us in this one will have to ask again
         asked = view.rank(self.us) is not None and view.lineage == self._joins and len(ours.members) == 1
-        asked = asked and view.epoch > self._declined.get(view.lineage, -1)
         if view.lineage != ours.lineage and not successive and not asked:
             return
         if view.abrupt or view.previous != ours.epoch or view.rank(self.us) is None:

@@ -114,6 +114,8 @@ class Node:
         self._checker: Checker | None = None
         self._disqualified_s = 0.0
         """How long we wait before we check again whether we can join; longer each time."""
+        self._last_call = asyncio.Event()
+        """Our work is done: what we wait for has to come soon."""
         self._qualifying: asyncio.Task[None] | None = None
         """Finds out whether we can join; what was asked before it is of no interest any more."""
         self._lines = Lines(host, self)
@@ -198,9 +200,11 @@ class Node:
         """Whether a machine in sight is still preparing to join that epoch's view, after the last step, or we alone
         another one.
 
-        Those in quarantine may try too: there is no step left that they could keep from being done."""
+        Those in quarantine may try too: there is no step left that they could keep from being done. For the same reason
+        we ourselves try again soon."""
         membership, now = self._membership, self._now()
         membership.roster.release(now)
+        self._last_call.set()
         ended = self.superseded(epoch) or self.over(epoch).done()
         return not ended and (membership.asks or membership.roster.preparing(membership.view, now))
 
@@ -208,6 +212,10 @@ class Node:
         """Whether we are alone in that epoch's view and a cluster in sight will let us in."""
         ended = self.superseded(epoch) or self.over(epoch).done()
         return not ended and self._membership.will_be_let_in
+
+    def surveyed(self, epoch: int) -> None:
+        """See `Conductor.surveyed`."""
+        self._membership.surveyed(epoch)
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed."""
@@ -478,8 +486,7 @@ class Node:
             if wrong:
                 names = {self._us.node: self._us.name, **{member.node: member.name for member in members}}
                 self.told(f"not ready to join: {', '.join(f'{names[node]}: {why}' for node, why in wrong.items())}")
-                self._disqualified_s = min(2 * self._disqualified_s or QUALIFY_AGAIN_S, QUALIFY_AGAIN_MOST_S)
-                await self._host.clock.sleep(self._disqualified_s)
+                await self._pause_before_trying_again()
                 membership.disqualified(asked.lineage, self._now())
                 self._carry_out()
                 return
@@ -491,6 +498,14 @@ class Node:
         self._disqualified_s = 0.0
         membership.qualified(asked.lineage, self._now())
         self._carry_out()
+
+    async def _pause_before_trying_again(self) -> None:
+        """Longer each time, unless our work is done."""
+        self._disqualified_s = min(2 * self._disqualified_s or QUALIFY_AGAIN_S, QUALIFY_AGAIN_MOST_S)
+        with suppress(TimeoutError):
+            async with self._host.clock.timeout(self._disqualified_s):
+                await self._last_call.wait()
+                await self._host.clock.sleep(QUALIFY_AGAIN_S)
 
     async def _wrong_with(self, members: Sequence[Member], *, slow: bool = False) -> dict[str, str]:
         """What is wrong with our machine and with these, by node; nothing where it is well or cannot be seen.
@@ -523,6 +538,7 @@ class Node:
 
     def _adopted(self, view: View) -> None:
         self._waiting.clear()
+        self._last_call.clear()
         self._figures.adopted(view)
         members = ",".join(f"{member.name}#{member.boot:x}" for member in view.members)
         self._host.trace("view", view.lineage, view.epoch, view.previous, members)

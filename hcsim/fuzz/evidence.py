@@ -10,7 +10,8 @@ import numpy as np
 
 from hcsim.compressors.base import Array
 from hcsim.compressors.feedback import OWED, SUFFIX
-from hcsim.config import Cluster, CopiedIdentity, Restart, Scenario, Training
+from hcsim.config import Cluster, CopiedIdentity, Misbehave, Restart, Scenario, Training
+from hcsim.errors import Diverged
 from hcsim.fuzz.coverage import Tracker
 from hcsim.fuzz.generate import forgets
 from hcsim.fuzz.phases import Lives, Phases, Sighting, Work
@@ -90,6 +91,13 @@ class Evidence(msgspec.Struct, frozen=True):
         whole = self.training.compressor == "none" or self.training.compressor.endswith(SUFFIX)
         return self.training.strategy == "ddp" and whole and "misbehave" not in kinds
 
+    @property
+    def diverged(self) -> list[str]:
+        """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+        if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in self.scenario.faults):
+            return []
+        return [host for host, result in self.results.items() if isinstance(result, Diverged)]
+
     def of_kind(self, kind: str, fields: int) -> Iterator[Event]:
         """The events of one kind, with so many fields."""
         return (event for event in self.events if event[1] == kind and len(event) == 3 + fields)
@@ -150,7 +158,8 @@ class Recorder:
         worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
-        return Lives(self.views, worked, started_s, forgotten_s(scenario))
+        ended_s = {host: time_s for time_s, host in self.left}
+        return Lives(self.views, worked, started_s, forgotten_s(scenario), ended_s)
 
 
 def sighting(event: Event) -> Sighting:

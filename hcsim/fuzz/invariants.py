@@ -25,9 +25,10 @@ from hcsim.config import (
     Restart,
     StuckDevice,
 )
-from hcsim.errors import Diverged, HcsimError
+from hcsim.errors import HcsimError
 from hcsim.fuzz.evidence import Evidence, Step, forgotten_s
 from hcsim.fuzz.phases import GRACE_S
+from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.training.tasks.slopes import LR, expected
 from hcsim.virtual.world import HostCrashed
@@ -170,25 +171,43 @@ def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
 
 
 def _members_by_step(evidence: Evidence) -> list[int] | None:
-    """How many took part in each step that counts: of those views that applied it, in the last one. A machine that was
-    away may apply one later, in a view that the others have left, and gives it up. None: in several lineages."""
-    lineages: dict[tuple[str, int], str] = {}
-    sizes: dict[int, int] = {}
-    worked: dict[str, None] = {}
-    counted: dict[int, int] = {}
-    """By step, the epoch of that view."""
-    for event in evidence.events:
-        host = str(event[2])
-        if event[1] == "view":
-            lineages[host, int(event[4])] = str(event[3])
-        elif event[1] == "follows":
-            sizes[int(event[3])] = int(event[5])
-        elif event[1] == "applied":
-            worked.setdefault(lineages[host, int(event[3])])
-            counted[int(event[4])] = max(counted.get(int(event[4]), -1), int(event[3]))
+    """How many took part in each step that counts: those of the newest view that did any, and those before it of the
+    views that led there. None: they were done in several lineages, or on a way through another one."""
+    lineages = {(event[2], event[4]): event[3] for event in evidence.events if event[1] == "view"}
+    worked = dict.fromkeys(lineages[event[2], event[3]] for event in evidence.events if event[1] == "applied")
     if len(worked) > 1:
         return None
-    return [sizes[counted[step]] for step in sorted(counted)]
+    of_it = [event for event in evidence.events if lineages.get((event[2], event[3])) in worked or event[1] == "fault"]
+    sizes = {int(event[3]): int(event[5]) for event in of_it if event[1] == "follows"}
+    began = _beginnings(of_it)
+    done = [(int(event[3]), int(event[4])) for event in of_it if event[1] == "applied"]
+    epoch, steps = max(done, default=(-1, 0))
+    counted: list[int] = []
+    while epoch in began:
+        step, before = began[epoch]
+        counted = [sizes[epoch]] * (steps - step) + counted
+        epoch, steps = before, step
+    return counted if epoch < 0 else None
+
+
+def _beginnings(events: Sequence[Event]) -> dict[int, tuple[int, int]]:
+    """By epoch, after how many steps its view began, and in which epoch that was held before; -1: nothing was.
+
+    Where all have lost their memory that may be long ago, in a checkpoint. But what a member has done in this life of
+    its is in its memory: it counts, whatever the members of the view believe."""
+    began: dict[int, tuple[int, int]] = {}
+    holds: dict[str, int] = {}
+    """By host, the epoch of the last step that it did in this life."""
+    for event in events:
+        host = str(event[2])
+        if event[1:3] == ("fault", "start"):
+            holds.pop(str(event[3]).partition(" ")[0], None)
+        elif event[1] == "applied":
+            holds[host] = int(event[3])
+        elif event[1] == "synchronised":
+            epoch, step, before = map(int, event[3:])
+            began[epoch] = step, max(before, holds.get(host, -1), began.get(epoch, (step, -1))[1])
+    return began
 
 
 def errors_are_ours(evidence: Evidence) -> Iterator[str]:
@@ -337,13 +356,13 @@ def the_core_makes_progress(evidence: Evidence) -> Iterator[str]:
 
     A step counts that one of them took over from others: it may be let in when these have done the last one."""
     phases, able = evidence.phases, _able(evidence)
-    if evidence.excused or all(host in _diverged(evidence) for host in phases.core):
+    if evidence.excused:
         return
     before_s, done = phases.liveness_s, 0
     ended = False
     taken_over = [
         Step(int(time_ns) / 1e9, str(host), int(step))
-        for time_ns, _, host, _, step in evidence.of_kind("synchronised", 2)
+        for time_ns, _, host, _, step, _ in evidence.of_kind("synchronised", 3)
     ]
     for each in sorted([*evidence.steps, *taken_over], key=lambda each: each.time_s):
         if each.host in able and each.step > done:
@@ -396,16 +415,16 @@ def the_core_comes_to_the_end(evidence: Evidence) -> Iterator[str]:
     nothing shows it but that. Where any side of a split may go on, those that ended while it lasted hold their own."""
     if evidence.excused:
         return
-    phases, steps, diverged = evidence.phases, evidence.training.steps, _diverged(evidence)
+    phases, steps = evidence.phases, evidence.training.steps
     reports = {host: result for host, result in evidence.results.items() if isinstance(result, Report)}
     done = [host for host, report in reports.items() if report.steps == steps]
     together = [host for host in phases.untouched if host in done and not _ended_apart(host, evidence)]
     digests = {reports[host].sha256: host for host in reversed(together)}
     if not any(host in phases.sick for host in done):
         for host in phases.untouched:
-            if host not in (*done, *diverged):
+            if host not in (*done, *evidence.diverged):
                 yield f"{host} {_end_of(evidence.results.get(host), steps)}"
-    if not any(host in _able(evidence) for host in done) and not all(host in diverged for host in phases.core):
+    if not any(host in _able(evidence) for host in done):
         yield "nobody of the core came to the end"
     if len(digests) > 1:
         yield f"{' and '.join(digests.values())} ended with unlike parameters"
@@ -420,13 +439,6 @@ def _ended_apart(host: str, evidence: Evidence) -> bool:
         if who == host and int(time_ns) / 1e9 <= ended_s:
             apart = any(name.partition("#")[0] in phases.sick for name in str(members).split(","))
     return evidence.cluster.quorum == "any" and (apart or ended_s < phases.liveness_s + GRACE_S)
-
-
-def _diverged(evidence: Evidence) -> list[str]:
-    """Hosts that ended since replicas differ, as they may where a machine sends noise."""
-    if not any(isinstance(fault, Misbehave) and fault.how == "noise" for fault in evidence.scenario.faults):
-        return []
-    return [host for host, result in evidence.results.items() if isinstance(result, Diverged)]
 
 
 def _able(evidence: Evidence) -> Sequence[str]:

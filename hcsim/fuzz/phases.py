@@ -19,6 +19,8 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
     forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
                 is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
                 alone can let them in again.
+    ending      A machine that has come to the end is not there any more for one that is started after that. Nor is one
+                that has ended since replicas differ, as they may where a machine sends noise for numbers.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -193,10 +195,15 @@ class Lives(msgspec.Struct, frozen=True):
     """When hosts were last started anew."""
     forgot_s: Mapping[str, float]
     """When hosts last lost their memory on disk."""
+    ended_s: Mapping[str, float] = {}
+    """When hosts last came to the end, or left before it."""
+    diverged: Sequence[str] = ()
+    """Hosts that ended since replicas differ, as they may where a machine sends noise."""
 
 
 def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     """Why the core need not finish, as the views of the moment show; empty: it must."""
+    phases = _without_those_who_ended(phases, lives)
     if not phases.core:
         return "nothing is left that could go on"
     has_begun = False
@@ -213,6 +220,16 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     if not has_begun and cluster.needed > len(phases.core):
         return f"work has not begun where the core is, and {cluster.needed} machines are needed for that"
     return ""
+
+
+def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
+    """Without the machines of the core that ended since replicas differ, or that had come to the end before another
+    one of it was last started."""
+    last_s = max((lives.started_s.get(name, 0.0) for name in phases.core), default=0.0)
+    done = [n for n in phases.core if lives.started_s.get(n, 0.0) < lives.ended_s.get(n, last_s) < last_s]
+    core = tuple(name for name in phases.core if name not in (*done, *lives.diverged))
+    ended = [name for name in phases.core if name not in core]
+    return msgspec.structs.replace(phases, core=core, sick=(*phases.sick, *ended))
 
 
 def _has_begun(lineage: str, lives: Lives, until_s: float) -> bool:

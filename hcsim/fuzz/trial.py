@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hcsim.config import Cluster, Restart, Scenario, Training
+from hcsim.config import Restart, Scenario, Training
 from hcsim.fuzz.evidence import Evidence, Recorder
 from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
 from hcsim.fuzz.invariants import Breach, breaches
@@ -85,11 +85,9 @@ def gather(
         logger.removeHandler(lost)
     names = [node.name for node in scenario.nodes]
     results: dict[str, Report | BaseException] = dict(zip(names, outcome.results, strict=True))
-    cluster = scenario.cluster or Cluster()
     evidence = Evidence(
         scenario=scenario,
         phases=phases,
-        excused=excuse(phases, cluster, recorder.lives(scenario)) or _ended_early(scenario, phases, outcome.seconds),
         events=recorder.events,
         said=recorder.said,
         steps=recorder.steps,
@@ -101,6 +99,9 @@ def gather(
         lost=lost.texts,
         limit_s=limit_s,
     )
+    lives = msgspec.structs.replace(recorder.lives(scenario), diverged=evidence.diverged)
+    excused = excuse(phases, evidence.cluster, lives) or _ended_early(scenario, phases, outcome.seconds)
+    evidence = msgspec.structs.replace(evidence, excused=excused)
     return evidence, recorder, (outcome.seconds, outcome.trace_sha256)
 
 

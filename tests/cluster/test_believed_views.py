@@ -69,6 +69,26 @@ def test_a_stranger_to_the_lineage_cannot_propose_a_view(lan: Lan) -> None:
     assert lan.together()
 
 
+def test_one_that_was_counted_on_and_went_elsewhere_is_not_waited_for() -> None:
+    lan = Lan(3, Rules(2, "majority", 0.0, 5.0))
+    a, b, c = lan.machines
+    lan.connect(b, c)
+    b.hear(c)
+    left = b.core.view
+    assert b.members == "bc"
+    lan.connect(a, c)  # before c hears what b decided
+    a.hear(c)
+    lan.round()
+    assert a.members == c.members == "ac"
+    lan.rounds(20)
+    assert lan.together()
+
+    d = forger(lan)  # it was never in that lineage: nobody that was gives it its word
+    claimed = View(left.lineage, 9, (Member(d.node, 99, "d", "d:2"), *left.members))
+    b.core.message(d.node, Prepare((1000, d.node), claimed), lan.now)
+    assert b.core.effects == []
+
+
 def test_a_member_that_was_away_believes_those_it_was_with(lan: Lan) -> None:
     a, b, c = lan.machines
     before = c.core.view

@@ -101,11 +101,28 @@ def test_the_end_of_a_chain_of_waiting_is_left_out() -> None:
 def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_s: float, blamed: list[str]) -> None:
     made = Diagnosis("a")
     made.began(EPOCH, 10.0)
+    made.surveyed(EPOCH)
     made.failed(LINEAGE, EPOCH, Failure("late", late=True, waited_for="b"), 15.0)
     made.checked(EPOCH, [])
     for node, waited_for, so_long_s in (("b", "c", 1.5), ("c", "", lasted_s), ("d", "a", 1.5)):
         made.heard(node, found(waited_for=waited_for, lasted_s=so_long_s), LINEAGE, EPOCH, 15.0)
     assert list(culprits(made, now=16.0)) == blamed
+
+
+@pytest.mark.parametrize(("surveyed", "lasted_s"), [(True, 5.0), (False, 0.0)])
+def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
+    surveyed: bool, lasted_s: float
+) -> None:
+    made = Diagnosis("a")
+    made.surveyed(EPOCH - 1)
+    made.began(EPOCH, 10.0)
+    if surveyed:
+        made.surveyed(EPOCH)
+    made.heard("b", found(waited_for="a"), LINEAGE, EPOCH, 15.0)
+    made.surveyed(EPOCH)  # too late
+    made.failed(LINEAGE, EPOCH, Failure("b gave up"), 15.5)
+    assert made.ours is not None
+    assert made.ours.lasted_s == lasted_s
 
 
 def test_the_slowest_of_a_slow_view_is_left_out() -> None:

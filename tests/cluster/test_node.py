@@ -395,6 +395,25 @@ def test_a_member_that_is_lost_as_soon_as_it_is_let_in_waits_longer_each_time():
     ]  # 5, 10 and 20 s after it was missed
 
 
+def test_a_machine_whose_work_is_done_soon_sees_that_it_can_join():
+    party = Party("ab")
+    party.config = Cluster(nodes=1, preset="low_latency", quorum="any")
+
+    async def well_late(node: Node) -> None:
+        async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+            return "" if party.world.loop.time() > 40 else "too hot", ["" for _ in peers]
+
+        node.check_with(check)
+        await party.world.host("b").clock.sleep(33)
+        while node.preparing(party.views["b"][-1].epoch):
+            await party.world.host("b").clock.sleep(0.5)
+
+    party.meanwhile["b"] = well_late
+    party.run(60)
+    assert party.members("b") == [("b",), ("a", "b")]
+    assert 40 < party.when_s["b", party.views["b"][-1].epoch] < 44
+
+
 def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():
     flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
     party, most = Party(ABC, flaps), [0, 0]

@@ -58,6 +58,20 @@ def test_what_a_crashed_member_owed_is_lost_and_nobody_is_held_to_it(then: str):
     assert not [*nothing_is_lost_or_doubled(evidence)]
 
 
+def restarted(node: str, at_s: int) -> str:
+    return f'[[fault]]\nkind = "restart"\nat = "{at_s} s"\nnode = "{node}"\ndown = "1 ms"\n'
+
+
+def test_what_was_begun_anew_does_not_count_where_all_go_back_to_a_checkpoint() -> None:
+    left = LEFT.replace("4 s", "5 s")
+    lost = restarted("mac-1", 5) + restarted("mac-1", 9) + restarted("mac-2", 9)
+    text = HOME.replace("topk:0.1+ef", "none").replace("steps = 30", "steps = 60") + left + lost
+    evidence, _, _ = gather(parse_scenario(text, "accounts"))
+    begun = [event[4] for event in evidence.of_kind("synchronised", 3) if event[2] == "mac-1"]
+    assert begun == [0, 11, 0, 7, 11]
+    assert not [*nothing_is_lost_or_doubled(evidence)]
+
+
 def late(told: str, waited_s: float) -> list[str]:
     """What is found where mac-1 was told that at 10 s, and its view with mac-2 failed so much later."""
     scenario = parse_scenario(HOME, "accounts")

@@ -45,7 +45,7 @@ def evidence(*further: tuple[Any, ...], **changes: Any) -> Evidence:
     events: list[tuple[Any, ...]] = []
     for host in ("a", "b", "c"):
         events += [(0, "view", host, "L", 1, 0, "a#1,b#2,c#3"), (0, "follows", host, 1, 0, 3)]
-        events += [(0, "synchronised", host, 1, 0)]
+        events += [(0, "synchronised", host, 1, 0, -1)]
         for step in range(3):
             events += [(0, "voted", host, "L", 1, step, 77 + step), (0, "applied", host, 1, step + 1)]
     parameters = expected(5, [12, 12, 12]).astype(np.float32)
@@ -165,6 +165,23 @@ def test_only_where_any_side_may_go_on_may_those_out_of_sight_end_apart(
     assert ("the_core_comes_to_the_end" in [breach.invariant for breach in found]) == broken
 
 
+def goes_back(*forgets: tuple[Any, ...]) -> Evidence:
+    """One member begins anew alone; then two go on from what was done before that."""
+    return evidence(
+        (1, "fault", "start", "a 2"), (1, "fault", "start", "b 2"),
+        (1, "view", "a", "L", 2, 1, "a#4"), (1, "follows", "a", 2, 0, 1),
+        (1, "synchronised", "a", 2, 0, -1), (1, "applied", "a", 2, 1), *forgets,
+        (2, "view", "a", "L", 3, 2, "a#5,b#6"), (2, "follows", "a", 3, 0, 2),
+        (2, "synchronised", "a", 3, 2, 1), (2, "applied", "a", 3, 3),
+        parameters={"a": expected(5, [12, 12, 8])},
+    )  # fmt: skip
+
+
+def test_what_was_begun_anew_counts_while_a_member_has_it_in_memory() -> None:
+    assert breaches(goes_back((2, "fault", "start", "a 3"))) == []
+    assert [breach.invariant for breach in breaches(goes_back())] == ["nothing_is_lost_or_doubled"]
+
+
 def test_a_step_counts_that_was_taken_over_from_another() -> None:
-    late = evidence((3_000_000_000, "synchronised", "a", 1, 3), steps=[Step(1.0, "a", 1)])
+    late = evidence((3_000_000_000, "synchronised", "a", 2, 3, 1), steps=[Step(1.0, "a", 1)])
     assert "the_core_makes_progress" not in [breach.invariant for breach in breaches(late)]

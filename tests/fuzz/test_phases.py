@@ -145,6 +145,30 @@ def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(memb
     assert why == "" if must else "4 machines are needed" in why
 
 
+@pytest.mark.parametrize(("ended_s", "must"), [(8.0, False), (10.0, True)])
+def test_a_machine_that_is_started_when_the_others_have_ended_need_not_begin_alone(ended_s: float, must: bool) -> None:
+    scenario = home(Restart(Seconds(9), "m-2"), quorum="tiebreak", nodes=2)
+    assert scenario.cluster is not None
+    views = [Sighting(1.0, name, "L", 2, ("m-1", "m-2")) for name in ("m-1", "m-2")]
+    anew = Sighting(9.0, "m-2", "M", 3, ("m-2",))
+    work = [Work(1.0, name, 2) for name in ("m-1", "m-2")]
+    lives = Lives([*views, anew], work, {"m-2": 9.0}, {}, {"m-1": ended_s, "m-2": 8.0})
+    why = excuse(phases_of(scenario), scenario.cluster, lives)
+    assert why == "" if must else "2 machines are needed" in why
+
+
+@pytest.mark.parametrize(
+    ("diverged", "must"), [("m-4", True), ("m-3 m-4", False), ("m-1 m-2 m-3 m-4", False)], ids=lambda each: str(each)
+)
+def test_those_who_ended_since_replicas_differ_are_counted_on_by_nobody(diverged: str, must: bool) -> None:
+    scenario = home(Misbehave(T, "m-4", "noise", duration_s=PositiveSeconds(1)))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
+    lives = Lives(views, work, {}, {}, diverged=diverged.split())
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:
     one, two = phases_of(home(Crash(T, "m-1"))), phases_of(home(Crash(T, "m-1"), Crash(T, "m-2"), nodes=5))
     assert phases_of(home()).patience_s == one.patience_s < two.patience_s

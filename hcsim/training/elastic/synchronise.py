@@ -75,8 +75,9 @@ async def synchronise(group: Group, view: View, us: Trainee) -> None:
             text = f"rank 0 and rank {first} hold unlike models or compressors, which they did not say before"
         doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
         raise Contradiction(text, phase="synchronising", doubts=doubts)
+    before = us.era.epoch
     us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])
-    us.host.trace("synchronised", view.epoch, us.run.step)
+    us.host.trace("synchronised", view.epoch, us.run.step, before)
 
 
 class _Told(NamedTuple):

@@ -119,6 +119,8 @@ async def _follow(
         if ways is not None:
             ways.in_use = lambda: {view.nodes[other]: ends for other, ends in group.ends.items()}
             await survey(group, view, ways, over)
+        if group.error is None and not over.done():
+            conductor.surveyed(view.epoch)
         return await part.train(group, view)
     except CollectiveError as error:
         group.fail(error)

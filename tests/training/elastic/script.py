@@ -168,6 +168,9 @@ class Scripted:
         if not self.over(epoch).done():
             self._cluster.broken(epoch, failure)
 
+    def surveyed(self, epoch: int) -> None:
+        pass
+
     def check_with(self, check: Checker | None) -> None:
         pass
 

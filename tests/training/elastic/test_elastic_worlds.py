@@ -72,6 +72,9 @@ class Reader:
     def broken(self, epoch: int, failure: Failure) -> None:
         assert self.over(epoch).done(), f"nothing breaks by itself here: {failure.reason}"
 
+    def surveyed(self, epoch: int) -> None:
+        pass
+
     def check_with(self, check: Checker | None) -> None:
         pass
 

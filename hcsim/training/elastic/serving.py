@@ -57,7 +57,7 @@ class Serving:
         rounds.regroup([node for node in view.nodes if node not in done])
         rounds.version = state.version
         server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
-        server.reception.members_only = True
+        server.reception.guests = view.nodes
         server.has_successor = True
         server.before_telling = partial(self._keep, rounds)
         return server

@@ -8,7 +8,7 @@ worker announces is compared with the model before a byte is allocated for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from hmac import compare_digest
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hcsim.compressors.base import Bytes
-from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.effects import Effect
@@ -65,6 +65,9 @@ class Reception:
     def __init__(self, learner: Learner, gradients: Gradients, rounds: Rounds, *, job: str) -> None:
         self.members_only = False
         """Whether workers that were not expected are sent away."""
+        self.guests: Collection[str] | None = None
+        """The only workers that may come in. On others the server hangs up, and says nothing: they follow another view,
+        whose server may be at this very address soon, or was."""
         self.events: asyncio.Queue[Happening] = asyncio.Queue()
         self._learner = learner
         self._host = learner.host
@@ -129,6 +132,8 @@ class Reception:
                 self._strangers.known(channel)
             if not isinstance(join, Join):
                 raise RemoteProtocolError(f"{line.peer} did not say who it is", line.peer)
+            if self.guests is not None and join.worker not in self.guests:
+                raise PeerRefused(f"{join.worker} is not in our view", line.peer)
             await self._serve(Caller(join.worker, line), join)
         except (ChannelError, DeadlineExceeded) as error:
             self._host.trace("parameter server", "hung up", str(error))

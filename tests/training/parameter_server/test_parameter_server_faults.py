@@ -339,6 +339,22 @@ def test_who_does_not_belong_here_is_told_why(change: dict[str, str], why: str):
     assert bench.rounds.version == 0
 
 
+def test_a_worker_of_another_view_is_hung_up_on_and_not_waited_for():
+    """The server remembers it, and it might be told of another one at any time."""
+    world = world_with()
+    bench = Bench(world.host("s"), STEPS, policy=replace(POLICY, patience_s=2.0))
+    bench.server.reception.guests = ("b", "c")
+
+    async def main() -> Any:
+        await bench.open("s:7000")
+        with pytest.raises(DeadlineExceeded, match="was not reached"):
+            await worker_on(world.host("a"), "a", policy=bench.rounds.policy).run("s:7000", of_the_round("a"), print)
+        await bench.stop()
+
+    world.run(main())
+    assert not bench.rounds.members["a"].heard_s
+
+
 def test_when_all_data_are_used_up_training_ends_before_its_time():
     job = Job(world_with(), total=STEPS)
     job.batch = lambda name: lambda version, accepted: None if accepted == 7 else of_the_round(name)(version, accepted)

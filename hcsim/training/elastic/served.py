@@ -205,9 +205,11 @@ class Served:
                 return
             self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self._host.clock.sleep(LOOK_S)
-        if why := self._working.unreached:
-            group.fail(why)  # whoever stands by would go on doing so
-            raise CollectiveError(why)
+        if (why := self._working.unreached) is not None:
+            failure = CollectiveError(str(why), peer=standby.SERVER)
+            failure.__cause__ = why.__cause__
+            group.fail(failure)  # whoever stands by would go on doing so
+            raise failure
 
     async def _ended(self, group: Group, view: View) -> bool:
         """Whether that was all, for us or for all."""

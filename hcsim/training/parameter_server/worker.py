@@ -191,11 +191,11 @@ class Worker:
             raise
         payload = packed if isinstance(packed, Phantom) else packed.data
         self._sequence += 1
-        push = Push(self._sequence, version, samples, compressor.spec if owing is None else WHOLE, sizes)
+        spec = compressor.spec if owing is None else WHOLE
         counts, self._under_way = False, version
         try:
             with self.learner.ledger.spent_on("exchange"):
-                verdict = await self._ask(lambda: push, payload)
+                verdict = await self._ask(lambda: Push(self._sequence, version, samples, spec, sizes), payload)
             counts = isinstance(verdict, Accepted)
         finally:
             self._under_way = None
@@ -291,8 +291,11 @@ class Worker:
             await line.close()
             raise PeerRefused(f"the parameter server at {self._address} refused us: {welcome.reason}", line.peer)
         self._line = line
-        if not self._sequence:
+        if welcome.sequence > self._sequence:
+            # That was an earlier life of ours, also where we have begun anew with a server that knew nothing of it.
             self._sequence, self.accepted = welcome.sequence, welcome.accepted
+            if self._under_way is not None:
+                self._sequence += 1
         if welcome.history != self._history:
             self._history, self.version = welcome.history, UNKNOWN
         return line

@@ -162,3 +162,12 @@ def test_a_parameter_server_and_its_workers_leave_out_nobody_but_who_breaks_the_
     outcome = simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=120, tell=tell)
     assert set(left_out) == {sick}
     assert sum(isinstance(result, Report) and result.steps == STEPS for result in outcome.results) >= 3
+
+
+@pytest.mark.parametrize("seed", [27, 28, 40, 46])
+def test_no_view_is_waited_for_because_a_machine_sends_noise_when_asked_whether_there_is_one(seed: int) -> None:
+    text = HOME.format(compressor="none", steps=5, timeout=TIMEOUT_S, machine=BY_KERNELS).replace("4\n", "3\n")
+    text = text.replace("[training]", '[training]\nstrategy = "parameter_server"').replace("seed = 3", f"seed = {seed}")
+    noise = '[[fault]]\nkind = "misbehave"\nat = "1.2 s"\nnode = "mac-2"\nhow = "noise"\nshare = 0.2\n'
+    outcome = simulate_cluster(parse_scenario(text + noise, "sick"), what=Slopes(), limit_s=100)
+    assert sum(isinstance(result, Report) and result.steps == 5 for result in outcome.results) >= 2

@@ -18,7 +18,7 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
     forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
                 is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
-                alone can let them in again.
+                alone can let them in again; that may happen as the last fault is noticed.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -202,7 +202,7 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     has_begun = False
     for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
         ours, newest = _known(lives.views, phases.core, until_s)
-        has_begun |= any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
+        has_begun = any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
         for lineage in dict.fromkeys(ours.values()):
             view = newest[lineage]
             voters = [name for name in phases.core if _knows(name, view, lives, until_s)]

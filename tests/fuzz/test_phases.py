@@ -10,6 +10,7 @@ from hcsim.config import (
     Clog,
     Crash,
     Datagrams,
+    FullDisk,
     LinkChange,
     Misbehave,
     Partition,
@@ -131,6 +132,22 @@ def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
     worked = [Work(1.0, "m-1", 2), Work(1.0, "m-2", 2), *([Work(2.0, "m-1", 3)] if left_alone else [])]
     lives = Lives([*views, *apart], worked, {}, {})
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
+@pytest.mark.parametrize(("left_out_s", "must"), [(4.0, False), (9.0, True)])
+def test_nor_need_one_that_is_left_out_as_the_last_fault_is_noticed(left_out_s: float, must: bool) -> None:
+    """The sick, who go on without it, are in sight: it asks them."""
+    names = ("m-1", "m-2", "m-3", "m-4")
+    scenario = home(Clog(T, ("m-1", "m-2")), *(FullDisk(T, name) for name in names[1:]), quorum="any")
+    assert scenario.cluster is not None
+    views = [Sighting(1.0, name, "L", 2, names) for name in names]
+    views += [Sighting(left_out_s, name, "L", 3, names[1:]) for name in names[1:]]
+    lives = Lives(
+        [*views, Sighting(left_out_s, "m-1", "M", 4, ("m-1",))], [Work(1.0, name, 2) for name in names], {}, {}
+    )
+    phases = phases_of(scenario)
+    assert phases.core == ("m-1",)
+    assert (excuse(phases, scenario.cluster, lives) == "") == must
 
 
 @pytest.mark.parametrize(("member", "must"), [("m-4", False), ("m-1", True)])

@@ -25,6 +25,8 @@ KEPT = (
     "parameter server",
 )  # fmt: skip
 """The kinds of events that say something about the protocol."""
+ONCE = ("flip", "resize", "repeat")
+"""What the trace calls faults of one frame, when they strike."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -150,7 +152,12 @@ class Recorder:
         worked = [Work(_seconds(event), str(event[2]), int(event[3])) for event in self.events if event[1] == "follows"]
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
-        return Lives(self.views, worked, started_s, forgotten_s(scenario))
+        steps = (scenario.training or Training()).steps
+        done_s = min((each.time_s for each in self.steps if each.step >= steps), default=float("inf"))
+        struck_s = max(
+            (_seconds(event) for event in self.events if event[1] == "fault" and event[2] in ONCE), default=0.0
+        )
+        return Lives(self.views, worked, started_s, forgotten_s(scenario), done_s, struck_s)
 
 
 def sighting(event: Event) -> Sighting:

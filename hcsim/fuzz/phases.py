@@ -22,6 +22,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
+A fault of one frame strikes when there is such a frame, which may be long after its time. If that is after the last
+step, whoever it keeps from the final model may find that the others have gone: nothing is asked then.
+
 Where this holds, training must come to its end on all machines of the core that no lasting fault touches, and on one
 machine at least. One is enough where a sick machine came to the end, too: it can work with some, and the others, which
 it cannot work with, were left out in its place, since two that cannot work together look alike. If the core is a
@@ -193,12 +196,18 @@ class Lives(msgspec.Struct, frozen=True):
     """When hosts were last started anew."""
     forgot_s: Mapping[str, float]
     """When hosts last lost their memory on disk."""
+    done_s: float = float("inf")
+    """When somebody had done the last step."""
+    struck_s: float = 0.0
+    """When a fault last struck that had waited for a frame."""
 
 
 def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     """Why the core need not finish, as the views of the moment show; empty: it must."""
     if not phases.core:
         return "nothing is left that could go on"
+    if lives.struck_s > max(phases.liveness_s, lives.done_s):
+        return "a fault has waited until after the last step"
     has_begun = False
     for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
         ours, newest = _known(lives.views, phases.core, until_s)

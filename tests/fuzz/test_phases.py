@@ -18,6 +18,7 @@ from hcsim.config import (
     Restart,
     RouterReboot,
     Scenario,
+    StaleStep,
     Stranger,
     parse_scenario,
 )
@@ -160,6 +161,16 @@ def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(memb
     lives = Lives(views, [Work(1.0, name, 2) for name in names], {}, {})
     why = excuse(phases_of(scenario), scenario.cluster, lives)
     assert why == "" if must else "4 machines are needed" in why
+
+
+@pytest.mark.parametrize(("struck_s", "must"), [(2.0, True), (9.0, True), (11.0, False)])
+def test_nothing_is_asked_where_a_fault_has_waited_until_after_the_last_step(struck_s: float, must: bool) -> None:
+    scenario = home(StaleStep(T, ("m-1", "m-2")))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views, worked = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
+    lives = Lives(views, worked, {}, {}, done_s=10.0, struck_s=struck_s)
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 
 def test_patience_grows_with_the_timeouts_and_the_sick() -> None:

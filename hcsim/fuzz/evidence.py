@@ -26,6 +26,8 @@ KEPT = (
     "parameter server",
 )  # fmt: skip
 """The kinds of events that say something about the protocol."""
+ONCE = ("flip", "resize", "repeat")
+"""What the trace calls faults of one frame, when they strike."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -159,7 +161,12 @@ class Recorder:
         starts = [event for event in self.events if event[1:3] == ("fault", "start")]
         started_s = {str(event[3]).partition(" ")[0]: _seconds(event) for event in starts}
         ended_s = {host: time_s for time_s, host in self.left}
-        return Lives(self.views, worked, started_s, forgotten_s(scenario), ended_s)
+        steps = (scenario.training or Training()).steps
+        done_s = min((each.time_s for each in self.steps if each.step >= steps), default=float("inf"))
+        struck_s = max(
+            (_seconds(event) for event in self.events if event[1] == "fault" and event[2] in ONCE), default=0.0
+        )
+        return Lives(self.views, worked, started_s, forgotten_s(scenario), ended_s, done_s=done_s, struck_s=struck_s)
 
 
 def sighting(event: Event) -> Sighting:

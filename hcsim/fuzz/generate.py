@@ -17,6 +17,7 @@ last for good and break only machines that were chosen to be sick, which are so 
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import TypeAlias, TypeVar
 
@@ -90,6 +91,8 @@ LONGEST_S = 20.0
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
+LAUNCHES_OF_AN_UPDATE = 2
+"""Of a parameter server, beside one for each push; its machine's worker needs the device for a step of its own."""
 SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))
 MOST_STEPS = 300
 CLOSEST = 12
@@ -110,6 +113,7 @@ def scenario_of(seed: int) -> Scenario:
     training = _training(draw, safety_s / step_s)
     if style == "churn":
         training = replace(training, timeout_s=PositiveSeconds(LONGEST_S))
+    training = _in_time(training, nodes)
     home = Scenario(f"seed-{seed}", nodes, seed=seed, media=media, training=training, cluster=cluster)
     home = parse_scenario(write_scenario(home), f"seed {seed}")
     faults = _schedule(draw, style, home, safety_s)
@@ -171,6 +175,16 @@ def _training(draw: Random, steps: float) -> Training:
         evaluate_every=wanted,
         timeout_s=PositiveSeconds(_choose(draw, TIMEOUTS_S)),
     )
+
+
+def _in_time(training: Training, nodes: tuple[Node, ...]) -> Training:
+    """With a time limit that a parameter server keeps, whichever machine has it: a view whose steps take longer than
+    that fails with nothing wrong."""
+    if not training.strategy.startswith("parameter_server"):
+        return training
+    slowest_s = max(node.machine.overhead_s for node in nodes if isinstance(node.machine, Machine))
+    step_s = slowest_s * (LAUNCHES_OF_A_STEP + LAUNCHES_OF_AN_UPDATE + len(nodes))
+    return replace(training, timeout_s=PositiveSeconds(max(training.timeout_s, math.ceil(step_s))))
 
 
 def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:

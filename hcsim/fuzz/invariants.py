@@ -384,15 +384,20 @@ _GONE = re.compile(r"([\w-]+) has gone: .*")
 
 
 def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
-    """Nobody waits out a deadline for a machine that has said goodbye to it, unless that one has come back."""
+    """Nobody waits out a deadline for a machine that has said goodbye to it, unless that one has come back.
+
+    A machine that is held, by its disk for instance, can end nothing before it goes on."""
     gone_s: dict[tuple[str, str], float] = {}
+    thawed_s: dict[str, float] = {}
     for said in evidence.said:
         if match := _GONE.fullmatch(said.text):
             gone_s.setdefault((said.host, match[1]), said.time_s)
     ranks: dict[tuple[str, int], list[str]] = {}
     for event in evidence.events:
         host, time_s = str(event[2]), int(event[0]) / 1e9
-        if event[1] == "view":
+        if event[1:3] == ("fault", "thaw"):
+            thawed_s[str(event[3])] = time_s
+        elif event[1] == "view":
             names = [name.partition("#")[0] for name in str(event[6]).split(",")]
             ranks[host, int(event[4])] = names
             for name in names:
@@ -402,7 +407,7 @@ def the_departed_are_not_waited_for(evidence: Evidence) -> Iterator[str]:
             names = ranks.get((host, int(event[3])), [])
             for rank in map(int, re.findall(r"\brank (\d+)", text)):
                 name = names[rank] if rank < len(names) else ""
-                late_s = time_s - gone_s.get((host, name), time_s)
+                late_s = time_s - max(gone_s.get((host, name), time_s), thawed_s.get(host, 0.0))
                 if late_s > DEPARTED_S + GRACE_S:
                     yield f"{host} waited for {name}, which had been gone for {late_s:.0f} s: {text}"
 

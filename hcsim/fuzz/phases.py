@@ -21,8 +21,12 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
                 alone can let them in again.
     ending      A machine that has come to the end is not there any more for one that is started after that. Nor is one
                 that has ended since replicas differ, as they may where a machine sends noise for numbers.
+                alone can let them in again; that may happen as the last fault is noticed.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
+
+A fault of one frame strikes when there is such a frame, which may be long after its time. If that is after the last
+step, whoever it keeps from the final model may find that the others have gone: nothing is asked then.
 
 Where this holds, training must come to its end on all machines of the core that no lasting fault touches, and on one
 machine at least. One is enough where a sick machine came to the end, too: it can work with some, and the others, which
@@ -199,6 +203,10 @@ class Lives(msgspec.Struct, frozen=True):
     """When hosts last came to the end, or left before it."""
     diverged: Sequence[str] = ()
     """Hosts that ended since replicas differ, as they may where a machine sends noise."""
+    done_s: float = float("inf")
+    """When somebody had done the last step."""
+    struck_s: float = 0.0
+    """When a fault last struck that had waited for a frame."""
 
 
 def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
@@ -206,10 +214,12 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
     phases = _without_those_who_ended(phases, lives)
     if not phases.core:
         return "nothing is left that could go on"
+    if lives.struck_s > max(phases.liveness_s, lives.done_s):
+        return "a fault has waited until after the last step"
     has_begun = False
     for until_s in (phases.liveness_s, phases.liveness_s + GRACE_S):
         ours, newest = _known(lives.views, phases.core, until_s)
-        has_begun |= any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
+        has_begun = any(_has_begun(lineage, lives, until_s) for lineage in ours.values())
         for lineage in dict.fromkeys(ours.values()):
             view = newest[lineage]
             voters = [name for name in phases.core if _knows(name, view, lives, until_s)]

@@ -146,3 +146,28 @@ def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to
     outcome = simulate_cluster(scenario, what=Slopes(), limit_s=120, sink=events.extend)
     assert sum(isinstance(result, Report) and result.steps == 2 * STEPS for result in outcome.results) >= 3
     assert len({event[3] for event in events if event[1] == "view failed"}) == 1, "none fails because of the waiting"
+
+
+@pytest.mark.parametrize("sick", ["mac-1", "mac-2", "mac-3", "mac-4"])
+def test_a_parameter_server_and_its_workers_leave_out_nobody_but_who_breaks_the_protocol(sick: str) -> None:
+    """The server is on one of the four."""
+    left_out: list[str] = []
+
+    def tell(host: str, text: str) -> None:
+        left_out.extend([host] if text.startswith("left out by the others") else [])
+
+    text = HOME.format(compressor="none", steps=STEPS, timeout=TIMEOUT_S, machine=BY_KERNELS)
+    text = text.replace("[training]", '[training]\nstrategy = "parameter_server"')
+    text += SICK_MEMBERS["misbehaves: unasked"].replace("mac-2", sick)
+    outcome = simulate_cluster(parse_scenario(text, "sick"), what=Slopes(), limit_s=120, tell=tell)
+    assert set(left_out) == {sick}
+    assert sum(isinstance(result, Report) and result.steps == STEPS for result in outcome.results) >= 3
+
+
+@pytest.mark.parametrize("seed", [27, 28, 40, 46])
+def test_no_view_is_waited_for_because_a_machine_sends_noise_when_asked_whether_there_is_one(seed: int) -> None:
+    text = HOME.format(compressor="none", steps=5, timeout=TIMEOUT_S, machine=BY_KERNELS).replace("4\n", "3\n")
+    text = text.replace("[training]", '[training]\nstrategy = "parameter_server"').replace("seed = 3", f"seed = {seed}")
+    noise = '[[fault]]\nkind = "misbehave"\nat = "1.2 s"\nnode = "mac-2"\nhow = "noise"\nshare = 0.2\n'
+    outcome = simulate_cluster(parse_scenario(text + noise, "sick"), what=Slopes(), limit_s=100)
+    assert sum(isinstance(result, Report) and result.steps == 5 for result in outcome.results) >= 2

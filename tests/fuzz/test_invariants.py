@@ -120,6 +120,19 @@ def test_every_invariant_is_tried_above() -> None:
     assert {invariant for invariant, _ in BROKEN} == {check.__name__ for check in INVARIANTS}
 
 
+def test_a_machine_that_was_held_has_not_waited_for_the_departed() -> None:
+    late = (21_000_000_000, "view failed", "a", 1, "all_gather #0 took longer than 20 s: opening a link to rank 1")
+    gone = said("b has gone: it has finished or left")
+    broken = [
+        [
+            breach.invariant
+            for breach in breaches(evidence((at_s * 1_000_000_000, "fault", "thaw", "a"), late, said=gone))
+        ]
+        for at_s in (2, 20)
+    ]
+    assert broken == [["the_departed_are_not_waited_for"], []]
+
+
 def test_a_machine_that_was_started_anew_is_told_nothing_of_those_in_its_view_before() -> None:
     anew = (500_000_000, "fault", "start", "a 2")
     follows = (1_000_000_000, "view", "a", "L", 2, 1, "a#3")

@@ -10,6 +10,7 @@ from hcsim.config import (
     Clog,
     Crash,
     Datagrams,
+    FullDisk,
     LinkChange,
     Misbehave,
     Partition,
@@ -17,6 +18,7 @@ from hcsim.config import (
     Restart,
     RouterReboot,
     Scenario,
+    StaleStep,
     Stranger,
     parse_scenario,
 )
@@ -133,6 +135,22 @@ def test_whoever_was_left_out_need_not_begin_alone_when_the_cluster_is_lost(
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 
+@pytest.mark.parametrize(("left_out_s", "must"), [(4.0, False), (9.0, True)])
+def test_nor_need_one_that_is_left_out_as_the_last_fault_is_noticed(left_out_s: float, must: bool) -> None:
+    """The sick, who go on without it, are in sight: it asks them."""
+    names = ("m-1", "m-2", "m-3", "m-4")
+    scenario = home(Clog(T, ("m-1", "m-2")), *(FullDisk(T, name) for name in names[1:]), quorum="any")
+    assert scenario.cluster is not None
+    views = [Sighting(1.0, name, "L", 2, names) for name in names]
+    views += [Sighting(left_out_s, name, "L", 3, names[1:]) for name in names[1:]]
+    lives = Lives(
+        [*views, Sighting(left_out_s, "m-1", "M", 4, ("m-1",))], [Work(1.0, name, 2) for name in names], {}, {}
+    )
+    phases = phases_of(scenario)
+    assert phases.core == ("m-1",)
+    assert (excuse(phases, scenario.cluster, lives) == "") == must
+
+
 @pytest.mark.parametrize(("member", "must"), [("m-4", False), ("m-1", True)])
 def test_work_has_begun_for_a_core_that_is_in_the_lineage_in_which_it_began(member: str, must: bool) -> None:
     scenario = home(Crash(T, "m-4"))
@@ -166,6 +184,16 @@ def test_those_who_ended_since_replicas_differ_are_counted_on_by_nobody(diverged
     names = ("m-1", "m-2", "m-3", "m-4")
     views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
     lives = Lives(views, work, {}, {}, diverged=diverged.split())
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
+@pytest.mark.parametrize(("struck_s", "must"), [(2.0, True), (9.0, True), (11.0, False)])
+def test_nothing_is_asked_where_a_fault_has_waited_until_after_the_last_step(struck_s: float, must: bool) -> None:
+    scenario = home(StaleStep(T, ("m-1", "m-2")))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views, worked = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
+    lives = Lives(views, worked, {}, {}, done_s=10.0, struck_s=struck_s)
     assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
 
 

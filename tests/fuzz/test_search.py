@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.config import FAULTS, Crash, NanGradient, Scenario, load_scenario, parse_scenario, write_scenario
+from hcsim.config import FAULTS, Crash, Machine, NanGradient, Scenario, load_scenario, parse_scenario, write_scenario
 from hcsim.errors import ConfigError
 from hcsim.fuzz.coverage import Coverage
-from hcsim.fuzz.generate import COMPRESSORS, QUORUMS, STRATEGIES, scenario_of
+from hcsim.fuzz.generate import COMPRESSORS, LAUNCHES_OF_A_STEP, QUORUMS, STRATEGIES, scenario_of
 from hcsim.fuzz.phases import phases_of
 from hcsim.fuzz.replay import timeline, write_finding
 from hcsim.fuzz.search import Record
@@ -119,6 +119,16 @@ def test_seeds_have_all_kinds_of_faults_and_of_trainings_and_some_that_last() ->
     assert {len(scenario.nodes) for scenario in scenarios} == set(range(1, 9))
     lasting = {type(fault) for fault in faults if fault.is_for_good or isinstance(fault, Crash)}
     assert len(lasting) > 12
+
+
+def test_a_parameter_server_can_make_an_update_within_the_time_limit() -> None:
+    """On the slowest machine: a launch for each of the pushes, beside those of its own worker's step."""
+    for scenario in map(scenario_of, range(280, 300)):
+        training = scenario.training
+        assert training is not None
+        if training.strategy.startswith("parameter_server"):
+            slowest_s = max(node.machine.overhead_s for node in scenario.nodes if isinstance(node.machine, Machine))
+            assert (LAUNCHES_OF_A_STEP + len(scenario.nodes)) * slowest_s < training.timeout_s
 
 
 def test_every_seed_leaves_a_core_and_can_be_written_down() -> None:

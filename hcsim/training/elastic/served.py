@@ -38,7 +38,7 @@ from hcsim.collectives.options import Options
 from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, ConfigError, Diverged
+from hcsim.errors import CollectiveError, ConfigError, Diverged, RemoteProtocolError
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
@@ -209,9 +209,11 @@ class Served:
                 return
             self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self._host.clock.sleep(LOOK_S)
-        if why := self._working.unreached:
-            group.fail(why)  # whoever stands by would go on doing so
-            raise CollectiveError(why)
+        if (why := self._working.unreached) is not None:
+            failure = CollectiveError(str(why), peer=standby.SERVER)
+            failure.__cause__ = why.__cause__
+            group.fail(failure)  # whoever stands by would go on doing so
+            raise failure
 
     async def _ended(self, group: Group, view: View) -> bool:
         """Whether that was all, for us or for all."""
@@ -233,11 +235,22 @@ class Served:
         await self._compare(group, view)
         while True:
             waits = conductor.preparing(view.epoch) and clock.elapsed() < until_s
-            known = np.array([conductor.superseded(view.epoch), waits], np.int64)
-            await group.all_reduce(known, "max")
-            if known[0] or not known[1]:
-                return not known[0]
+            over, waits = await self._told(group, superseded=conductor.superseded(view.epoch), waits=waits)
+            if over or not waits:
+                return not over
             await clock.sleep(LAST_CALL_PAUSE_S)
+
+    async def _told(self, group: Group, *, superseded: bool, waits: bool) -> tuple[bool, bool]:
+        """Whether any member says so. On a word that is neither yes nor no nobody can act: another view would never
+        follow, say."""
+        gathered = await group.all_gather(np.array([superseded, waits], np.int64), algorithm="direct")
+        words = [array_of(each).tolist() for each in gathered]
+        for rank, each in enumerate(words):
+            if not {*each} <= {0, 1}:
+                text = f"rank {rank} says {each} when asked whether the view is over and whether it waits"
+                raise CollectiveError(text, peer=rank) from RemoteProtocolError(text, str(rank))
+        over, waiting = zip(*words, strict=True)
+        return any(over), any(waiting)
 
     async def _compare(self, group: Group, view: View) -> None:
         """See that the final model arrived as it was sent. Whoever holds another than most do, or than the first in

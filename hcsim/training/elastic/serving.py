@@ -11,7 +11,7 @@ from functools import partial
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import State
-from hcsim.errors import CollectiveError, DeadlineExceeded
+from hcsim.errors import CollectiveError, DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import Checkpoints
@@ -57,7 +57,8 @@ class Serving:
         rounds.regroup([node for node in view.nodes if node not in done])
         rounds.version = state.version
         server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
-        server.reception.members_only = True
+        server.reception.guests = view.nodes
+        server.reception.on_violations = partial(self._violated, view)
         server.has_successor = True
         server.before_telling = partial(self._keep, rounds)
         return server
@@ -76,6 +77,13 @@ class Serving:
         state = self._keeper.state
         assert state is not None
         state.version, state.workers = server.rounds.version, records(server.rounds)
+
+    def _violated(self, view: View, worker: str, error: RemoteProtocolError) -> None:
+        """The view fails, by a worker that breaks the protocol on every connection: it would never be of any use."""
+        rank = view.nodes.index(worker)
+        failure = CollectiveError(f"rank {rank} breaks the protocol of the parameter server: {error}", peer=rank)
+        failure.__cause__ = error
+        self._group.fail(failure)
 
     async def _update(self, number: int, share: float) -> None:
         learner = self._keeper.learner

@@ -51,10 +51,10 @@ class Working:
         return task.result() if task is not None and task.done() and task.exception() is None else None
 
     @property
-    def unreached(self) -> str:
+    def unreached(self) -> DeadlineExceeded | None:
         """Why it gave up, if its server was out of reach: it begins anew with the next one that it is told of."""
         error = self.task.exception() if self.task is not None and self.task.done() else None
-        return str(error) if isinstance(error, DeadlineExceeded) else ""
+        return error if isinstance(error, DeadlineExceeded) else None
 
     @property
     def pulled(self) -> Pulled:

@@ -33,6 +33,8 @@ class Member(msgspec.Struct):
     answered: int = 0
     """The number of its last push that was answered, and how."""
     verdict: Verdict | None = None
+    answered_life: int | None = None
+    """In which life it pushed that."""
     accepted: int = 0
     """How many of its pushes have counted."""
     pace: int = 0

@@ -8,7 +8,8 @@ worker announces is compared with the model before a byte is allocated for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from hmac import compare_digest
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hcsim.compressors.base import Bytes
-from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.effects import Effect
@@ -41,6 +42,9 @@ HELLO_TIMEOUT_S = 5.0
 MAX_WORKERS = 4096
 MAX_UNREAD = 16
 """Answers that a worker may leave unread: an honest one asks one thing at a time."""
+MAX_VIOLATIONS = 3
+"""Connections in a row on which a worker breaks the protocol, with no whole push between them: one may be an accident.
+"""
 
 Event: TypeAlias = Callable[[float], list[Effect]]
 Happening: TypeAlias = tuple[Event, asyncio.Future[None]]
@@ -65,6 +69,11 @@ class Reception:
     def __init__(self, learner: Learner, gradients: Gradients, rounds: Rounds, *, job: str) -> None:
         self.members_only = False
         """Whether workers that were not expected are sent away."""
+        self.guests: Collection[str] | None = None
+        """The only workers that may come in. On others the server hangs up, and says nothing: they follow another view,
+        whose server may be at this very address soon, or was."""
+        self.on_violations: Callable[[str, RemoteProtocolError], None] | None = None
+        """Told of a worker that breaks the protocol again and again, and how."""
         self.events: asyncio.Queue[Happening] = asyncio.Queue()
         self._learner = learner
         self._host = learner.host
@@ -74,6 +83,8 @@ class Reception:
         self._callers: dict[str, Caller] = {}
         self._sent_bytes: dict[str, int] = {}
         """Over connections that have ended."""
+        self._violations: Counter[str] = Counter()
+        """By worker, since its last whole push."""
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._strangers = Callers(self._host)
 
@@ -129,6 +140,8 @@ class Reception:
                 self._strangers.known(channel)
             if not isinstance(join, Join):
                 raise RemoteProtocolError(f"{line.peer} did not say who it is", line.peer)
+            if self.guests is not None and join.worker not in self.guests:
+                raise PeerRefused(f"{join.worker} is not in our view", line.peer)
             await self._serve(Caller(join.worker, line), join)
         except (ChannelError, DeadlineExceeded) as error:
             self._host.trace("parameter server", "hung up", str(error))
@@ -155,6 +168,11 @@ class Reception:
             caller.line.trust(len(self._gradients.tensors))
             while True:
                 await self._handle(caller, await caller.line.recv(None))
+        except RemoteProtocolError as error:
+            self._violations[caller.worker] += 1
+            if self._violations[caller.worker] >= MAX_VIOLATIONS and self.on_violations is not None:
+                self.on_violations(caller.worker, error)
+            raise
         finally:
             answering.cancel()
             if self._callers.get(caller.worker) is caller:
@@ -198,6 +216,7 @@ class Reception:
         match asked:
             case Push():
                 gradient, fault = await self._heard(caller, asked)
+                self._violations.pop(worker, None)
                 event = partial(rounds.pushed, worker, asked, gradient, fault)
             case Pull() | Await():
                 event = partial(rounds.asked, worker, asked)

@@ -89,6 +89,8 @@ class Rounds:
             # It starts again and knows nothing of a push that is under way: nobody was told that this counts.
             self.pending.pop(join.worker, None)
             member.life, member.gone = join.life, False
+        if member.answered_life != join.life:
+            member.verdict = None  # which this life would take for the answer to a push of its own
         member.connected, member.contributes, member.asked = True, join.contributes, None
         self._heard(member, now)
         effects: list[Effect] = [Tell(join.worker, Welcome(member.answered, member.accepted, self.history))]
@@ -241,7 +243,7 @@ class Rounds:
 
     def _judged(self, worker: str, verdict: Verdict) -> Tell:
         member = self.members[worker]
-        member.answered, member.verdict = verdict.sequence, verdict
+        member.answered, member.answered_life, member.verdict = verdict.sequence, member.life, verdict
         return Tell(worker, verdict)
 
     def _released(self, name: str, member: Member) -> Iterator[Effect]:

@@ -31,6 +31,7 @@ class Record(msgspec.Struct, frozen=True):
     accepted: int
     samples: int | None
     contributes: bool
+    answered_life: int | None = None
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -53,7 +54,8 @@ def save(rounds: Rounds, learner: Learner) -> Saved:
 def records(rounds: Rounds) -> dict[str, Record]:
     """What is remembered of all workers."""
     return {
-        name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes) for name, m in rounds.members.items()
+        name: Record(m.answered, m.verdict, m.accepted, m.samples, m.contributes, m.answered_life)
+        for name, m in rounds.members.items()
     }
 
 

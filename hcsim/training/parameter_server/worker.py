@@ -87,6 +87,8 @@ class Worker:
         self._history = 0
         self._address = ""
         self._line: Line[Answer] | None = None
+        self._failures: list[Exception] = []
+        """Of this server to answer our question."""
         self._sent_bytes = 0
 
     async def run(
@@ -118,6 +120,7 @@ class Worker:
     async def redirect(self, address: str) -> None:
         """From now on the server is there; empty: there is none, and we wait until there is one."""
         self._address = address
+        self._failures.clear()
         if address:
             self.reachable.set()
         else:
@@ -188,11 +191,11 @@ class Worker:
             raise
         payload = packed if isinstance(packed, Phantom) else packed.data
         self._sequence += 1
-        push = Push(self._sequence, version, samples, compressor.spec if owing is None else WHOLE, sizes)
+        spec = compressor.spec if owing is None else WHOLE
         counts, self._under_way = False, version
         try:
             with self.learner.ledger.spent_on("exchange"):
-                verdict = await self._ask(lambda: push, payload)
+                verdict = await self._ask(lambda: Push(self._sequence, version, samples, spec, sizes), payload)
             counts = isinstance(verdict, Accepted)
         finally:
             self._under_way = None
@@ -208,22 +211,27 @@ class Worker:
     # Asking, until there is an answer.
 
     async def _ask(self, question: Callable[[], Question], payload: Payload | None = None) -> Answer:
-        """The answer. The question is put anew at every attempt: what we have may have changed with the connection."""
-        failure: Exception | None = None
-        for _ in range(MAX_ATTEMPTS):
-            line = self._line or await self._call(failure)
+        """The answer. The question is put anew at every attempt: what we have may have changed with the connection.
+
+        Of several failures the reason is that this server broke the protocol, if it did."""
+        self._failures.clear()
+        while len(self._failures) < MAX_ATTEMPTS:
+            line = self._line or await self._call()
             asked = question()
             try:
                 await line.send(asked, payload)
                 heard = await self._answer(line, asked)
             except (ChannelError, DeadlineExceeded) as error:
-                failure = error
+                self._failures.append(error)
                 await self._hang_up()
                 continue
             if isinstance(heard, Done) and heard.error:
                 raise PeerRefused(f"the parameter server gave up: {heard.error}", line.peer)
             return heard
-        raise DeadlineExceeded(f"the parameter server at {self._address} hung up {MAX_ATTEMPTS} times: {failure}")
+        violations = [failure for failure in self._failures if isinstance(failure, RemoteProtocolError)]
+        reason = (violations or self._failures)[-1]
+        text = f"the parameter server at {self._address} failed us {MAX_ATTEMPTS} times: {reason}"
+        raise DeadlineExceeded(text) from reason
 
     async def _answer(self, line: Line[Answer], question: Question) -> Answer:
         while True:
@@ -256,10 +264,10 @@ class Worker:
             await line.recv_payload(model.size_bytes, into)
         self.version = model.version
 
-    async def _call(self, failure: Exception | None) -> Line[Answer]:
+    async def _call(self) -> Line[Answer]:
         """Connect and introduce ourselves, again and again until our patience ends."""
         await self.reachable.wait()
-        called = self._address
+        called, failure = self._address, next(reversed(self._failures), None)
         try:
             async with self._host.clock.timeout(self._policy.patience_s):
                 backoff_s = FIRST_BACKOFF_S
@@ -275,7 +283,7 @@ class Worker:
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         except TimeoutError:
             if called != self._address:
-                return await self._call(failure)
+                return await self._call()
             raise DeadlineExceeded(
                 f"the parameter server at {self._address} was not reached in {self._policy.patience_s:g} s: {failure}"
             ) from None
@@ -283,8 +291,11 @@ class Worker:
             await line.close()
             raise PeerRefused(f"the parameter server at {self._address} refused us: {welcome.reason}", line.peer)
         self._line = line
-        if not self._sequence:
+        if welcome.sequence > self._sequence:
+            # That was an earlier life of ours, also where we have begun anew with a server that knew nothing of it.
             self._sequence, self.accepted = welcome.sequence, welcome.accepted
+            if self._under_way is not None:
+                self._sequence += 1
         if welcome.history != self._history:
             self._history, self.version = welcome.history, UNKNOWN
         return line

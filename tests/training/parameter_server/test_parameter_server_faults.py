@@ -283,6 +283,36 @@ def test_a_worker_that_is_started_again_goes_on_where_it_was():
     assert job.bench.digest == undisturbed().bench.digest
 
 
+def test_a_worker_that_began_anew_goes_on_with_a_server_that_knows_its_earlier_life():
+    """The first server knows nothing of the pushes that the second one remembers."""
+    world = world_with()
+    kept: list[Saved] = []
+    earlier = Job(world, total=20)
+
+    async def keep(saved: Saved) -> None:
+        kept.append(saved)
+
+    earlier.bench.server.on_update = keep
+    job = Job(world, total=STEPS)
+
+    async def on_host(host: Any) -> Any:
+        if host.name != "s":
+            await earlier._on_host(host)
+            return await job._on_host(host)
+        await earlier._on_host(host)
+        await job.bench.open("s:7000")
+        await host.clock.sleep(0.1)
+        await job.bench.stop()
+        assert 0 < job.bench.rounds.version < 20
+        job.bench = Bench(host, STEPS, saved=kept[-1])
+        await job.bench.open("s:7000")
+        return await job.bench.serving
+
+    assert world.run_on_all(on_host) == [Done(STEPS)] * 4
+    assert {name: job.bench.rounds.members[name].accepted for name in NAMES} == dict.fromkeys(NAMES, STEPS)
+    assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
+
+
 # Coming and going.
 
 
@@ -337,6 +367,24 @@ def test_who_does_not_belong_here_is_told_why(change: dict[str, str], why: str):
 
     world.run(main())
     assert bench.rounds.version == 0
+
+
+def test_a_worker_of_another_view_is_hung_up_on_and_not_waited_for():
+    """The server remembers it, and it might be told of another one at any time."""
+    world = world_with()
+    bench = Bench(world.host("s"), STEPS, policy=replace(POLICY, patience_s=2.0))
+    bench.server.reception.guests = ("b", "c")
+
+    async def main() -> Any:
+        await bench.open("s:7000")
+        with pytest.raises(DeadlineExceeded, match="was not reached"):
+            await worker_on(world.host("a"), "a", policy=bench.rounds.policy).run(
+                "s:7000", of_the_round("a"), lambda *_: None
+            )
+        await bench.stop()
+
+    world.run(main())
+    assert not bench.rounds.members["a"].heard_s
 
 
 def test_when_all_data_are_used_up_training_ends_before_its_time():

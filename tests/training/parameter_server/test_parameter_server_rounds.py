@@ -158,6 +158,17 @@ def test_a_worker_that_starts_again_takes_its_unanswered_push_back_and_goes_on_w
     assert [c.gradient for c in applied.contributions] == ["new", "g"]
 
 
+def test_a_worker_is_not_told_what_became_of_a_push_of_its_earlier_life():
+    """It may have come to the same number with another server, which knew nothing of that life."""
+    rounds = machine(workers="a")
+    rounds.pushed("a", push(1, 0), "old", "", 1.0)
+    rounds.lost("a", 1.1)
+    rounds.joined(join("a", life=2), 1.2)
+    assert answers(rounds.pushed("a", push(1, 0), "new", "", 1.3), "a") == [
+        Refused(1, "a later push has been answered already")
+    ]
+
+
 def test_a_second_worker_of_the_same_name_is_refused_while_the_first_is_there():
     rounds = machine()
     assert "connected already" in rounds.objection(join("a", life=2))

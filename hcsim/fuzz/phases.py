@@ -18,10 +18,9 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
     the model   One member of the core has it in memory, or no sick member of that view may still have it.
     forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
                 is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
-                alone can let them in again.
+                alone can let them in again; that may happen as the last fault is noticed.
     ending      A machine that has come to the end is not there any more for one that is started after that. Nor is one
                 that has ended since replicas differ, as they may where a machine sends noise for numbers.
-                alone can let them in again; that may happen as the last fault is noticed.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 

@@ -14,7 +14,7 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     the others without an end of the view (`hcsim.training.elastic.stall_watch`).
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
-3.  Waiting. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
+3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
     to the operation at all. One that came to the view later than others had less time for that, and is not blamed: it
     may have been at the last step of the view before. Nor is one that still measured links, which takes long where
     another one is slow to answer, and ends in time.
@@ -66,8 +66,8 @@ class Heard(msgspec.Struct, frozen=True):
 
     times: int
     """How often they had done so in this view."""
-    digests: tuple[int, ...]
-    """Of what each said, by rank."""
+    digests: Mapping[str, int]
+    """Of what each node said."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -124,6 +124,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     lasted_s: float = 0.0
     """How long it had been in the view when it heard that the view had failed; 0: it had not begun, or still measured
     links."""
+    late: bool = False
+    """Whether a deadline passed here."""
     heard: Heard | None = None
 
 
@@ -163,7 +165,7 @@ class Diagnosis:
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
         told = Findings(
             lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for, slow=failure.slow,
-            work_s=failure.work_s, heard=failure.heard,
+            work_s=failure.work_s, late=failure.late, heard=failure.heard,
         )  # fmt: skip
         return self._tell(told, now)
 
@@ -191,9 +193,28 @@ class Diagnosis:
             news.work_s or before.work_s,
             self._accusations,
             before.lasted_s,
+            news.late or before.late,
             news.heard or before.heard,
         )
+        self._reconcile()
         return checking and not before.checking
+
+    def _reconcile(self) -> None:
+        """Accuse the speaker, rather than the member that acts on it, wherever another heard unlike words of one."""
+        assert self.ours is not None
+        heard = self.ours.heard
+        for source, findings in self._theirs.items():
+            theirs = findings.heard
+            if (findings.lineage, findings.epoch) != (self.ours.lineage, self.ours.epoch) or heard is None:
+                continue
+            if theirs is None or theirs.times != heard.times:
+                continue
+            unlike = [node for node, digest in heard.digests.items() if theirs.digests.get(node, digest) != digest]
+            if unlike:
+                self._accusations = tuple(each for each in self._accusations if each.node != source or each.witness)
+                why = "it did not tell all others the same"
+                self._accuse(Accusation(node, why, "" if node == source else source) for node in unlike)
+        self.ours = msgspec.structs.replace(self.ours, accusations=self._accusations)
 
     def _lasted_s(self, epoch: int, now: float) -> float:
         began, since_s = self._began or (-1, now)
@@ -239,11 +260,10 @@ class Diagnosis:
         if self.ours is None or (self.ours.lineage, self.ours.epoch) != (lineage, epoch) or len(nodes) < 2:
             return {}
         known = self._known(lineage, epoch, nodes)
-        edges = _told_unlike(known, nodes)
-        parted = {frozenset(edge[:2]) for edge in edges}
+        edges: dict[_Edge, str] = {}
         for teller, findings in known.items():
             for each in findings.accusations:
-                if each.node in nodes and (each.witness or {teller, each.node} not in parted):
+                if each.node in nodes:
                     edges[(*dict.fromkeys((teller, each.witness or teller)), each.node)] = each.reason
         unchecked = self._unchecked(lineage, epoch, nodes)
         if unchecked and self._since_s is not None and now >= self._since_s + CHECKS_S:
@@ -279,19 +299,6 @@ class Diagnosis:
         return [node for node in nodes if node not in known or not known[node].checked]
 
 
-def _told_unlike(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:
-    """The speaker, wherever two have heard unlike words of one."""
-    edges: dict[_Edge, str] = {}
-    for pair in combinations(known, 2):
-        one, other = (known[node].heard for node in pair)
-        if one is None or other is None or one.times != other.times:
-            continue
-        for speaker, first, second in zip(nodes, one.digests, other.digests, strict=False):
-            if first != second:
-                edges[(*(node for node in pair if node != speaker), speaker)] = "it did not tell all others the same"
-    return edges
-
-
 def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     """Members whose own work for a step takes much longer than that of the others."""
     edges: dict[_Edge, str] = {}
@@ -304,6 +311,8 @@ def _slowest(known: Mapping[str, Findings]) -> dict[_Edge, str]:
 
 def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     """Where chains of waiting end: with members that wait for nobody themselves, and had as long as the others."""
+    if not any(findings.late for findings in known.values()):
+        return {}  # nobody has waited long
     longest_s = max(findings.lasted_s for findings in known.values())
     ends = [
         node

@@ -91,6 +91,8 @@ LONGEST_S = 20.0
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
+PERIODS = {"local_sgd:4": 4, "diloco:4": 4}
+"""Steps between two exchanges."""
 LAUNCHES_OF_AN_UPDATE = 2
 """Of a parameter server, beside one for each push; its machine's worker needs the device for a step of its own."""
 SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))
@@ -178,13 +180,13 @@ def _training(draw: Random, steps: float) -> Training:
 
 
 def _in_time(training: Training, nodes: tuple[Node, ...]) -> Training:
-    """With a time limit that a parameter server keeps, whichever machine has it: a view whose steps take longer than
-    that fails with nothing wrong."""
-    if not training.strategy.startswith("parameter_server"):
-        return training
+    """With a time limit that is longer than what members wait for each other with nothing wrong: for an update of a
+    parameter server, whichever machine has it, and for the steps between two exchanges of one that is still at them."""
+    launches = LAUNCHES_OF_A_STEP * PERIODS.get(training.strategy, 1)
+    if training.strategy.startswith("parameter_server"):
+        launches += LAUNCHES_OF_AN_UPDATE + len(nodes)
     slowest_s = max(node.machine.overhead_s for node in nodes if isinstance(node.machine, Machine))
-    step_s = slowest_s * (LAUNCHES_OF_A_STEP + LAUNCHES_OF_AN_UPDATE + len(nodes))
-    return replace(training, timeout_s=PositiveSeconds(max(training.timeout_s, math.ceil(step_s))))
+    return replace(training, timeout_s=PositiveSeconds(max(training.timeout_s, math.ceil(slowest_s * launches))))
 
 
 def _schedule(draw: Random, style: str, home: Scenario, safety_s: float) -> tuple[AnyFault, ...]:

@@ -392,6 +392,8 @@ class Mesh:
                 self.newest_epoch = max(self.newest_epoch, theirs.epoch)
                 self.on_newer(theirs.rank, theirs.epoch)
             return Kind.LATER, ""
+        if us.identities and theirs.name != us.name:
+            return Kind.LATER, ""  # perhaps we have yet to follow them to a view of another lineage
         reason = self._closed or self._objection(theirs, channel)
         return (Kind.ABORT, reason) if reason else (Kind.HELLO, "")
 

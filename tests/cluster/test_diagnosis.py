@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from msgspec.structs import replace
 
 from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings, Heard
 
@@ -18,7 +19,7 @@ def found(
 ) -> Findings:  # fmt: skip
     accusations = tuple(Accusation(node, why) for node, why in accused.items())
     return Findings(
-        LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s, heard
+        LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s, heard=heard
     )
 
 
@@ -63,20 +64,32 @@ def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() ->
     assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
 
 
+def heard(times: int, **digests: int) -> Heard:
+    return Heard(times, {"a": 1, "b": 2, "c": 3, "d": 4} | digests)
+
+
 @pytest.mark.parametrize(
     ("theirs", "blamed"),
-    [
-        (Heard(9, (1, 2, 3, 4)), ["b"]),
-        (Heard(9, (1, 2, 3, 5)), ["d"]),
-        (Heard(9, (1, 6, 3, 4)), ["b"]),
-        (Heard(8, (1, 2, 3, 5)), ["b"]),
-    ],
+    [(heard(9), ["b"]), (heard(9, d=5), ["d"]), (heard(9, b=6), ["b"]), (heard(8, d=5), ["b"])],
     ids=["the same", "unlike words of a third", "unlike words of the accused", "another time"],
 )
 def test_who_told_two_unlike_words_is_left_out_rather_than_who_acts_on_them(theirs: Heard, blamed: list[str]) -> None:
-    ours = Failure("b does another operation", violator="b", heard=Heard(9, (1, 2, 3, 4)))
-    made = diagnosis(ours, {}, {node: found(checking=False, heard=theirs if node == "b" else None) for node in "bcd"})
+    ours = Failure("b does another operation", violator="b", heard=heard(9))
+    others = {node: found(checking=False, heard=theirs if node == "b" else None) for node in "bcd"}
+    made = diagnosis(ours, {}, others)
     assert list(culprits(made)) == blamed
+    # Nor is another blamed in the next view, if that comes to nothing too.
+    made.entered()
+    made.failed(LINEAGE, EPOCH, Failure("something else"), 1.0)
+    assert list(culprits(made)) == blamed
+
+
+def test_where_no_deadline_passed_nobody_has_waited_for_long() -> None:
+    """Views that fail at once, again and again, say nothing about whom their members happened to wait for."""
+    theirs = {node: found(waited_for="c" if node != "c" else "", fruitless=2) for node in "bcd"}
+    failure = Failure("the link to d broke", waited_for="c")
+    assert culprits(diagnosis(failure, {}, theirs)) == {}
+    assert list(culprits(diagnosis(replace(failure, late=True), {}, theirs))) == ["c"]
 
 
 def test_of_a_pair_the_junior_is_left_out() -> None:

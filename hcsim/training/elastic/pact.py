@@ -77,7 +77,7 @@ class Votes:
     @property
     def heard(self) -> Heard:
         """The last votes."""
-        return Heard(self._times, digests(self._said))
+        return Heard(self._times, dict(zip(self._view.nodes, digests(self._said), strict=False)))
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
         """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""

@@ -14,10 +14,10 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
     the others without an end of the view (`hcsim.training.elastic.stall_watch`).
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
-3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for nobody: it has not come
-    to the operation at all. One that came to the view later than others had less time for that, and is not blamed: it
-    may have been at the last step of the view before. Nor is one that still measured links, which takes long where
-    another one is slow to answer, and ends in time.
+3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for
+    nobody: it has not come to the operation at all. One that came to the view later than others had less time for that,
+    and is not blamed: it may have been at the last step of the view before. Nor is one that still measured links, which
+    takes long where another one is slow to answer, and ends in time.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
 An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a

@@ -4,16 +4,10 @@ Tasks, futures, cancellation, `TaskGroup`, `timeout` and `Queue` are asyncio's o
 what lies below them is replaced: time, the queue of ready callbacks and the timers. Time is
 SimPy's, in whole nanoseconds, and moves only when nothing is ready.
 
-Order. Ready callbacks run first in, first out. When none is left, the world takes one step,
-the earliest of SimPy's events and our timers, and what that made ready runs before the next
-step. Timers with equal deadlines run in the order in which they were set. Within one instant
-SimPy's own events come before timers. So a run depends on nothing but the program.
-
-Timers wait in a heap of ours and not in SimPy's, from which nothing can be taken out: a
-cancelled `timeout(60)` would stay there for a minute. SimPy's environment takes its time from the
-loop (`Environment.now`), so that its processes and ours see one time.
-Cancelled timers are swept out when they are half of the heap: O(log n) a timer, amortised. Those that the world
-sets one after the other for one instant, as it does where hundreds of ranks move in step, wait there together: O(1).
+Order. Ready callbacks run first in, first out. When none is left, SimPy processes one event
+(`hcsim.virtual.environment`: timers, deliveries, work and faults are events too), and what that
+made ready runs before the next one. Events of one time are processed in the order in which they
+were scheduled. So a run depends on nothing but the program.
 
 Owners. A callback belongs to the host that `OWNER` names in its context. A frozen host's
 callbacks are held back; a discarded host's (it crashed) are held back for good, so that not
@@ -28,12 +22,13 @@ import sys
 import weakref
 from asyncio import Future
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
-from heapq import heapify, heappop, heappush
-from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import simpy
+from simpy.core import EmptySchedule
 from simpy.resources.base import Get, Put
 from simpy.resources.container import ContainerGet
 from simpy.resources.resource import Request
@@ -41,7 +36,7 @@ from simpy.resources.store import StoreGet
 
 from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
-from hcsim.virtual.handles import Callback, Environment, NumberedTask, new_callback
+from hcsim.virtual.environment import Callback, Environment, Timer, new_callback
 from hcsim.virtual.plain_loop import PlainLoop
 
 T = TypeVar("T")
@@ -50,13 +45,7 @@ Ts = TypeVarTuple("Ts")
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
 """The host that the running code belongs to; None is the world itself."""
 
-_WorldTimer: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-Timer: TypeAlias = tuple[int, int, Callback | None, Any, Any]
-"""Deadline, number, and what runs then. The world's own cannot be cancelled or held, and are just function and args,
-or None and several of them."""
-
 _NEVER_NS = cast(int, math.inf)  # As SimPy says when it has no event: such a timer is no reason to go on.
-_FEWEST_WORTH_SWEEPING = 64
 _CLOSED = "the virtual loop is closed"
 
 
@@ -68,22 +57,12 @@ class VirtualLoop(PlainLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_ns = 0
-        """The world's time."""
-        self.env = Environment(self)
-        """Plain SimPy processes live here."""
+        self.env = Environment()
+        """SimPy's: its time, and all that is to happen."""
+        self.env.run_ready = self._step
+        self.env.on_timer = self._fire
         self.on_timer: Callable[[int], None] | None = None
-        self._ready: deque[Callback] = deque()
-        self._timers: list[Timer] = []
-        self._timers_set = 0
-        self._timers_cancelled = 0
-        self._latest_ns = -1
-        """For when the latest timer was set, if it was one of the world's own."""
-        self._joint: deque[_WorldTimer] | None = None
-        """Those that were set for then behind the first; in the heap they are one."""
-        self._due: deque[_WorldTimer] = deque()
-        """What is left of such a one that is due now."""
-        self._at_instant_end: deque[Callable[[], object]] = deque()
+        self._ready = self.env.ready
         self._held: dict[object, deque[Callback]] = {}
         self._discarded: list[object] = []
         self._ends = False
@@ -97,9 +76,14 @@ class VirtualLoop(PlainLoop):
 
     # Time and callbacks.
 
+    @property
+    def now_ns(self) -> int:
+        """The world's time."""
+        return self.env.now_ns
+
     def time(self) -> float:
         """The world's time in seconds."""
-        return self.now_ns / 1e9
+        return self.env.now_ns / 1e9
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -108,7 +92,6 @@ class VirtualLoop(PlainLoop):
         if self._closed:
             raise RuntimeError(_CLOSED)
         handle = new_callback()
-        handle.loop = None
         handle.callback = callback
         handle.args = args
         handle.context = copy_context() if context is None else context
@@ -132,45 +115,18 @@ class VirtualLoop(PlainLoop):
         """Run the callback at that time, as the world: nothing stops it, and what it raises ends the run."""
         if self._closed:
             raise RuntimeError(_CLOSED)
-        self._timers_set = number = self._timers_set + 1
-        if when_ns != self._latest_ns:
-            self._latest_ns, self._joint = when_ns, None
-            heappush(self._timers, (when_ns, number, None, callback, args))
-            return
-        if self._joint is None:
-            self._joint = deque()
-            heappush(self._timers, (when_ns, number, None, None, self._joint))
-        self._joint.append((callback, args))
+        self.env.call_at(when_ns, callback, args)
 
     def call_at_instant_end(self, callback: Callable[[], object]) -> None:
         """Run the callback, as the world, once nothing else is left to do in this instant."""
-        self._at_instant_end.append(callback)
+        self.env.call_at_instant_end(callback)
 
     def _set_timer(
         self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context
     ) -> Callback:
         if self._closed:
             raise RuntimeError(_CLOSED)
-        self._timers_set = number = self._timers_set + 1
-        timer = new_callback()
-        timer.loop = self
-        timer.deadline_ns = deadline_ns
-        timer.callback = callback
-        timer.args = args
-        timer.context = context
-        self._latest_ns = -1  # whatever the world sets from now on comes behind it
-        heappush(self._timers, (deadline_ns, number, timer, None, ()))
-        return timer
-
-    def _count_cancelled_timer(self) -> None:
-        self._timers_cancelled += 1
-        if self._timers_cancelled > _FEWEST_WORTH_SWEEPING and 2 * self._timers_cancelled > len(self._timers):
-            self._sweep_timers()
-
-    def _sweep_timers(self) -> None:
-        self._timers[:] = [entry for entry in self._timers if entry[2] is None or entry[2].loop is not None]
-        heapify(self._timers)
-        self._timers_cancelled = 0
+        return self.env.timer(deadline_ns, callback, args, context)
 
     # Futures, tasks and SimPy's events.
 
@@ -250,18 +206,11 @@ class VirtualLoop(PlainLoop):
         """End this owner as a crash does: its code runs no further line until the world is torn down."""
         self.freeze(owner)
         self._discarded.append(owner)
-        for _, _, timer, *_ in self._timers:
-            if timer is not None and timer.context.get(OWNER) is owner:
-                timer.loop = None
-        self._sweep_timers()
+        self.env.drop(lambda timer: timer.context.get(OWNER) is owner)
 
     def postpone(self, owner: object, by_ns: int) -> None:
         """Let all timers of this owner run out that much later."""
-        for place, (deadline_ns, number, timer, *rest) in enumerate(self._timers):
-            if timer is not None and timer.context.get(OWNER) is owner:
-                timer.deadline_ns = deadline_ns + by_ns
-                self._timers[place] = (timer.deadline_ns, number, timer, *rest)
-        heapify(self._timers)
+        self.env.postpone(by_ns, lambda timer: timer.context.get(OWNER) is owner)
 
     def _is_held(self, handle: Callback) -> bool:
         held = self._held.get(handle.context.get(OWNER))
@@ -280,19 +229,26 @@ class VirtualLoop(PlainLoop):
             raise RuntimeError("a virtual loop cannot run inside a running event loop: await the coroutine instead")
         is_ours = not asyncio.isfuture(future)
         main: asyncio.Future[T] = asyncio.ensure_future(cast(Awaitable[T], future), loop=self)
-        hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=self._note_asyncgen, finalizer=self._close_asyncgen)
-        asyncio._set_running_loop(self)
         try:
-            self._run(main)
+            with self._running():
+                self._run(main)
         except BaseException:
             if is_ours and main.done() and not main.cancelled():
                 main.exception()  # It is on its way out: nobody is to be told that it was never retrieved.
             raise
+        return main.result()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Be the loop that runs, as coroutines see it."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._note_asyncgen, finalizer=self._close_asyncgen)
+        asyncio._set_running_loop(self)
+        try:
+            yield
         finally:
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
-        return main.result()
 
     def run_to_end(self, main: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine, then tear the world down: cancel what is left, discarded owners too, and close."""
@@ -330,72 +286,48 @@ class VirtualLoop(PlainLoop):
                 self.call_exception_handler({"message": message, "exception": error, "task": task})
 
     def _run(self, main: asyncio.Future[Any]) -> None:
-        ready, done = self._ready, main.done
-        while not done():
-            if not ready:
-                self._pass_time(done)
+        ready, done, step, run_ready = self._ready, main.done, self.env.step, self._run_ready
+        try:
+            while not done():
+                if ready:
+                    run_ready()
+                else:
+                    step()
+        except EmptySchedule:
+            raise Deadlock(describe(self._waiting(), self._held.__contains__)) from None
+
+    def _step(self) -> None:
+        """Run what is ready, for whoever calls `env.step`."""
+        if asyncio._get_running_loop() is self:
+            self._run_ready()
+            return
+        with self._running():
+            self._run_ready()
+
+    def _run_ready(self) -> None:
+        """Run what is ready. What that makes ready waits for the next round, so that the end is noticed."""
+        ready = self._ready
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.callback is None or (self._held and self._is_held(handle)):
                 continue
-            # What these make ready waits for the next round, so that the end is noticed.
-            for _ in range(len(ready)):
-                handle = ready.popleft()
-                if handle.callback is None or (self._held and self._is_held(handle)):
-                    continue
-                try:
-                    handle.context.run(handle.callback, *handle.args)
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:
-                    self._report(handle, error)
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._report(handle, error)
+
+    def _fire(self, timer: Timer) -> None:
+        """A timer's time has come."""
+        if self.on_timer is not None:
+            self.on_timer(timer.number)
+        if not (self._held and self._is_held(timer)):
+            self._ready.append(timer)
 
     def _report(self, handle: Callback, error: BaseException) -> None:
         message = f"a callback failed: {handle.callback!r}"
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
-
-    def _pass_time(self, done: Callable[[], bool]) -> None:
-        """Take SimPy's next event or our next timer, whichever is earlier, until something is ready or all is done."""
-        timers, env, ready, at_instant_end = self._timers, self.env, self._ready, self._at_instant_end
-        due = self._due
-        while not ready and not done():
-            timer_ns = self.now_ns if due else timers[0][0] if timers else _NEVER_NS
-            if env.waiting and self._takes_event(timer_ns):
-                continue
-            if due:
-                function, args = due.popleft()
-                function(*args)
-                continue
-            if timer_ns > self.now_ns:
-                if at_instant_end:
-                    at_instant_end.popleft()()
-                    continue
-                if timer_ns == _NEVER_NS:
-                    raise Deadlock(describe(self._waiting(), self._held.__contains__))
-            _, number, timer, function, args = heappop(timers)
-            if timer is not None and timer.loop is None:
-                self._timers_cancelled -= 1
-                continue
-            if timer_ns > self.now_ns:
-                self.now_ns = timer_ns
-            if timer is None:
-                if function is None:
-                    due = self._due = args
-                    self._latest_ns = -1
-                else:
-                    function(*args)
-                continue
-            timer.loop = None
-            if self.on_timer is not None:
-                self.on_timer(number)
-            if not (self._held and self._is_held(timer)):
-                ready.append(timer)
-
-    def _takes_event(self, timer_ns: int) -> bool:
-        """Let SimPy's next event happen if it is due before our next timer and this instant's end; whether it was."""
-        event_ns = self.env.peek()
-        if event_ns > timer_ns or event_ns == _NEVER_NS or (event_ns > self.now_ns and self._at_instant_end):
-            return False
-        self.now_ns = _whole_ns(event_ns)
-        self.env.step()
-        return True
 
     def _waiting(self) -> dict[asyncio.Task[Any], object]:
         alive = ((task, owner) for task, owner in self._tasks.items() if owner not in self._discarded)
@@ -414,10 +346,7 @@ class VirtualLoop(PlainLoop):
         if self.is_running():
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True
-        self._ready.clear()
-        self._timers.clear()
-        self._due.clear()
-        self._at_instant_end.clear()
+        self.env.clear()
         self._held.clear()
 
     # Async generators: as the standard loop, but closed in the order in which they were started.
@@ -464,7 +393,14 @@ def _nanoseconds(seconds: float) -> int:
         return _NEVER_NS
 
 
-def _whole_ns(time_ns: float) -> int:
-    if not isinstance(time_ns, int):
-        raise UsageError(f"SimPy's time is whole nanoseconds here, and an event has the time {time_ns!r}")
-    return time_ns
+class NumberedTask(asyncio.Task[T]):
+    """A task that hashes as its number: `TaskGroup` cancels in the order of a set, which is else that of addresses."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int, coro: Any, **kwargs: Any) -> None:
+        self._number = number  # First, because asyncio hashes the task while it makes it.
+        super().__init__(coro, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number

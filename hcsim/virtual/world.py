@@ -44,6 +44,8 @@ class World:
         self.scenario = scenario
         self.trace = Trace(sink)
         self.loop = VirtualLoop()
+        self.env = self.loop.env
+        """SimPy's: plain processes live here, beside the hosts."""
         self.loop.on_timer = lambda number: self.trace.record((self.loop.now_ns, "timer", number))
         self.net = Network(self.loop, scenario.tcp, scenario.seed, self.trace)
         self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None

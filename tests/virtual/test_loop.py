@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any
@@ -269,13 +270,13 @@ def test_a_task_group_cancels_in_the_same_order_every_time() -> None:
 def test_timers_run_by_deadline_and_then_in_the_order_in_which_they_were_set_whoever_set_them(
     timers: list[tuple[str, int]],
 ) -> None:
-    """SimPy's own events come before all timers of their instant. Each timer sets a further one, of its own kind."""
+    """Each timer sets a further one, of its own kind."""
     loop = VirtualLoop()
-    expected: list[tuple[int, bool, int]] = []
-    ran: list[tuple[int, bool, int]] = []
+    expected: list[tuple[int, int]] = []
+    ran: list[tuple[int, int]] = []
 
     def set_one(kind: str, delay_ns: int, further: bool) -> None:
-        entry = (loop.now_ns + delay_ns, kind != "simpy", len(expected))
+        entry = (loop.now_ns + delay_ns, len(expected))
         expected.append(entry)
 
         def runs() -> None:
@@ -299,30 +300,24 @@ def test_timers_run_by_deadline_and_then_in_the_order_in_which_they_were_set_who
     loop.run_to_end(main())
     assert len(ran) == len(expected) == 2 * len(timers)
     place_of = {entry: place for place, entry in enumerate(ran)}
-    settled = [entry for entry in sorted(expected) if entry[2] < len(timers)]
+    settled = [entry for entry in sorted(expected) if entry[1] < len(timers)]
     assert sorted(settled, key=place_of.__getitem__) == settled
 
 
 # Cancelled timers.
 
 
-def test_cancelled_timers_do_not_grow_the_heaps() -> None:
-    async def main() -> tuple[int, int]:
+def test_cancelled_timers_do_not_grow_the_queue() -> None:
+    async def main() -> int:
         loop = the_loop()
         largest = 0
         for _ in range(20_000):
             async with asyncio.timeout(60):
                 await asyncio.sleep(1e-5)
-            largest = max(largest, len(loop._timers))
-        live_simpy_events = 0
-        while loop.env.peek() < math.inf:
-            loop.env.step()
-            live_simpy_events += 1
-        return largest, live_simpy_events
+            largest = max(largest, len(loop.env._queue))
+        return largest
 
-    largest, live_simpy_events = run(main())
-    assert largest < 300
-    assert live_simpy_events == 0
+    assert run(main()) < 300
 
 
 def test_a_cancelled_timer_does_not_keep_the_world_alive() -> None:
@@ -561,8 +556,8 @@ def test_processes_and_coroutines_take_turns_in_time() -> None:
 
     env.process(process())
     loop.run_to_end(main())
-    # At 2, 4 and 6 ns both are due: SimPy's events come first.
-    expected = [(who, t) for t in (2, 4, 6) for who in ("process", "coroutine")]
+    # Each schedules its next event as it goes on, and at 2, 4 and 6 ns both are due.
+    expected = [(who, t) for t in (2, 4, 6) for who in ("coroutine", "process")]
     assert log == [*expected, ("coroutine", 8)]
 
 
@@ -675,10 +670,8 @@ def test_a_failed_process_ends_the_run() -> None:
 
 
 def test_time_that_is_not_whole_nanoseconds_is_refused() -> None:
-    loop = VirtualLoop()
-    loop.env.timeout(0.5)
     with pytest.raises(UsageError, match="whole nanoseconds"):
-        loop.run_until_complete(asyncio.sleep(1))
+        VirtualLoop().env.timeout(0.5)
 
 
 # Errors and the end.
@@ -870,6 +863,7 @@ def _execute(programs: list[list[Step]]) -> Log:
     log: Log = []
     fired: list[int] = []
     deadlines: dict[int, tuple[int, int]] = {}
+    numbers = itertools.count()
 
     def note(deadline_ns: int, number: int) -> None:
         log.append((loop.now_ns, "timer", number))
@@ -890,8 +884,7 @@ def _execute(programs: list[list[Step]]) -> Log:
                 except TimeoutError:
                     log.append((loop.now_ns, who, "nothing"))
             else:
-                number = loop._timers_set + 1
-                loop.call_at_ns(loop.now_ns + amount, note, loop.now_ns + amount, number)
+                loop.call_at_ns(loop.now_ns + amount, note, loop.now_ns + amount, next(numbers))
             log.append((loop.now_ns, who, action))
 
     async def main() -> None:

@@ -265,7 +265,7 @@ def test_a_plain_simpy_process_runs_beside_the_hosts(world):
 
     world.loop.env.process(weather(world.loop.env))
     world.run_on_all(program)
-    assert log == [("rain", 1.0), ("step", 1.5), ("rain", 2.0), ("rain", 3.0), ("step", 3.0), ("step", 4.5)]
+    assert log == [("rain", 1.0), ("step", 1.5), ("rain", 2.0), ("step", 3.0), ("rain", 3.0), ("step", 4.5)]
 
 
 def test_the_trace_has_packets_outside_of_connections_too():

@@ -1,0 +1,129 @@
+"""The virtual world is a SimPy environment: what SimPy documents works, and everything passes through its queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import pytest
+import simpy
+from simpy.core import EmptySchedule
+
+from hcsim.collectives.group import Group
+from hcsim.config import Scenario, Training, load_scenario
+from hcsim.launch import simulate_training
+from hcsim.training.run import Report
+from hcsim.training.strategies import train
+from hcsim.transport.hello import Membership
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.loop import VirtualLoop
+from hcsim.virtual.world import World
+
+SETTINGS = Training(task="digits", steps=3)
+
+
+def training_on(scenario: Scenario) -> Any:
+    names = [node.name for node in scenario.nodes]
+    addresses = tuple(f"{name}:4000" for name in names)
+
+    async def program(host: VirtualHost) -> Report:
+        async with await Group.open(host, Membership(names.index(host.name), addresses)) as group:
+            return await train(group, SETTINGS, scenario.seed)
+
+    return program
+
+
+def begun(scenario: Scenario) -> tuple[World, dict[str, asyncio.Future[Report]]]:
+    world = World(scenario)
+    return world, world.begin(training_on(scenario))
+
+
+def test_peek_and_step_move_a_whole_training() -> None:
+    scenario = load_scenario("four-macs-1gbe")
+    world, reports = begun(scenario)
+    env = world.env
+    steps = 0
+    while not all(report.done() for report in reports.values()):
+        before_ns, next_ns = env.now, env.peek()
+        env.step()
+        assert env.now in (before_ns, next_ns)
+        steps += 1
+    expected = simulate_training(scenario, SETTINGS)
+    assert [report.result().sha256 for report in reports.values()] == [each.sha256 for each in expected.values()]
+    assert env.now / 1e9 == pytest.approx(expected.seconds)
+    assert steps > world.trace.count
+
+
+def test_run_until_a_time_and_until_an_event_are_simpys_own() -> None:
+    world, reports = begun(load_scenario("four-macs-1gbe"))
+    env = world.env
+    env.run(until=1_000)
+    assert env.now == 1_000
+    assert not any(report.done() for report in reports.values())
+    ended = env.event()
+    asyncio.gather(*reports.values()).add_done_callback(lambda done: ended.succeed(len(done.result())))
+    assert env.run(until=ended) == 4
+
+
+def test_where_nothing_is_left_to_do_step_says_so_as_simpy_does() -> None:
+    loop = VirtualLoop()
+    with pytest.raises(EmptySchedule):
+        loop.env.step()
+    assert loop.env.peek() == float("inf")
+
+
+def run(main: Coroutine[Any, Any, Any], loop: VirtualLoop) -> Any:
+    return loop.run_to_end(main)
+
+
+def test_a_resource_of_simpys_stands_between_two_components() -> None:
+    loop = VirtualLoop()
+    env = loop.env
+    charger = simpy.Resource(env, capacity=1)
+    log: list[tuple[str, int]] = []
+
+    async def laptop(name: str, charging_s: float) -> None:
+        request = charger.request()
+        await loop.event(request)
+        log.append((name, env.now))
+        await asyncio.sleep(charging_s)
+        charger.release(request)
+
+    def phone() -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(1)
+        with charger.request() as request:
+            yield request
+            log.append(("phone", env.now))
+            yield env.timeout(5)
+
+    async def main() -> None:
+        calling = env.process(phone())
+        await asyncio.gather(laptop("a", 10e-9), laptop("b", 20e-9), loop.event(calling))
+
+    run(main(), loop)
+    assert log == [("a", 0), ("b", 10), ("phone", 30)]
+
+
+def test_a_process_waits_for_a_component_and_a_component_for_a_process() -> None:
+    loop = VirtualLoop()
+    env = loop.env
+    log: list[tuple[str, int]] = []
+
+    def walk(arrived: simpy.Event) -> Generator[simpy.Event, Any, str]:
+        yield arrived
+        log.append(("the component has arrived", env.now))
+        yield env.timeout(5)
+        return "and gone"
+
+    async def main() -> str:
+        arrived = env.event()
+        walking = env.process(walk(arrived))
+        await asyncio.sleep(3e-9)
+        arrived.succeed()
+        said: str = await loop.event(walking)
+        log.append(("the process has ended", env.now))
+        return said
+
+    assert run(main(), loop) == "and gone"
+    assert log == [("the component has arrived", 3), ("the process has ended", 8)]

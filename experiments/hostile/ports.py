@@ -169,20 +169,20 @@ async def _listening(host: RealHost, address: str) -> AsyncIterator[Listener]:
 
 
 async def _accept(listener: Listener) -> None:
-    reading: dict[asyncio.Task[None], None] = {}
-    while True:
-        task = asyncio.create_task(_read(await listener.accept()))
-        reading[task] = None
-        task.add_done_callback(reading.pop)
+    async with asyncio.TaskGroup() as reading:
+        while True:
+            reading.create_task(_read(await listener.accept()))
 
 
 async def _read(channel: Channel) -> None:
     channel.limit(FIRST_LIMIT_BYTES)
-    with suppress(ChannelError):
-        while True:
-            header, payload = await channel.recv(lambda header: None)
-            await channel.send(header, payload)
-    await channel.close()
+    try:
+        with suppress(ChannelError):
+            while True:
+                header, payload = await channel.recv(lambda header: None)
+                await channel.send(header, payload)
+    finally:
+        await channel.close()
 
 
 @asynccontextmanager

@@ -1,0 +1,86 @@
+"""What it costs a cluster to be ready for faults that do not come: `python -m experiments.calm --beside FOLDER`.
+
+Machines in network namespaces (Linux, root) train while nothing happens to them, as this checkout does it and as the
+one in FOLDER does, whose C parts have to be built (`make install` there). The two take turns, in pairs whose order
+changes, so that what else runs on the computer weighs alike on both. A figure is steps per second over all steps but
+the first of a run; the median of the pairs' ratios counts. Every machine shares this one's processors, so all that a
+member computes beside its steps shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.real.namespaces import lan, obstacle
+from tests.real.together import join
+
+JOB = """
+name = "calm"
+seed = 1
+[cluster]
+preset = "low_latency"
+nodes = {nodes}
+[training]
+task = "convex"
+algorithm = "ring"
+steps = {steps}
+evaluate_every = 10
+"""
+FIRST = 100
+"""Steps that do not count: links are measured, and caches are cold."""
+STEPS = 1000
+PROGRAM = "import hcsim.cli; hcsim.cli.main()"
+
+
+def steps_per_s(checkout: Path, nodes: int, folder: Path) -> float:
+    """Of one run."""
+    folder.mkdir()
+    job = folder / "job.toml"
+    job.write_text(JOB.format(nodes=nodes, steps=FIRST + STEPS))
+    python = ("env", f"PYTHONPATH={checkout}", sys.executable, "-c", PROGRAM)
+    with lan(folder, "abcdefgh"[:nodes]) as machines:
+        join(*machines)
+        members = [
+            machine.start(*python, "run", "--real", str(job), "--name", machine.name, "--device", "cpu")
+            for machine in machines
+        ]
+        members[0].says(f"^step {FIRST} of")
+        since_s = time.perf_counter()
+        members[0].says(f"^step {FIRST + STEPS} of")
+        took_s = time.perf_counter() - since_s
+        for member in members:
+            if member.ends() != 0:
+                sys.exit(f"{checkout}: {member.machine.name} failed:\n{member.text}")
+    return STEPS / took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, required=True, help="another checkout")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--nodes", type=int, default=3, choices=range(2, 9))
+    asked = parser.parse_args()
+    if why_not := obstacle():
+        sys.exit(why_not)
+    checkouts = {"this": Path(__file__).parents[1], "beside": asked.beside.resolve()}
+    if not (checkouts["beside"] / "hcsim").is_dir():
+        sys.exit(f"{asked.beside} is no checkout of hcsim: it has no folder hcsim")
+    ratios = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for pair in range(asked.pairs):
+            order = list(checkouts) if pair % 2 else list(reversed(checkouts))
+            rates = {
+                name: steps_per_s(checkouts[name], asked.nodes, Path(scratch) / f"{pair}-{name}") for name in order
+            }
+            ratios.append(rates["this"] / rates["beside"])
+            print(f"{rates['this']:.1f} and {rates['beside']:.1f} steps/s: {ratios[-1]:.3f}", flush=True)
+    print(f"median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -198,11 +198,12 @@ class Served:
 
     # A view ends.
 
-    async def _look(self, group: Group, view: View, serving: asyncio.Task[Done] | None = None) -> None:
-        """Return when there is a reason to: all is done, the members change, or somebody we need has failed."""
+    async def _look(self, group: Group, view: View, duty: asyncio.Task[Done] | asyncio.Task[None] | None) -> None:
+        """Return when there is a reason to: all is done, the members change, or somebody we need has failed. So may
+        have what we do for the others as the server or its standby."""
         while not self._working.ended:
-            if serving is not None and serving.done():
-                serving.result()
+            if duty is not None and duty.done():
+                duty.result()
             if group.error is not None:
                 raise CollectiveError(f"the group failed: {group.error}", peer=getattr(group.error, "peer", None))
             if self._conductor.superseded(view.epoch):
@@ -306,18 +307,17 @@ class Served:
 
     async def _stand_by(self, group: Group, view: View) -> bool:
         await self._call(group)
-        following = []
+        following = None
         if group.rank == standby.STANDBY:
             follow = standby.follow(group, self._keeper, self._gradients, self.settings.clip)
-            following.append(self._host.spawn(follow, name="stand by"))
+            following = self._host.spawn(follow, name="stand by")
         try:
-            await self._look(group, view)
+            await self._look(group, view, following)
         finally:
-            # It ends when the server says so, or the group fails.
-            outcomes = await asyncio.gather(*following, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+            if following is not None:  # it ends when the server says so, or the group fails
+                await asyncio.gather(following, return_exceptions=True)
+        if following is not None:
+            following.result()
         return await self._ended(group, view)
 
 

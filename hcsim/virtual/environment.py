@@ -109,11 +109,7 @@ class Action(simpy.Event):
     """What is to be called after it."""
 
 
-def _ring(timer: Any) -> None:
-    timer.env.on_timer(timer)
-
-
-_RING = (_ring,)
+_RING = (lambda timer: timer.env.ready.append(timer),)
 new_callback = partial(object.__new__, Callback)
 _new_timer = partial(object.__new__, Timer)
 _new_action = partial(object.__new__, Action)
@@ -131,8 +127,8 @@ class Environment(simpy.Environment):
         self.ready: deque[Callback] = deque()
         self.run_ready: Callable[[], None] = self.ready.clear
         """Runs what is ready at this moment."""
-        self.on_timer: Callable[[Timer], None] = self.ready.append
-        """Called with each timer whose time has come."""
+        self.on_timer: Callable[[int], None] | None = None
+        """Called with the number of each timer whose time has come."""
         self._rest: _Calls | None = None
         """What is left of the last action."""
         self._tombstones = 0
@@ -216,7 +212,9 @@ class Environment(simpy.Environment):
             self._now = self.now_ns = time_ns  # type: ignore[assignment]
         if kind is Timer:
             event.callbacks = None
-            self.on_timer(event)
+            if self.on_timer is not None:
+                self.on_timer(event.number)
+            self.ready.append(event)
             return
         if event is self._latest:
             self._latest_ns = -1  # nothing more can be added to it

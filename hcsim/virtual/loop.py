@@ -36,7 +36,7 @@ from simpy.resources.store import StoreGet
 
 from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
-from hcsim.virtual.environment import Callback, Environment, Timer, new_callback
+from hcsim.virtual.environment import Callback, Environment, new_callback
 from hcsim.virtual.plain_loop import PlainLoop
 
 T = TypeVar("T")
@@ -50,18 +50,13 @@ _CLOSED = "the virtual loop is closed"
 
 
 class VirtualLoop(PlainLoop):
-    """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file.
-
-    `on_timer`, if set, is called with the number of each timer that fires, the world's own excepted.
-    """
+    """Runs coroutines in SimPy's time, beside plain SimPy processes; see the top of this file."""
 
     def __init__(self) -> None:
         super().__init__()
         self.env = Environment()
         """SimPy's: its time, and all that is to happen."""
         self.env.run_ready = self._step
-        self.env.on_timer = self._fire
-        self.on_timer: Callable[[int], None] | None = None
         self._ready = self.env.ready
         self._held: dict[object, deque[Callback]] = {}
         self._discarded: list[object] = []
@@ -317,13 +312,6 @@ class VirtualLoop(PlainLoop):
                 raise
             except BaseException as error:
                 self._report(handle, error)
-
-    def _fire(self, timer: Timer) -> None:
-        """A timer's time has come."""
-        if self.on_timer is not None:
-            self.on_timer(timer.number)
-        if not (self._held and self._is_held(timer)):
-            self._ready.append(timer)
 
     def _report(self, handle: Callback, error: BaseException) -> None:
         message = f"a callback failed: {handle.callback!r}"

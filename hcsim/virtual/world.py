@@ -20,7 +20,6 @@ from hcsim.virtual.links import Topology
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.machines import machine_of
 from hcsim.virtual.network import Network
-from hcsim.virtual.stream import NS
 from hcsim.virtual.tampering import Tampering
 from hcsim.virtual.wiring import Wiring
 
@@ -46,7 +45,7 @@ class World:
         self.loop = VirtualLoop()
         self.env = self.loop.env
         """SimPy's: plain processes live here, beside the hosts."""
-        self.loop.on_timer = lambda number: self.trace.record((self.loop.now_ns, "timer", number))
+        self.env.on_timer = lambda number: self.trace.record((self.env.now_ns, "timer", number))
         self.net = Network(self.loop, scenario.tcp, scenario.seed, self.trace)
         self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
@@ -162,12 +161,6 @@ class World:
             outcome.set_result(task.result())
 
     # What hosts and faults ask of their world.
-
-    def later(self, seconds: float | None, act: Callable[..., None], *args: object) -> None:
-        """Have something happen to the world after that time; None: never."""
-        if seconds is None:
-            return
-        self.loop.call_at_ns(self.loop.now_ns + round(seconds * NS), act, *args)
 
     def host_ended(self, host: VirtualHost, why: str) -> None:
         """Its program will never end by itself, unless the host is started again."""

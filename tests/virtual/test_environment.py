@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import simpy
+from msgspec.structs import replace
 from simpy.core import EmptySchedule
 
 from hcsim.collectives.group import Group
-from hcsim.config import Scenario, Training, load_scenario
+from hcsim.config import Pause, Scenario, Training, load_scenario
 from hcsim.launch import simulate_training
 from hcsim.training.run import Report
 from hcsim.training.strategies import train
 from hcsim.transport.hello import Membership
+from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.world import World
+from tests.switches import on_switch
 
 SETTINGS = Training(task="digits", steps=3)
 
@@ -127,3 +130,25 @@ def test_a_process_waits_for_a_component_and_a_component_for_a_process() -> None
 
     assert run(main(), loop) == "and gone"
     assert log == [("the component has arrived", 3), ("the process has ended", 8)]
+
+
+def test_a_process_of_ones_own_lets_faults_happen_and_waits_for_them() -> None:
+    world = World(on_switch(["a", "b"]))
+    env, log = world.env, dict[str, list[float]]()
+    napping = Pause(at_s=Seconds(1.2), node="b", duration_s=PositiveSeconds(2.0))
+
+    def naps() -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(1_100_000_000)
+        world.inject(napping)
+        yield env.timeout(5_000_000_000)
+        world.inject(replace(napping, at_s=Seconds(env.now / 1e9 + 0.1)))
+
+    async def program(host: VirtualHost) -> None:
+        log[host.name] = []
+        for seconds in (0.5, 0.5, 0.5, 5.0):
+            await host.clock.sleep(seconds)
+            log[host.name].append(env.now / 1e9)
+
+    env.process(naps())
+    world.run_on_all(program)
+    assert log == {"a": [0.5, 1.0, 1.5, 6.5], "b": [0.5, 1.0, 3.2, 8.2]}

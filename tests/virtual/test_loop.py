@@ -117,7 +117,7 @@ def test_the_timer_hook_sees_each_timer_that_fires_and_no_cancelled_one() -> Non
     async def main() -> Log:
         numbers: Log = []
         loop = the_loop()
-        loop.on_timer = numbers.append
+        loop.env.on_timer = numbers.append
         loop.call_later(1, int)  # the first timer
         loop.call_later(1, int).cancel()  # the second
         await asyncio.sleep(2)  # the third

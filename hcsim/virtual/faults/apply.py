@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import singledispatch
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import simpy
 
 from hcsim.config import AnyFault
 from hcsim.errors import UsageError
@@ -13,10 +16,14 @@ from hcsim.rng import stream as random_stream
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
 
+Process: TypeAlias = Generator[simpy.Event, Any, None]
+"""As SimPy knows them."""
+NS = 1_000_000_000
+
 
 @singledispatch
-def apply(fault: object, world: World) -> None:
-    """Do to the world what the fault says."""
+def apply(fault: object, world: World) -> Process | None:
+    """Do to the world what the fault says; a process, where the fault goes on."""
     raise UsageError(f"{type(fault).__name__} is no fault of the virtual world")
 
 
@@ -28,17 +35,25 @@ def prepare(fault: object, world: World) -> None:
 def schedule(world: World, fault: AnyFault) -> None:
     """Apply the fault when its time comes."""
     prepare(fault, world)
-    world.loop.call_at_ns(round(fault.at_s * 1e9), _strike, world, fault)
+    world.env.process(_strike(world, fault))
 
 
-def _strike(world: World, fault: AnyFault) -> None:
-    world.trace.record((world.loop.now_ns, "fault", type(fault).__name__, repr(fault)))
-    apply(fault, world)
+def _strike(world: World, fault: AnyFault) -> Process:
+    yield world.env.timeout(max(0, round(fault.at_s * NS) - world.env.now_ns))
+    world.trace.record((world.env.now_ns, "fault", type(fault).__name__, repr(fault)))
+    process = apply(fault, world)
+    if process is not None:
+        yield from process
+
+
+def lasting(world: World, duration_s: float | None) -> Process:
+    """Wait for the end of a fault; what comes behind one that lasts for good never happens."""
+    yield world.env.event() if duration_s is None else world.env.timeout(round(duration_s * NS))
 
 
 def note(world: World, what: str, where: str | int) -> None:
     """Put what follows from a fault into the trace: that it healed, that a node is back."""
-    world.trace.record((world.loop.now_ns, "fault", what, where))
+    world.trace.record((world.env.now_ns, "fault", what, where))
 
 
 def draws(world: World, fault: AnyFault) -> Random:

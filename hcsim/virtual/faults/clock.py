@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hcsim.config import ClockDrift, ClockJump
-from hcsim.virtual.faults.apply import apply, note, prepare
+from hcsim.virtual.faults.apply import Process, apply, lasting, note, prepare
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
@@ -26,12 +26,9 @@ def jump(fault: ClockJump, world: World) -> None:
 
 
 @apply.register(ClockDrift)
-def drift(fault: ClockDrift, world: World) -> None:
+def drift(fault: ClockDrift, world: World) -> Process:
     """The host's clock runs fast or slow, and its timers with it."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
-    world.later(fault.duration_s, _steady, world, fault)
-
-
-def _steady(world: World, fault: ClockDrift) -> None:
+    yield from lasting(world, fault.duration_s)
     note(world, "steady", fault.node)
     world.host(fault.node).clock.multiply_rate(1.0 / fault.rate)

@@ -15,12 +15,12 @@ from hcsim.config import FlippedBit, Misbehave, NanGradient, StaleStep, WrongSiz
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
 from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable
-from hcsim.virtual.faults.apply import apply, draws, note
+from hcsim.virtual.faults.apply import Process, apply, draws, lasting, note
 from hcsim.virtual.tampering import FLIP
 
 if TYPE_CHECKING:
     from hcsim.virtual.channel import VirtualChannel
-    from hcsim.virtual.tampering import Frame, Rule
+    from hcsim.virtual.tampering import Frame
     from hcsim.virtual.world import World
 
 
@@ -99,7 +99,7 @@ class _Spoiler:
 
 
 @apply.register(Misbehave)
-def misbehave(fault: Misbehave, world: World) -> None:
+def misbehave(fault: Misbehave, world: World) -> Process:
     """What the node sends breaks the protocol. It is drawn for each frame whether this happens to it."""
     rng = draws(world, fault)
     ways = [
@@ -113,11 +113,8 @@ def misbehave(fault: Misbehave, world: World) -> None:
 
     for way in ways:
         world.tampering.add_rule("misbehave", *way, rule)
-    world.later(fault.duration_s, _behave, world, ways, rule)
-
-
-def _behave(world: World, ways: list[tuple[str, str]], rule: Rule) -> None:
-    note(world, "behave", ways[0][0])
+    yield from lasting(world, fault.duration_s)
+    note(world, "behave", fault.node)
     for way in ways:
         world.tampering.remove_rule(*way, rule)
 

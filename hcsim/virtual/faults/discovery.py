@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.datagrams import LOST, PASSES, Datagram, Rule
-from hcsim.virtual.faults.apply import apply, draws, note, prepare
+from hcsim.virtual.faults.apply import NS, Process, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
 from hcsim.virtual.host import NO_NODES
 
@@ -25,7 +25,7 @@ STRAGGLER_S = 2.0
 
 
 @apply.register(Datagrams)
-def disturb(fault: Datagrams, world: World) -> None:
+def disturb(fault: Datagrams, world: World) -> Process:
     """Each datagram on the medium draws whether it is lost, doubled, or overtaken by later ones."""
     rng = draws(world, fault)
 
@@ -38,11 +38,11 @@ def disturb(fault: Datagrams, world: World) -> None:
         first_s = fault.delay_s + (STRAGGLER_S * late if overtaken < fault.reorder else 0.0)
         return (first_s, first_s + STRAGGLER_S * later) if doubled < fault.duplicate else (first_s,)
 
-    _have_rule(world, rule, fault.duration_s)
+    yield from _have_rule(world, rule, fault.duration_s)
 
 
 @apply.register(MulticastLoss)
-def lose_multicast(fault: MulticastLoss, world: World) -> None:
+def lose_multicast(fault: MulticastLoss, world: World) -> Process:
     """A share of what a host casts, or of what is cast to it, is lost; it hears itself."""
     rng = draws(world, fault)
 
@@ -54,49 +54,45 @@ def lose_multicast(fault: MulticastLoss, world: World) -> None:
             return PASSES
         return LOST if rng.random() < fault.share else PASSES
 
-    _have_rule(world, rule, fault.duration_s)
+    yield from _have_rule(world, rule, fault.duration_s)
 
 
 @apply.register(OneWayVisibility)
-def hide(fault: OneWayVisibility, world: World) -> None:
+def hide(fault: OneWayVisibility, world: World) -> Process:
     """What the first host says of itself does not reach the second; its questions do, and are answered."""
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
         hidden = (datagram.source, datagram.target) == fault.between and not datagram.question
         return LOST if hidden else PASSES
 
-    _have_rule(world, rule, fault.duration_s)
+    yield from _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: World, rule: Rule, duration_s: float | None) -> None:
+def _have_rule(world: World, rule: Rule, duration_s: float | None) -> Process:
     world.datagrams.add(rule)
-    world.later(duration_s, _drop_rule, world, rule)
-
-
-def _drop_rule(world: World, rule: Rule) -> None:
+    yield from lasting(world, duration_s)
     note(world, "clear", "datagrams")
     world.datagrams.remove(rule)
 
 
 @apply.register(StaleRecord)
-def bring_back_record(fault: StaleRecord, world: World) -> None:
-    """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name."""
+def bring_back_record(fault: StaleRecord, world: World) -> Process:
+    """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name. When the
+    records have run out, they hear again what is true, or that there is nothing."""
     host = world.host(fault.node)
     oldest: dict[str, Service] = {}
     for service in host.lan.history:
         oldest.setdefault(service.name, service)
-    for name, service in oldest.items():
-        stale = service if fault.address is None else replace(service, address=fault.address)
+    if fault.address is not None:
+        oldest = {name: replace(service, address=fault.address) for name, service in oldest.items()}
+    for stale in oldest.values():
         _tell_neighbours(host, Sighting(stale))
-        world.later(fault.duration_s, _correct, world, fault.node, name, stale)
-
-
-def _correct(world: World, node: str, name: str, stale: Service) -> None:
-    """The record has run out: what is true is heard again, or that there is nothing."""
-    note(world, "correct", name)
-    host = world.host(node)
-    truth = host.lan.announced(name) if host.alive else None
-    _tell_neighbours(host, Sighting(stale, gone=True) if truth is None else Sighting(truth))
+    yield from lasting(world, fault.duration_s)
+    host = world.host(fault.node)
+    for name, stale in oldest.items():
+        note(world, "correct", name)
+        truth = host.lan.announced(name) if host.alive else None
+        _tell_neighbours(host, Sighting(stale, gone=True) if truth is None else Sighting(truth))
 
 
 def _tell_neighbours(host: VirtualHost, sighting: Sighting) -> None:
@@ -112,25 +108,23 @@ def expect_copy(fault: CopiedIdentity, world: World) -> None:
 
 
 @apply.register(CopiedIdentity)
-def copy_identity(fault: CopiedIdentity, world: World) -> None:
+def copy_identity(fault: CopiedIdentity, world: World) -> Process:
     """The host is started from a copy of another one's disk, as it is then."""
     die(world, world.host(fault.node), clean=False)
-    world.later(fault.down_s, _start_copy, world, fault)
-
-
-def _start_copy(world: World, fault: CopiedIdentity) -> None:
+    yield from lasting(world, fault.down_s)
     bring_back(world, fault.node, world.host(fault.of).store.records)
 
 
 @apply.register(Stranger)
-def announce_strangers(fault: Stranger, world: World) -> None:
+def announce_strangers(fault: Stranger, world: World) -> Process:
     """Somebody else's records come into view, in a rhythm, until the fault ends."""
     stranger = _Stranger(world, fault)
     if fault.ghosts:
-        stranger.announce_ghost()
+        world.env.process(stranger.announce_ghosts(fault.ghosts))
     if fault.spoofs is not None:
-        stranger.spoof()
-    world.later(fault.duration_s, stranger.leave)
+        world.env.process(stranger.spoof(fault.spoofs))
+    yield from lasting(world, fault.duration_s)
+    stranger.leave()
 
 
 class _Stranger:
@@ -145,33 +139,31 @@ class _Stranger:
         self._spoofed: dict[str, Service] = {}
         self._is_gone = False
 
-    def announce_ghost(self) -> None:
+    def announce_ghosts(self, per_s: float) -> Process:
         """A node that does not exist, and after a while the next one."""
-        if self._is_gone:
-            return
-        ghost, address = self._rng.randbytes(ID_BYTES).hex(), f"{self._address}:{self._rng.randint(1024, 65535)}"
-        properties = {"node": ghost, "namespace": self._namespace(), "boot": f"{self._rng.getrandbits(32):x}"}
-        service = Service(f"ghost-{ghost[:8]}", address, {**properties, "at": address})
-        self._ghosts.append(service)
-        note(self._world, "ghost", service.name)
-        self._cast(Sighting(service))
-        self._world.later(1.0 / self._fault.ghosts, self.announce_ghost)
+        while not self._is_gone:
+            ghost, address = self._rng.randbytes(ID_BYTES).hex(), f"{self._address}:{self._rng.randint(1024, 65535)}"
+            properties = {"node": ghost, "namespace": self._namespace(), "boot": f"{self._rng.getrandbits(32):x}"}
+            service = Service(f"ghost-{ghost[:8]}", address, {**properties, "at": address})
+            self._ghosts.append(service)
+            note(self._world, "ghost", service.name)
+            self._cast(Sighting(service))
+            yield from lasting(self._world, 1.0 / per_s)
 
-    def spoof(self) -> None:
+    def spoof(self, node: str) -> Process:
         """All that a node has announced is at our address now, again and again."""
-        if self._is_gone:
-            return
-        for service in self._world.host(self._fault.spoofs or "").lan.history:
-            port = service.address.rpartition(":")[2]
-            address = f"{self._address}:{port}"
-            properties = {**service.properties, "at": address, "namespace": self._namespace()}
-            if service.name not in self._spoofed:
-                self._world.spoofed.setdefault(service.name, []).append(self._fault.home)
-            self._spoofed[service.name] = Service(service.name, address, properties)
-        for ours in self._spoofed.values():
-            note(self._world, "spoof", ours.name)
-            self._cast(Sighting(ours))
-        self._world.later(SPOOFED_EVERY_S, self.spoof)
+        while not self._is_gone:
+            for service in self._world.host(node).lan.history:
+                port = service.address.rpartition(":")[2]
+                address = f"{self._address}:{port}"
+                properties = {**service.properties, "at": address, "namespace": self._namespace()}
+                if service.name not in self._spoofed:
+                    self._world.spoofed.setdefault(service.name, []).append(self._fault.home)
+                self._spoofed[service.name] = Service(service.name, address, properties)
+            for ours in self._spoofed.values():
+                note(self._world, "spoof", ours.name)
+                self._cast(Sighting(ours))
+            yield from lasting(self._world, SPOOFED_EVERY_S)
 
     def leave(self) -> None:
         """Its records run out; what is true is heard again."""
@@ -195,10 +187,11 @@ class _Stranger:
         return self._rng.randbytes(ID_BYTES).hex()
 
     def _cast(self, sighting: Sighting) -> None:
+        env = self._world.env
         for host in self._hearers():
             datagram = Datagram("stranger", host.name, (self._fault.home, self._fault.home), question=False)
             for delay_s in self._world.datagrams.delays_s(datagram):
-                self._world.later(delay_s, _hear, host, sighting)
+                env.call_at(env.now_ns + round(delay_s * NS), _hear, (host, sighting))
 
     def _hearers(self) -> list[VirtualHost]:
         return [host for host in self._world.hosts if self._world.wiring.is_at_home(host, self._fault.home)]

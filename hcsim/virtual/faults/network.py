@@ -18,38 +18,35 @@ from hcsim.config import (
     RouterReboot,
     WifiGate,
 )
-from hcsim.virtual.faults.apply import apply, note
-from hcsim.virtual.stream import NEVER_NS, NS
+from hcsim.virtual.faults.apply import NS, Process, apply, lasting, note
+from hcsim.virtual.stream import NEVER_NS
 
 if TYPE_CHECKING:
     from hcsim.virtual.changes import Change
-    from hcsim.virtual.sharing import Resource
     from hcsim.virtual.world import World
 
 
 @apply.register(Partition)
-def partition(fault: Partition, world: World) -> None:
+def partition(fault: Partition, world: World) -> Process:
     """Packets between the two sides are lost; one-way, those from the first side to the second."""
     pairs = [(a, b) for a in fault.sides[0] for b in fault.sides[1]]
     if not fault.oneway:
         pairs += [(b, a) for a, b in pairs]
     world.wiring.cut(pairs)
-    world.later(fault.duration_s, _heal, world, pairs)
-
-
-def _heal(world: World, pairs: list[tuple[str, str]]) -> None:
+    yield from lasting(world, fault.duration_s)
     note(world, "heal", len(pairs))
     world.wiring.mend(pairs)
 
 
 @apply.register(Clog)
-def clog(fault: Clog, world: World) -> None:
+def clog(fault: Clog, world: World) -> Process:
     """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
     a, b = fault.between
-    until_ns = NEVER_NS if fault.duration_s is None else world.loop.now_ns + round(fault.duration_s * NS)
+    until_ns = NEVER_NS if fault.duration_s is None else world.env.now_ns + round(fault.duration_s * NS)
     world.wiring.clog(a, b, until_ns)
     world.wiring.clog(b, a, until_ns)
-    world.later(fault.duration_s, note, world, "unclog", f"{a} {b}")
+    yield from lasting(world, fault.duration_s)
+    note(world, "unclog", f"{a} {b}")
 
 
 @apply.register(HalfOpen)
@@ -73,48 +70,41 @@ def reset(fault: Reset, world: World) -> None:
 
 
 @apply.register(WifiGate)
-def close_gate(fault: WifiGate, world: World) -> None:
+def close_gate(fault: WifiGate, world: World) -> Process:
     """Nothing passes through the air for a moment; what has left arrives."""
     air = world.topology.resources.get(f"{fault.medium}.air")
     if air is not None:  # somebody is on it
         world.net.shut(air)
-        world.later(fault.duration_s, _open_gate, world, air)
-
-
-def _open_gate(world: World, air: Resource) -> None:
-    note(world, "open", air.name)
-    world.net.open(air)
+        yield from lasting(world, fault.duration_s)
+        note(world, "open", air.name)
+        world.net.open(air)
 
 
 @apply.register(LinkChange)
-def change_link(fault: LinkChange, world: World) -> None:
+def change_link(fault: LinkChange, world: World) -> Process:
     """A link gets another rate, latency or loss, for a while or for good."""
-    _change(world, fault, fault.duration_s)
+    yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(CablePulled)
-def pull_cable(fault: CablePulled, world: World) -> None:
+def pull_cable(fault: CablePulled, world: World) -> Process:
     """What went over the cable stalls; new connections take another way, where there is one."""
-    _change(world, fault, fault.duration_s)
+    yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(RouterReboot)
-def reboot_router(fault: RouterReboot, world: World) -> None:
+def reboot_router(fault: RouterReboot, world: World) -> Process:
     """Nothing but Thunderbolt is left in a home."""
-    _change(world, fault, fault.duration_s)
+    yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(InterfaceChange)
-def change_interface(fault: InterfaceChange, world: World) -> None:
-    """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told."""
+def change_interface(fault: InterfaceChange, world: World) -> Process:
+    """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told.
+
+    When it goes back, it does not leave what it was on before the move, or is on by another one."""
     _drop(world, fault.node, fault.medium)
-    _change(world, fault, None)
-    world.later(fault.duration_s, _move_back, world, fault)
-
-
-def _move_back(world: World, fault: InterfaceChange) -> None:
-    """Go back; what the host was on before the move, or is on by another one, it does not leave."""
-    _restore(world, fault)
+    yield from _change(world, fault, fault.duration_s)
     if all(interface.name != fault.to for interface in world.topology.interfaces(fault.node)):
         _drop(world, fault.node, fault.to)
 
@@ -126,26 +116,20 @@ def _drop(world: World, node: str, medium: str) -> None:
             channel.lose(f"{node} has left {medium}", answers=False)
 
 
-def _change(world: World, change: Change, duration_s: float | None) -> None:
+def _change(world: World, change: Change, duration_s: float | None) -> Process:
     world.wiring.change(change)
-    world.later(duration_s, _restore, world, change)
-
-
-def _restore(world: World, change: Change) -> None:
+    yield from lasting(world, duration_s)
     note(world, "restore", repr(change))
     world.wiring.restore(change)
 
 
 @apply.register(BlockedPort)
-def block_port(fault: BlockedPort, world: World) -> None:
+def block_port(fault: BlockedPort, world: World) -> Process:
     """A port is closed to the others, or nothing passes through it."""
     cluster = world.scenario.cluster or Cluster()
     named = {"gradient": cluster.gradient_port, "discovery": cluster.discovery_port}
     port = named[fault.port] if isinstance(fault.port, str) else fault.port
     world.wiring.block(fault.node, port, fault.how)
-    world.later(fault.duration_s, _unblock_port, world, fault.node, port, fault.how)
-
-
-def _unblock_port(world: World, node: str, port: int, how: str) -> None:
-    note(world, "unblock", f"{node} {port}")
-    world.wiring.unblock(node, port, how)
+    yield from lasting(world, fault.duration_s)
+    note(world, "unblock", f"{fault.node} {port}")
+    world.wiring.unblock(fault.node, port, fault.how)

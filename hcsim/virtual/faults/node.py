@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from hcsim.config import Crash, FewDescriptors, FullDisk, Leave, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
 from hcsim.errors import ConfigError, UsageError
-from hcsim.virtual.faults.apply import apply, note, prepare
-from hcsim.virtual.stream import NS
+from hcsim.virtual.faults.apply import NS, Process, apply, lasting, note, prepare
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
@@ -47,10 +46,10 @@ def expect(fault: Restart, world: World) -> None:
     """Whoever waits for the node's program must know that it comes back; a stale store is copied in time."""
     will_return(world, fault.node)
     if fault.as_of_s is not None:
-        when_ns = round(fault.as_of_s * 1e9)
-        if when_ns < world.loop.now_ns:
+        when_ns = round(fault.as_of_s * NS)
+        if when_ns < world.env.now_ns:
             raise UsageError(f"the store of {fault.node} as of {fault.as_of_s:g} s is not known any more")
-        world.loop.call_at_ns(when_ns, _copy_store, world, fault.node, fault.as_of_s)
+        world.env.process(_copy_store(world, fault.node, fault.as_of_s))
 
 
 def will_return(world: World, node: str) -> None:
@@ -58,26 +57,24 @@ def will_return(world: World, node: str) -> None:
     world.returns[node] = world.returns.get(node, 0) + 1
 
 
-def _copy_store(world: World, node: str, as_of_s: float) -> None:
+def _copy_store(world: World, node: str, as_of_s: float) -> Process:
+    yield world.env.timeout(round(as_of_s * NS) - world.env.now_ns)
     world.host(node).store.keep_copy(as_of_s)
 
 
 @apply.register(Restart)
-def restart(fault: Restart, world: World) -> None:
+def restart(fault: Restart, world: World) -> Process:
     """The machine is started again: at once when it is down, else it goes down first."""
     host = world.host(fault.node)
     wait_s = fault.down_s if host.alive else 0.0
     die(world, host, clean=fault.clean)
-    world.later(wait_s, _start, world, fault)
-
-
-def _start(world: World, fault: Restart) -> None:
+    yield from lasting(world, wait_s)
     store = world.host(fault.node).store
     records: Mapping[str, bytes] = {}
     if fault.state != "lost":
         records = store.records if fault.state == "kept" else store.copy_of(fault.as_of_s)
     if bring_back(world, fault.node, records) and fault.slow < 1:
-        slow_down(world, fault.node, fault.slow, fault.slow_for_s)
+        yield from slow_down(world, fault.node, fault.slow, fault.slow_for_s)
 
 
 def bring_back(world: World, node: str, records: Mapping[str, bytes]) -> bool:
@@ -97,22 +94,29 @@ def leave(fault: Leave, world: World) -> None:
 
 
 @apply.register(Pause)
-def pause(fault: Pause, world: World) -> None:
+def pause(fault: Pause, world: World) -> Process:
     """Alive but stuck: a process stopped. Its system still takes what fits its buffers."""
-    hold(world, world.host(fault.node), fault.duration_s)
+    host = world.host(fault.node)
+    _stop(world, host)
+    if fault.duration_s is None:
+        world.host_ended(host, "is paused for good")
+    yield from _held(world, host, fault.duration_s)
 
 
-def hold(world: World, host: VirtualHost, duration_s: float | None) -> None:
-    """Stop all of the host's code for a while; None: for good, as long as the host has this life."""
+def _held(world: World, host: VirtualHost, duration_s: float | None) -> Process:
+    """Let a stopped host go on after a while; None: never, as long as the host has this life."""
+    yield from lasting(world, duration_s)
+    _go_on(world, host)
+
+
+def _stop(world: World, host: VirtualHost) -> None:
+    """Stop all of the host's code."""
     host.pauses += 1
     world.loop.freeze(host)
     host.device.stop()
-    world.later(duration_s, _thaw, world, host)
-    if duration_s is None:
-        world.host_ended(host, "is paused for good")
 
 
-def _thaw(world: World, host: VirtualHost) -> None:
+def _go_on(world: World, host: VirtualHost) -> None:
     host.pauses -= 1
     if host.alive and not host.pauses:
         note(world, "thaw", host.name)
@@ -121,7 +125,7 @@ def _thaw(world: World, host: VirtualHost) -> None:
 
 
 @apply.register(Lid)
-def close_lid(fault: Lid, world: World) -> None:
+def close_lid(fault: Lid, world: World) -> Process:
     """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
     still."""
     host = world.host(fault.node)
@@ -129,70 +133,61 @@ def close_lid(fault: Lid, world: World) -> None:
         return
     others = [other.name for other in world.hosts if other is not host]
     ways = tuple(way for other in others for way in ((host.name, other), (other, host.name)))
-    until_ns = world.loop.now_ns + round(fault.duration_s * NS)
-    longer_ns = until_ns - max(host.asleep_until_ns, world.loop.now_ns)
+    until_ns = world.env.now_ns + round(fault.duration_s * NS)
+    longer_ns = until_ns - max(host.asleep_until_ns, world.env.now_ns)
     if longer_ns > 0:
         host.asleep_until_ns = until_ns
         world.loop.postpone(host, longer_ns)
     host.clock.stand_still()
     host.sleeps.append(ways)
     world.wiring.cut(ways)
-    world.later(fault.duration_s, _wake, world, host, fault.connections == "dead")
-    hold(world, host, fault.duration_s)
-
-
-def _wake(world: World, host: VirtualHost, alone: bool) -> None:
-    if not host.sleeps:  # it went down meanwhile
-        return
-    world.wiring.mend(host.sleeps.pop())
-    if not host.sleeps:
-        host.clock.go_on()
-    for channel in world.wiring.channels_of(host.name) if alone else ():
-        channel.lose(f"{host.name} was asleep")
+    _stop(world, host)
+    yield from lasting(world, fault.duration_s)
+    if host.sleeps:  # else it went down meanwhile
+        world.wiring.mend(host.sleeps.pop())
+        if not host.sleeps:
+            host.clock.go_on()
+        for channel in world.wiring.channels_of(host.name) if fault.connections == "dead" else ():
+            channel.lose(f"{host.name} was asleep")
+    _go_on(world, host)
 
 
 @apply.register(Throttle)
-def throttle(fault: Throttle, world: World) -> None:
+def throttle(fault: Throttle, world: World) -> Process:
     """The machine gets slower: heat, or another job."""
-    slow_down(world, fault.node, fault.factor, fault.duration_s)
+    yield from slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
-def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> None:
+def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> Process:
     """Let the node compute at that part of its speed for a while; None: for good."""
     world.host(node).device.slow_down(factor)
-    world.later(duration_s, _recover, world, node, factor)
-
-
-def _recover(world: World, node: str, factor: float) -> None:
+    yield from lasting(world, duration_s)
     note(world, "recover", node)
     world.host(node).device.recover(factor)
 
 
 @apply.register(StuckDevice)
-def hang_device(fault: StuckDevice, world: World) -> None:
+def hang_device(fault: StuckDevice, world: World) -> Process:
     """What the device computes is not finished: a driver or a chip that hangs."""
     world.host(fault.node).device.hang()
-    world.later(fault.duration_s, _unhang_device, world, fault.node)
-
-
-def _unhang_device(world: World, node: str) -> None:
-    note(world, "unhang", node)
-    world.host(node).device.unhang()
+    yield from lasting(world, fault.duration_s)
+    note(world, "unhang", fault.node)
+    world.host(fault.node).device.unhang()
 
 
 @apply.register(FullDisk)
-def fill_disk(fault: FullDisk, world: World) -> None:
+def fill_disk(fault: FullDisk, world: World) -> Process:
     """Saving fails as it does where a real disk is full."""
     store = world.host(fault.node).store
 
     def refuse(name: str) -> None:
         raise ConfigError(f"{store.where(name)}: cannot be written: No space left on device")
 
-    _before_saving(world, fault, refuse)
+    yield from _before_saving(world, fault, refuse)
 
 
 @apply.register(SlowDisk)
-def slow_disk(fault: SlowDisk, world: World) -> None:
+def slow_disk(fault: SlowDisk, world: World) -> Process:
     """Saving takes its time, during which whoever saves does nothing else.
 
     A record that a device's function saves makes its work longer. Otherwise the process itself waits: all of the host
@@ -203,34 +198,27 @@ def slow_disk(fault: SlowDisk, world: World) -> None:
         nonlocal free_at_ns
         host = world.host(fault.node)
         if not host.device.wait(fault.takes_s):
-            free_at_ns = max(free_at_ns, world.loop.now_ns) + round(fault.takes_s * NS)
-            hold(world, host, (free_at_ns - world.loop.now_ns) / NS)
+            free_at_ns = max(free_at_ns, world.env.now_ns) + round(fault.takes_s * NS)
+            _stop(world, host)
+            world.env.process(_held(world, host, (free_at_ns - world.env.now_ns) / NS))
 
-    _before_saving(world, fault, wait)
+    yield from _before_saving(world, fault, wait)
 
 
-def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> None:
+def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> Process:
     acts = world.host(fault.node).store.before_saving  # the machine's, in all of its lives
     acts.append(act)
-    world.later(fault.duration_s, _mend_disk, world, fault, acts, act)
-
-
-def _mend_disk(
-    world: World, fault: FullDisk | SlowDisk, acts: list[Callable[[str], None]], act: Callable[[str], None]
-) -> None:
+    yield from lasting(world, fault.duration_s)
     note(world, "mend", fault.node)
     acts.remove(act)
 
 
 @apply.register(FewDescriptors)
-def take_descriptors(fault: FewDescriptors, world: World) -> None:
+def take_descriptors(fault: FewDescriptors, world: World) -> Process:
     """The process may not have more connections than that, as with a low `ulimit -n`."""
     limits = world.host(fault.node).descriptor_limits  # the machine's, in all of its lives
     limits.append(fault.connections)
-    world.later(fault.duration_s, _give_descriptors, world, fault, limits)
-
-
-def _give_descriptors(world: World, fault: FewDescriptors, limits: list[int]) -> None:
+    yield from lasting(world, fault.duration_s)
     note(world, "give", fault.node)
     limits.remove(fault.connections)
     world.host(fault.node).accept_waiting()

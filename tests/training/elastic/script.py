@@ -87,7 +87,8 @@ class Cluster:
         changing = self._changing
         self.end(reason)
         if not changing:
-            self.world.later(NOTICED_S, self._after_loss, tuple(without))
+            env = self.world.env
+            env.call_at(env.now_ns + round(NOTICED_S * 1e9), self._after_loss, (tuple(without),))
 
     def _after_loss(self, without: tuple[str, ...]) -> None:
         self._changing = False

@@ -141,8 +141,8 @@ def test_every_machine_has_the_same_traces():
     assert {name: sha256[:16] for name, (sha256, _, _) in found.items()} == {
         "eight-macs-2.5gbe": "37ab381c5843a63d",
         "four-macs-1gbe": "df23d121b3856e25",
-        "four-macs-churn": "6d96ce1dd6a83f3d",
-        "four-macs-faulty": "a36c201d72b817e1",
+        "four-macs-churn": "3336edd44ac3521b",
+        "four-macs-faulty": "f0efebbb75db5c7e",
         "mixed-home": "edd920708f0d4a2a",
         "two-homes-wan": "f4745131e6a0b3b6",
         "two-macs-wifi": "93996b15a6de31ae",

@@ -74,22 +74,22 @@ def _change(draw: random.Random, data: bytearray, valid: Sequence[bytes]) -> Non
 
 def msgpack(draw: random.Random, valid: Sequence[bytes]) -> bytes:
     """Every second time values inside the message change, otherwise its bytes."""
-    if draw.random() < 0.5:
-        return bytewise(draw, valid)
-    value = msgspec.msgpack.decode(draw.choice(valid))
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        value = _altered(draw, value, _DEEP_MSGPACK)
-    return msgspec.msgpack.encode(value)
+    return _structured(draw, valid, msgspec.msgpack, _DEEP_MSGPACK)
 
 
 def json(draw: random.Random, valid: Sequence[bytes]) -> bytes:
     """The same for JSON."""
+    return _structured(draw, valid, msgspec.json, _DEEP_JSON)
+
+
+def _structured(draw: random.Random, valid: Sequence[bytes], codec: Any, deep: msgspec.Raw) -> bytes:
     if draw.random() < 0.5:
         return bytewise(draw, valid)
-    value = msgspec.json.decode(draw.choice(valid))
+    value = codec.decode(draw.choice(valid))
     for _ in range(draw.choice((1, 1, 2, 4))):
-        value = _altered(draw, value, _DEEP_JSON)
-    return msgspec.json.encode(value)
+        value = _altered(draw, value, deep)
+    encoded: bytes = codec.encode(value)
+    return encoded
 
 
 def json_lines(draw: random.Random, valid: Sequence[bytes]) -> bytes:

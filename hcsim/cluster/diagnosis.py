@@ -6,8 +6,8 @@ fails. Membership is about progress, so such a member is found, and left out of 
 others what it knows of a failed view (`Findings`). The evidence, strongest first:
 
 1.  Violations. A peer broke the protocol: the receiver accuses it. Or a peer and another member, the witness, have
-    told unlike things: then the receiver cannot say which of them is wrong. Where members that heard unlike words
-    before (`Heard`) accuse each other, as each does what follows from those, the speaker is accused instead.
+    told unlike things: then the receiver cannot say which of them is wrong. Members that received unlike votes of one
+    member act on them, do unlike operations, and accuse each other: that member is accused instead (`VotesSeen`).
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
@@ -61,13 +61,13 @@ _Edge: TypeAlias = tuple[str, ...]
 """Members of which one is sick: who tells it, the witness if there is one, and last the accused."""
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """What a member heard when the members of a view last told each other directly what they are about to do."""
+class VotesSeen(msgspec.Struct, frozen=True):
+    """The votes that a member received in the last round of votes of a view, each directly from its voter."""
 
-    times: int
-    """How often they had done so in this view."""
+    round: int
+    """How many rounds there had been in this view."""
     digests: Mapping[str, int]
-    """Of what each node said."""
+    """Of each voter's vote, by node."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class Failure(msgspec.Struct, frozen=True):
     """What this node itself computed and encoded for a step."""
     accusations: tuple[Accusation, ...] = ()
     """What checks found before it ended."""
-    heard: Heard | None = None
+    votes_seen: VotesSeen | None = None
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     links."""
     late: bool = False
     """Whether a deadline passed here."""
-    heard: Heard | None = None
+    votes_seen: VotesSeen | None = None
 
 
 class Diagnosis:
@@ -165,7 +165,7 @@ class Diagnosis:
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
         told = Findings(
             lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for, slow=failure.slow,
-            work_s=failure.work_s, late=failure.late, heard=failure.heard,
+            work_s=failure.work_s, late=failure.late, votes_seen=failure.votes_seen,
         )  # fmt: skip
         return self._tell(told, now)
 
@@ -194,25 +194,25 @@ class Diagnosis:
             self._accusations,
             before.lasted_s,
             news.late or before.late,
-            news.heard or before.heard,
+            news.votes_seen or before.votes_seen,
         )
         self._reconcile()
         return checking and not before.checking
 
     def _reconcile(self) -> None:
-        """Accuse the speaker, rather than the member that acts on it, wherever another heard unlike words of one."""
+        """Where another member received another vote of one than we did, accuse that one, not who acted on it."""
         assert self.ours is not None
-        heard = self.ours.heard
+        ours = self.ours.votes_seen
         for source, findings in self._theirs.items():
-            theirs = findings.heard
-            if (findings.lineage, findings.epoch) != (self.ours.lineage, self.ours.epoch) or heard is None:
+            theirs, of = findings.votes_seen, (findings.lineage, findings.epoch)
+            if ours is None or theirs is None or of != (self.ours.lineage, self.ours.epoch):
                 continue
-            if theirs is None or theirs.times != heard.times:
+            if ours.round != theirs.round:
                 continue
-            unlike = [node for node, digest in heard.digests.items() if theirs.digests.get(node, digest) != digest]
+            unlike = [node for node, digest in ours.digests.items() if theirs.digests.get(node, digest) != digest]
             if unlike:
                 self._accusations = tuple(each for each in self._accusations if each.node != source or each.witness)
-                why = "it did not tell all others the same"
+                why = "it did not send all others the same vote"
                 self._accuse(Accusation(node, why, "" if node == source else source) for node in unlike)
         self.ours = msgspec.structs.replace(self.ours, accusations=self._accusations)
 

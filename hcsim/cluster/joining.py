@@ -21,14 +21,14 @@ import msgspec
 from msgspec import Meta
 
 from hcsim.cluster.discovery import place_of
-from hcsim.errors import UNDECODABLE, ConfigError, HcsimError, PeerRefused, RemoteProtocolError
+from hcsim.errors import ConfigError, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.identity.invitation import Invitation
 from hcsim.identity.key import node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, PublicKey, TrustRecord
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel, Phantom
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.frame import Header, Kind, decode_message
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 from hcsim.transport.callers import Callers
@@ -73,10 +73,7 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def decode(data: bytes | memoryview, peer: str) -> Message:
     """A message from a peer, checked."""
-    try:
-        return _DECODER.decode(data)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
+    return decode_message(_DECODER, data, peer)
 
 
 class Inviting:

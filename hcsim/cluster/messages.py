@@ -13,8 +13,8 @@ import msgspec
 from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Refused
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import Member, Standing, View, standing
-from hcsim.errors import UNDECODABLE, RemoteProtocolError
 from hcsim.identity.trust_list import TrustRecord
+from hcsim.runtime.frame import decode_message
 from hcsim.runtime.host import Interface
 from hcsim.transport.hello import MOST_EPOCHS
 
@@ -180,7 +180,4 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview, peer: str) -> Message:
     """A message from a peer, checked."""
-    try:
-        return _DECODER.decode(data)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
+    return decode_message(_DECODER, data, peer)

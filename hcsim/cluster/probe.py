@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from hcsim.errors import UNDECODABLE, ChannelError, DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import ChannelError, DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
 from hcsim.runtime.device import Work
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.frame import Header, Kind, decode_message
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import Callers
 
@@ -127,10 +127,7 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def decode(data: bytes | memoryview, peer: str) -> Message:
     """A message from a peer, checked."""
-    try:
-        return _DECODER.decode(data)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} does not measure as we do: {error}", peer) from None
+    return decode_message(_DECODER, data, peer, "does not measure as we do")
 
 
 async def measure_speed(host: Host) -> Speed:

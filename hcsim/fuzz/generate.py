@@ -47,6 +47,8 @@ from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
 from hcsim.fuzz.patterns import PATTERNS, Group, bunched, conditions, draw_groups
 from hcsim.fuzz.phases import breaks
 from hcsim.rng import stream
+from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
 
 T = TypeVar("T")
@@ -91,8 +93,6 @@ LONGEST_S = 20.0
 LAUNCHES_S: Choices[float] = ((0.06, 3), (0.12, 4), (0.2, 2))
 """What a kernel's launch takes: a step takes about eight times that, and a slow step makes a quick trial."""
 LAUNCHES_OF_A_STEP = 8.5
-PERIODS = {"local_sgd:4": 4, "diloco:4": 4}
-"""Steps between two exchanges."""
 LAUNCHES_OF_AN_UPDATE = 2
 """Of a parameter server, beside one for each push; its machine's worker needs the device for a step of its own."""
 SAFETY_S: Choices[float] = ((15.0, 4), (30.0, 4), (45.0, 1))
@@ -166,10 +166,10 @@ def _cluster(draw: Random, count: int, heartbeat: Heartbeat) -> Cluster:
 def _training(draw: Random, steps: float) -> Training:
     """So many steps that something is left to do when all faults are over, as far as one can know."""
     wanted = min(MOST_STEPS, CLOSEST + round(steps * draw.uniform(1.0, 1.5)))
-    strategy = _choose(draw, STRATEGIES)
+    spec = _choose(draw, STRATEGIES)
     return Training(
         task="slopes",
-        strategy=strategy,
+        strategy=spec,
         compressor=_choose(draw, COMPRESSORS),
         algorithm=_choose(draw, ALGORITHMS),
         steps=wanted,
@@ -182,8 +182,10 @@ def _training(draw: Random, steps: float) -> Training:
 def _in_time(training: Training, nodes: tuple[Node, ...]) -> Training:
     """With a time limit that is longer than what members wait for each other with nothing wrong: for an update of a
     parameter server, whichever machine has it, and for the steps between two exchanges of one that is still at them."""
-    launches = LAUNCHES_OF_A_STEP * PERIODS.get(training.strategy, 1)
-    if training.strategy.startswith("parameter_server"):
+    launches, chosen = LAUNCHES_OF_A_STEP, strategy(training.strategy)
+    if isinstance(chosen, LocalSgd | DiLoCo):
+        launches *= chosen.every
+    elif isinstance(chosen, Policy):
         launches += LAUNCHES_OF_AN_UPDATE + len(nodes)
     slowest_s = max(node.machine.overhead_s for node in nodes if isinstance(node.machine, Machine))
     return replace(training, timeout_s=PositiveSeconds(max(training.timeout_s, math.ceil(slowest_s * launches))))

@@ -36,10 +36,11 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import UNDECODABLE, ConfigError, RemoteProtocolError
+from hcsim.errors import ConfigError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.reasons import FULL
+from hcsim.runtime.frame import decode_message
 
 MOST_STATEMENTS = 512
 MOST_BYTES = 128 * 1024
@@ -102,10 +103,7 @@ _DECODER = msgspec.msgpack.Decoder(TrustRecord)
 
 def decode_record(data: bytes, peer: str) -> TrustRecord:
     """A record as a peer has sent it."""
-    try:
-        return _DECODER.decode(data)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a trust list that cannot be read: {error}", peer) from None
+    return decode_message(_DECODER, data, peer, "sent a trust list that cannot be read")
 
 
 def phrase_key(secret: ClusterSecret) -> NodeKey:

@@ -22,10 +22,11 @@ from __future__ import annotations
 import struct
 import zlib
 from enum import IntEnum
+from typing import TypeVar
 
 import msgspec
 
-from hcsim.errors import RemoteProtocolError, UsageError
+from hcsim.errors import UNDECODABLE, RemoteProtocolError, UsageError
 
 MAGIC = b"hc"
 VERSION = 1
@@ -33,6 +34,7 @@ _FIELDS = struct.Struct("!2sBBHHIIQIIIQQ")
 _CRC = struct.Struct("!I")
 _ALL = struct.Struct(f"{_FIELDS.format}{_CRC.format[1:]}")
 HEADER_BYTES = _ALL.size
+_M = TypeVar("_M")
 
 
 class Kind(IntEnum):
@@ -107,3 +109,16 @@ def decode_header(data: bytes | bytearray | memoryview, *, max_length: int, peer
             f"{peer} sent a segment that ends at byte {offset + length} of a message of {total}", peer
         )
     return Header(length, _KINDS[kind], sender, bucket, epoch, group, operation, signature, step, offset, total)
+
+
+def decode_message(
+    decoder: msgspec.msgpack.Decoder[_M],
+    data: bytes | memoryview,
+    peer: str,
+    complaint: str = "sent a message that cannot be read",
+) -> _M:
+    """The message in a payload, checked; one that the decoder does not take breaks the protocol."""
+    try:
+        return decoder.decode(data)
+    except UNDECODABLE as error:
+        raise RemoteProtocolError(f"{peer} {complaint}: {error}", peer) from None

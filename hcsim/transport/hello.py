@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from hcsim.errors import UNDECODABLE, RemoteProtocolError
+from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.channel import Channel, Phantom
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.frame import Header, Kind, decode_message
 from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 
@@ -54,6 +54,9 @@ class Hello(msgspec.Struct, frozen=True):
     stripe: int = 0
 
 
+_DECODER = msgspec.msgpack.Decoder(Hello)
+
+
 def hello_of(us: Membership, rank: int, stripe: int) -> Hello:
     """What a rank of our group says on one of its connections."""
     return Hello(us.name, us.epoch, us.world, us.wire.segment_bytes, us.wire.stripes, rank, stripe)
@@ -74,10 +77,7 @@ def objection(us: Membership, theirs: Hello, channel: Channel) -> str:
 
 def decode_hello(data: bytes, peer: str) -> Hello:
     """What a stranger has sent for a hello."""
-    try:
-        return msgspec.msgpack.decode(data, type=Hello)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a hello that cannot be read: {error}", peer) from None
+    return decode_message(_DECODER, data, peer, "sent a hello that cannot be read")
 
 
 async def say_hello(channel: Channel, us: Membership, stripe: int = 0) -> None:

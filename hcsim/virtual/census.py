@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.telemetry.trace import Event, Sink
-from hcsim.virtual.stream import NS
+from hcsim.virtual.environment import NS
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
+from hcsim.virtual.environment import NS
 from hcsim.virtual.large import Departure, Large
-from hcsim.virtual.stream import NS, Message, Stream, frame_event
+from hcsim.virtual.stream import Message, Stream, frame_event
 from hcsim.virtual.tcp import RTO_S
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ both made without `__init__`, with a fixed tuple of callbacks:
 -   A `Timer` is a call that asyncio asked for at a later time. It can be cancelled: it then stays in the queue as a
     tombstone, since nothing can be taken out of a heap, and does not move time. Tombstones are swept out when they are
     half of the queue: O(log n) a timer, amortised.
--   An `Action` is a call of the world's own: a delivery, the end of work, a fault. Actions that are scheduled one
+-   A `WorldCall` is a call of the world's own: a delivery, the end of work, a fault. Calls that are scheduled one
     after the other for one instant, as where hundreds of ranks move in step, share one event: O(1) each.
 
 Callbacks that are ready in this instant (asyncio's `call_soon`) wait in a plain queue, and run before the next event.
-An action for the end of an instant has the lowest priority: all else of that instant comes first.
+A call for the end of an instant has the lowest priority: all else of that instant comes first.
 
 `step()` runs what is ready, or else processes the next event; `peek()` is when that will be.
 """
@@ -34,6 +34,7 @@ from simpy.events import NORMAL, EventPriority
 
 from hcsim.errors import UsageError
 
+NS = 1_000_000_000
 INSTANT_END = EventPriority(10)
 _Calls: TypeAlias = deque[tuple[Callable[..., object], tuple[Any, ...]]]
 _FEWEST_WORTH_SWEEPING = 64
@@ -95,7 +96,7 @@ class Timer(simpy.Event, Callback):
     __hash__ = object.__hash__
 
 
-class Action(simpy.Event):
+class WorldCall(simpy.Event):
     """A call of the world's own, or several: nothing cancels it or holds it back."""
 
     __slots__ = ("args", "function", "more")
@@ -109,10 +110,10 @@ class Action(simpy.Event):
     """What is to be called after it."""
 
 
-_RING = (lambda timer: timer.env.ready.append(timer),)
+_TIMER_CALLBACKS = (lambda timer: timer.env.ready.append(timer),)
 new_callback = partial(object.__new__, Callback)
 _new_timer = partial(object.__new__, Timer)
-_new_action = partial(object.__new__, Action)
+_new_world_call = partial(object.__new__, WorldCall)
 
 
 class Environment(simpy.Environment):
@@ -121,7 +122,7 @@ class Environment(simpy.Environment):
     def __init__(self) -> None:
         super().__init__()
         self._eid = count(1)
-        self._last = count(1)
+        self._instant_ends = count(1)
         self.now_ns = 0
         """The same as `now`, which is a property and read several times for a message."""
         self.ready: deque[Callback] = deque()
@@ -130,16 +131,16 @@ class Environment(simpy.Environment):
         self.on_timer: Callable[[int], None] | None = None
         """Called with the number of each timer whose time has come."""
         self._rest: _Calls | None = None
-        """What is left of the last action."""
+        """What is left of the last event that is several calls."""
         self._tombstones = 0
         self._latest_ns = -1
-        """For when the latest event was scheduled, if it was an action."""
-        self._latest: Action | None = None
+        """For when the latest event was scheduled, if it was a call of the world's."""
+        self._latest: WorldCall | None = None
 
     def call_at(self, when_ns: int, function: Callable[..., object], args: tuple[Any, ...]) -> None:
         """Call the function at that time; what it raises ends the run."""
         if when_ns != self._latest_ns:
-            action = _new_action()
+            action = _new_world_call()
             action.function = function
             action.args = args
             action.more = None
@@ -154,15 +155,15 @@ class Environment(simpy.Environment):
 
     def call_at_instant_end(self, function: Callable[[], object]) -> None:
         """Call the function once nothing else is left to do in this instant."""
-        action = _new_action()
+        action = _new_world_call()
         action.function, action.args, action.more = function, (), None
-        heappush(self._queue, (self.now_ns, INSTANT_END, next(self._last), action))
+        heappush(self._queue, (self.now_ns, INSTANT_END, next(self._instant_ends), action))
 
     def timer(self, when_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> Timer:
         """A call that asyncio wants at that time."""
         timer = _new_timer()
         timer.env = self
-        timer.callbacks = _RING  # type: ignore[assignment]
+        timer.callbacks = _TIMER_CALLBACKS  # type: ignore[assignment]
         timer.deadline_ns = when_ns
         timer.number = number = next(self._eid)
         timer.callback = callback
@@ -200,7 +201,7 @@ class Environment(simpy.Environment):
         time_ns = queue[0][0]
         event: Any = queue[0][3]
         kind = type(event)
-        if kind is not Action and kind is not Timer:
+        if kind is not WorldCall and kind is not Timer:
             self.now_ns = time_ns  # type: ignore[assignment]
             super().step()
             return

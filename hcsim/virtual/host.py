@@ -19,11 +19,12 @@ from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.clock import VirtualClock
 from hcsim.virtual.datagrams import Datagram
 from hcsim.virtual.device import VirtualDevice
+from hcsim.virtual.environment import NS
 from hcsim.virtual.lan import VirtualLan
 from hcsim.virtual.listener import VirtualListener
 from hcsim.virtual.loop import OWNER
 from hcsim.virtual.store import VirtualStore
-from hcsim.virtual.stream import NEVER_NS, NS
+from hcsim.virtual.stream import NEVER_NS
 
 if TYPE_CHECKING:
     from hcsim.config import Machine

@@ -292,7 +292,7 @@ class VirtualLoop(PlainLoop):
             raise Deadlock(describe(self._waiting(), self._held.__contains__)) from None
 
     def _step(self) -> None:
-        """Run what is ready, for whoever calls `env.step`."""
+        """Run what is ready, for a caller of `env.step` who is outside of this loop, too."""
         if asyncio._get_running_loop() is self:
             self._run_ready()
             return

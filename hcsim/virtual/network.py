@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from hcsim.config import Tcp, Wifi
 from hcsim.rng import stream as random_stream
+from hcsim.virtual.environment import NS
 from hcsim.virtual.links import Path
 from hcsim.virtual.sharing import Flow, Resource, Sharing
-from hcsim.virtual.stream import NS, Stream
+from hcsim.virtual.stream import Stream
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace

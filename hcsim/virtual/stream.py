@@ -23,6 +23,7 @@ import msgspec
 from hcsim.runtime.channel import EMPTY, Payload
 from hcsim.runtime.frame import Header
 from hcsim.telemetry.trace import Event
+from hcsim.virtual.environment import NS
 from hcsim.virtual.links import Path, merged
 from hcsim.virtual.sharing import Flow
 from hcsim.virtual.tcp import RTO_S, CongestionWindow, Delays, loss_bound_bytes_ps
@@ -30,7 +31,6 @@ from hcsim.virtual.tcp import RTO_S, CongestionWindow, Delays, loss_bound_bytes_
 if TYPE_CHECKING:
     from hcsim.virtual.network import Gate, Network
 
-NS = 1_000_000_000
 NEVER_NS = 1 << 63
 """A time that does not come."""
 

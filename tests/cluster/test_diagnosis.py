@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings, Heard
+from hcsim.cluster.diagnosis import CHECKS_S, ELIMINATE, Accusation, Diagnosis, Failure, Findings, VotesSeen
 
 NODES = ("a", "b", "c", "d")
 LINEAGE, EPOCH = "line", 7
@@ -15,11 +15,22 @@ LINEAGE, EPOCH = "line", 7
 
 def found(
     accused: Mapping[str, str] = {}, *, checking: bool = True, checked: bool = True, waited_for: str = "",
-    slow: bool = False, work_s: float = 0.0, fruitless: int = 1, lasted_s: float = 0.0, heard: Heard | None = None,
+    slow: bool = False, work_s: float = 0.0, fruitless: int = 1, lasted_s: float = 0.0, seen: VotesSeen | None = None,
 ) -> Findings:  # fmt: skip
     accusations = tuple(Accusation(node, why) for node, why in accused.items())
     return Findings(
-        LINEAGE, EPOCH, fruitless, checking, checked, True, waited_for, slow, work_s, accusations, lasted_s, heard=heard
+        LINEAGE,
+        EPOCH,
+        fruitless,
+        checking,
+        checked,
+        True,
+        waited_for,
+        slow,
+        work_s,
+        accusations,
+        lasted_s,
+        votes_seen=seen,
     )
 
 
@@ -64,18 +75,20 @@ def test_who_tells_of_others_that_contradict_each_other_may_be_the_sick_one() ->
     assert list(culprits(diagnosis(Failure("unlike", accusations=ours), {}, theirs))) == ["d"]
 
 
-def heard(times: int, **digests: int) -> Heard:
-    return Heard(times, {"a": 1, "b": 2, "c": 3, "d": 4} | digests)
+def votes(round: int, **digests: int) -> VotesSeen:
+    return VotesSeen(round, {"a": 1, "b": 2, "c": 3, "d": 4} | digests)
 
 
 @pytest.mark.parametrize(
     ("theirs", "blamed"),
-    [(heard(9), ["b"]), (heard(9, d=5), ["d"]), (heard(9, b=6), ["b"]), (heard(8, d=5), ["b"])],
-    ids=["the same", "unlike words of a third", "unlike words of the accused", "another time"],
+    [(votes(9), ["b"]), (votes(9, d=5), ["d"]), (votes(9, b=6), ["b"]), (votes(8, d=5), ["b"])],
+    ids=["the same", "another vote of a third", "another vote of the accused", "another round"],
 )
-def test_who_told_two_unlike_words_is_left_out_rather_than_who_acts_on_them(theirs: Heard, blamed: list[str]) -> None:
-    ours = Failure("b does another operation", violator="b", heard=heard(9))
-    others = {node: found(checking=False, heard=theirs if node == "b" else None) for node in "bcd"}
+def test_a_member_that_sent_unlike_votes_is_left_out_rather_than_one_that_acts_on_them(
+    theirs: VotesSeen, blamed: list[str]
+) -> None:
+    ours = Failure("b does another operation", violator="b", votes_seen=votes(9))
+    others = {node: found(checking=False, seen=theirs if node == "b" else None) for node in "bcd"}
     made = diagnosis(ours, {}, others)
     assert list(culprits(made)) == blamed
     # Nor is another blamed in the next view, if that comes to nothing too.

@@ -28,9 +28,13 @@ async def accuse(node: Node, who: str) -> View:
     return await node.view(view.epoch)
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_one_that_holds_what_the_others_ended_with_need_not_wait(same: bool):
-    party, heard = Party(ABC), dict[str, View | None]()
+@pytest.mark.parametrize(
+    ("gone", "outcome", "waits"), [("ab", "all", False), ("ab", "other", True), ("a", "all", True)]
+)
+def test_one_that_holds_what_the_others_ended_with_waits_no_longer_once_they_have_gone(
+    gone: str, outcome: str, waits: bool
+):
+    party, found = Party(ABC), dict[str, View | None]()
 
     async def go(node: Node) -> None:
         await node.view(-1)
@@ -38,27 +42,12 @@ def test_one_that_holds_what_the_others_ended_with_need_not_wait(same: bool):
 
     async def stay(node: Node) -> None:
         first = await node.view(-1)
-        heard["next"] = await node.view(first.epoch, "all" if same else "other")
+        found["next"] = await node.view(first.epoch, outcome)
 
-    party.meanwhile = {"a": go, "b": go, "c": stay}
+    party.meanwhile = {**dict.fromkeys(gone, go), "c": stay}
     party.run(5)
-    assert (heard["next"] is None) == same
-
-
-def test_one_that_holds_the_outcome_stays_while_others_of_its_view_do():
-    party, heard = Party(ABC), dict[str, View | None]()
-
-    async def go(node: Node) -> None:
-        await node.view(-1)
-        await end(node, "all")
-
-    async def stay(node: Node) -> None:
-        first = await node.view(-1)
-        heard["next"] = await node.view(first.epoch, "all")
-
-    party.meanwhile = {"a": go, "c": stay}
-    party.run(5)
-    assert heard["next"].nodes == ("b", "c")
+    assert (found["next"] is not None) == waits
+    assert found["next"] is None or found["next"].nodes == tuple(name for name in ABC if name not in gone)
 
 
 def test_one_that_was_left_out_does_not_begin_anew_when_the_others_have_finished():

@@ -15,8 +15,8 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.errors import Diverged
 from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.echo import gather_echoed
 from hcsim.training.elastic.fingerprint import fingerprint
-from hcsim.training.elastic.hearing import told_alike
 from hcsim.training.elastic.method import Replicated
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
@@ -90,7 +90,7 @@ class Keeper:
         """Return when the first two hold the newest state."""
         ours = self._header(intent, pulled.version)
         mark = fingerprint(self.learner.replica.parameters)
-        gathered = await told_alike(group, np.array([*ours.numbers(), mark, done], np.int64))
+        gathered = await gather_echoed(group, np.array([*ours.numbers(), mark, done], np.int64))
         headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
         right = most_right(headers, lineage_digest(view))
         await same_intent(group, intent, [header.intent for header in headers], right, view)

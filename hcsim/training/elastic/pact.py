@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
-from hcsim.cluster.diagnosis import Heard
+from hcsim.cluster.diagnosis import VotesSeen
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import is_finite
 from hcsim.errors import CompressionError, Diverged, TrainingError
 from hcsim.runtime.channel import Phantom
+from hcsim.training.elastic.echo import digests, gather_direct, gather_echoed
 from hcsim.training.elastic.fingerprint import fingerprint
-from hcsim.training.elastic.hearing import digests, told, told_alike
 from hcsim.training.layout import Bucket, Layout
 from hcsim.training.run import Update
 from hcsim.training.task import Flat
@@ -71,13 +71,13 @@ class Votes:
         self._group = group
         self._view = view
         self._objection = -1
-        self._times = 0
-        self._said: list[npt.NDArray[np.int64]] = []
+        self._round = 0
+        self._received: list[npt.NDArray[np.int64]] = []
 
     @property
-    def heard(self) -> Heard:
-        """The last votes."""
-        return Heard(self._times, dict(zip(self._view.nodes, digests(self._said), strict=False)))
+    def seen(self) -> VotesSeen:
+        """The votes of the last round."""
+        return VotesSeen(self._round, dict(zip(self._view.nodes, digests(self._received), strict=False)))
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
         """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""
@@ -133,9 +133,9 @@ class Votes:
         return fingerprint(alike)
 
     async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
-        self._said = await told(self._group, np.array(ours, np.int64))
-        self._times += 1
-        votes = [_Vote(*(int(number) for number in each)) for each in self._said]
+        self._received = await gather_direct(self._group, np.array(ours, np.int64))
+        self._round += 1
+        votes = [_Vote(*(int(number) for number in each)) for each in self._received]
         if any(vote.print != votes[0].print for vote in votes):
             await self._differ(step)
         return votes
@@ -146,7 +146,7 @@ class Votes:
         assert not isinstance(alike, Phantom)  # they have all the same fingerprint
         tensors = self._ballot.layout.tensors
         ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
-        theirs = await told_alike(self._group, ours)
+        theirs = await gather_echoed(self._group, ours)
         for number, tensor in enumerate(tensors):
             prints = [int(each[number]) for each in theirs]
             usual, count = Counter(prints).most_common(1)[0]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, RemoteProtocolError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.hearing import told_alike
+from hcsim.training.elastic.echo import gather_echoed
 
 PIECE_BYTES = 8 << 20
 LABEL_MOST_BYTES = 16 << 20
@@ -119,7 +119,7 @@ async def relay(group: Group, routes: Sequence[Route], giving: Mapping[int, Parc
     sizes = np.zeros((group.size, 2), np.int64)
     for taker, (label, pieces) in packed.items():
         sizes[taker] = len(label), len(pieces)
-    everyone = [each.reshape(sizes.shape) for each in await told_alike(group, sizes.reshape(-1))]
+    everyone = [each.reshape(sizes.shape) for each in await gather_echoed(group, sizes.reshape(-1))]
     ours = [(giver, everyone[giver][group.rank]) for giver, taker in routes if taker == group.rank]
     for giver, (length, _) in ours:
         if not 0 <= length <= LABEL_MOST_BYTES:

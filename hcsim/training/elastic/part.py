@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from hcsim.cluster.diagnosis import Heard
+from hcsim.cluster.diagnosis import VotesSeen
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -62,8 +62,8 @@ class Part(Protocol):
         """Whether all steps are done, and the run has the model that they led to."""
 
     @property
-    def heard(self) -> Heard | None:
-        """What all of the present view told each other last, if they do."""
+    def votes_seen(self) -> VotesSeen | None:
+        """The last votes that we received in the present view, if its members vote."""
 
     def options(self, view: View) -> Options:
         """How a view's group works."""

@@ -128,7 +128,7 @@ class Served:
         return self._working.done is not None
 
     @property
-    def heard(self) -> None:
+    def votes_seen(self) -> None:
         """Workers do not vote."""
 
     def options(self, view: View) -> Options:

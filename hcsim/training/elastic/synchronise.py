@@ -29,7 +29,7 @@ from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
-from hcsim.training.elastic.hearing import Contradiction, Doubt, told_alike
+from hcsim.training.elastic.echo import Contradiction, Doubt, gather_echoed
 from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
 from hcsim.training.elastic.standing import Header, intent_digest, lineage_digest, most_right
@@ -39,7 +39,7 @@ from hcsim.training.elastic.trainee import Trainee
 async def synchronise(group: Group, view: View, us: Trainee) -> None:
     """Return when all members of the view hold the same."""
     us.meet(group, view)
-    headers = [Header.read(each) for each in await told_alike(group, np.array(us.header().numbers(), np.int64))]
+    headers = [Header.read(each) for each in await gather_echoed(group, np.array(us.header().numbers(), np.int64))]
     right = most_right(headers, lineage_digest(view))
     await same_intent(group, us.intent, [header.intent for header in headers], right, view)
     await us.resolve(headers[right])
@@ -98,7 +98,7 @@ async def _told(group: Group, us: Trainee) -> list[_Told]:
     ours = _Told(
         us.fingerprint(), us.memory_fingerprint(), us.method.compresses(group), us.run.step, *us.method.tally(us.run)
     )
-    return [_Told(*map(int, each)) for each in await told_alike(group, np.array(ours, np.int64))]
+    return [_Told(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
 
 
 def _check_alike(view: View, headers: list[Header], told: list[_Told], right: int) -> None:

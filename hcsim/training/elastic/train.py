@@ -30,7 +30,7 @@ from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.hearing import Contradiction
+from hcsim.training.elastic.echo import Contradiction
 from hcsim.training.elastic.part import Extras, Part
 from hcsim.training.elastic.recovery import SlowSteps
 from hcsim.training.elastic.served import Served
@@ -178,7 +178,7 @@ class _Progress:
             slow,
             self._work_s(),
             tuple(accusations),
-            self._part.heard,
+            self._part.votes_seen,
         )
 
     def _work_s(self) -> float:

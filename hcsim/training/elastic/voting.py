@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcsim.cluster.conductor import Conductor
-from hcsim.cluster.diagnosis import Heard
+from hcsim.cluster.diagnosis import VotesSeen
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -54,9 +54,9 @@ class Voting:
         return self.has_begun and self.run.step >= self.settings.steps
 
     @property
-    def heard(self) -> Heard | None:
-        """The last votes."""
-        return self._votes.heard if self._votes is not None else None
+    def votes_seen(self) -> VotesSeen | None:
+        """See `Part.votes_seen`."""
+        return self._votes.seen if self._votes is not None else None
 
     def options(self, view: View) -> Options:
         """How a view's group works."""

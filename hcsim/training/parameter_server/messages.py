@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import UNDECODABLE, RemoteProtocolError
+from hcsim.runtime.frame import decode_message
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=256)]
@@ -136,16 +136,9 @@ def encode(message: Question | Answer) -> bytes:
 
 def question(data: bytes | memoryview, peer: str) -> Question:
     """What a worker asks."""
-    return _read(_QUESTIONS, data, peer)
+    return decode_message(_QUESTIONS, data, peer)
 
 
 def answer(data: bytes | memoryview, peer: str) -> Answer:
     """What the server answers."""
-    return _read(_ANSWERS, data, peer)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview, peer: str) -> _Message:
-    try:
-        return decoder.decode(data)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
+    return decode_message(_ANSWERS, data, peer)

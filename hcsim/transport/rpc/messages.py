@@ -14,8 +14,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import UNDECODABLE, RemoteProtocolError, UsageError
+from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Payload, Phantom
+from hcsim.runtime.frame import decode_message
 
 Number = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -145,7 +146,4 @@ def decode(payload: Payload, peer: str) -> Message:
     """Check and decode a message from `peer`."""
     if isinstance(payload, Phantom):
         raise RemoteProtocolError(f"{peer} sent a message without content", peer)
-    try:
-        return _DECODER.decode(payload)
-    except UNDECODABLE as error:
-        raise RemoteProtocolError(f"{peer} sent a message that cannot be read: {error}", peer) from None
+    return decode_message(_DECODER, payload, peer)

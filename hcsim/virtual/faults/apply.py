@@ -12,17 +12,17 @@ import simpy
 from hcsim.config import AnyFault
 from hcsim.errors import UsageError
 from hcsim.rng import stream as random_stream
+from hcsim.virtual.environment import NS
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
 
-Process: TypeAlias = Generator[simpy.Event, Any, None]
+FaultProcess: TypeAlias = Generator[simpy.Event, Any, None]
 """As SimPy knows them."""
-NS = 1_000_000_000
 
 
 @singledispatch
-def apply(fault: object, world: World) -> Process | None:
+def apply(fault: object, world: World) -> FaultProcess | None:
     """Do to the world what the fault says; a process, where the fault goes on."""
     raise UsageError(f"{type(fault).__name__} is no fault of the virtual world")
 
@@ -38,7 +38,7 @@ def schedule(world: World, fault: AnyFault) -> None:
     world.env.process(_strike(world, fault))
 
 
-def _strike(world: World, fault: AnyFault) -> Process:
+def _strike(world: World, fault: AnyFault) -> FaultProcess:
     yield world.env.timeout(max(0, round(fault.at_s * NS) - world.env.now_ns))
     world.trace.record((world.env.now_ns, "fault", type(fault).__name__, repr(fault)))
     process = apply(fault, world)
@@ -46,7 +46,7 @@ def _strike(world: World, fault: AnyFault) -> Process:
         yield from process
 
 
-def lasting(world: World, duration_s: float | None) -> Process:
+def lasting(world: World, duration_s: float | None) -> FaultProcess:
     """Wait for the end of a fault; what comes behind one that lasts for good never happens."""
     yield world.env.event() if duration_s is None else world.env.timeout(round(duration_s * NS))
 

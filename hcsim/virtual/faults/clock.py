@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hcsim.config import ClockDrift, ClockJump
-from hcsim.virtual.faults.apply import Process, apply, lasting, note, prepare
+from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note, prepare
 
 if TYPE_CHECKING:
     from hcsim.virtual.world import World
@@ -26,7 +26,7 @@ def jump(fault: ClockJump, world: World) -> None:
 
 
 @apply.register(ClockDrift)
-def drift(fault: ClockDrift, world: World) -> Process:
+def drift(fault: ClockDrift, world: World) -> FaultProcess:
     """The host's clock runs fast or slow, and its timers with it."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
     yield from lasting(world, fault.duration_s)

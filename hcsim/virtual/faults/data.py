@@ -15,7 +15,7 @@ from hcsim.config import FlippedBit, Misbehave, NanGradient, StaleStep, WrongSiz
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
 from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable
-from hcsim.virtual.faults.apply import Process, apply, draws, lasting, note
+from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note
 from hcsim.virtual.tampering import FLIP
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class _Spoiler:
 
 
 @apply.register(Misbehave)
-def misbehave(fault: Misbehave, world: World) -> Process:
+def misbehave(fault: Misbehave, world: World) -> FaultProcess:
     """What the node sends breaks the protocol. It is drawn for each frame whether this happens to it."""
     rng = draws(world, fault)
     ways = [

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.datagrams import LOST, PASSES, Datagram, Rule
-from hcsim.virtual.faults.apply import NS, Process, apply, draws, lasting, note, prepare
+from hcsim.virtual.environment import NS
+from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
 from hcsim.virtual.host import NO_NODES
 
@@ -25,7 +26,7 @@ STRAGGLER_S = 2.0
 
 
 @apply.register(Datagrams)
-def disturb(fault: Datagrams, world: World) -> Process:
+def disturb(fault: Datagrams, world: World) -> FaultProcess:
     """Each datagram on the medium draws whether it is lost, doubled, or overtaken by later ones."""
     rng = draws(world, fault)
 
@@ -42,7 +43,7 @@ def disturb(fault: Datagrams, world: World) -> Process:
 
 
 @apply.register(MulticastLoss)
-def lose_multicast(fault: MulticastLoss, world: World) -> Process:
+def lose_multicast(fault: MulticastLoss, world: World) -> FaultProcess:
     """A share of what a host casts, or of what is cast to it, is lost; it hears itself."""
     rng = draws(world, fault)
 
@@ -58,7 +59,7 @@ def lose_multicast(fault: MulticastLoss, world: World) -> Process:
 
 
 @apply.register(OneWayVisibility)
-def hide(fault: OneWayVisibility, world: World) -> Process:
+def hide(fault: OneWayVisibility, world: World) -> FaultProcess:
     """What the first host says of itself does not reach the second; its questions do, and are answered."""
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
@@ -68,7 +69,7 @@ def hide(fault: OneWayVisibility, world: World) -> Process:
     yield from _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: World, rule: Rule, duration_s: float | None) -> Process:
+def _have_rule(world: World, rule: Rule, duration_s: float | None) -> FaultProcess:
     world.datagrams.add(rule)
     yield from lasting(world, duration_s)
     note(world, "clear", "datagrams")
@@ -76,7 +77,7 @@ def _have_rule(world: World, rule: Rule, duration_s: float | None) -> Process:
 
 
 @apply.register(StaleRecord)
-def bring_back_record(fault: StaleRecord, world: World) -> Process:
+def bring_back_record(fault: StaleRecord, world: World) -> FaultProcess:
     """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name. When the
     records have run out, they hear again what is true, or that there is nothing."""
     host = world.host(fault.node)
@@ -108,7 +109,7 @@ def expect_copy(fault: CopiedIdentity, world: World) -> None:
 
 
 @apply.register(CopiedIdentity)
-def copy_identity(fault: CopiedIdentity, world: World) -> Process:
+def copy_identity(fault: CopiedIdentity, world: World) -> FaultProcess:
     """The host is started from a copy of another one's disk, as it is then."""
     die(world, world.host(fault.node), clean=False)
     yield from lasting(world, fault.down_s)
@@ -116,7 +117,7 @@ def copy_identity(fault: CopiedIdentity, world: World) -> Process:
 
 
 @apply.register(Stranger)
-def announce_strangers(fault: Stranger, world: World) -> Process:
+def announce_strangers(fault: Stranger, world: World) -> FaultProcess:
     """Somebody else's records come into view, in a rhythm, until the fault ends."""
     stranger = _Stranger(world, fault)
     if fault.ghosts:
@@ -139,7 +140,7 @@ class _Stranger:
         self._spoofed: dict[str, Service] = {}
         self._is_gone = False
 
-    def announce_ghosts(self, per_s: float) -> Process:
+    def announce_ghosts(self, per_s: float) -> FaultProcess:
         """A node that does not exist, and after a while the next one."""
         while not self._is_gone:
             ghost, address = self._rng.randbytes(ID_BYTES).hex(), f"{self._address}:{self._rng.randint(1024, 65535)}"
@@ -150,7 +151,7 @@ class _Stranger:
             self._cast(Sighting(service))
             yield from lasting(self._world, 1.0 / per_s)
 
-    def spoof(self, node: str) -> Process:
+    def spoof(self, node: str) -> FaultProcess:
         """All that a node has announced is at our address now, again and again."""
         while not self._is_gone:
             for service in self._world.host(node).lan.history:

@@ -18,7 +18,8 @@ from hcsim.config import (
     RouterReboot,
     WifiGate,
 )
-from hcsim.virtual.faults.apply import NS, Process, apply, lasting, note
+from hcsim.virtual.environment import NS
+from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note
 from hcsim.virtual.stream import NEVER_NS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @apply.register(Partition)
-def partition(fault: Partition, world: World) -> Process:
+def partition(fault: Partition, world: World) -> FaultProcess:
     """Packets between the two sides are lost; one-way, those from the first side to the second."""
     pairs = [(a, b) for a in fault.sides[0] for b in fault.sides[1]]
     if not fault.oneway:
@@ -39,7 +40,7 @@ def partition(fault: Partition, world: World) -> Process:
 
 
 @apply.register(Clog)
-def clog(fault: Clog, world: World) -> Process:
+def clog(fault: Clog, world: World) -> FaultProcess:
     """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
     a, b = fault.between
     until_ns = NEVER_NS if fault.duration_s is None else world.env.now_ns + round(fault.duration_s * NS)
@@ -70,7 +71,7 @@ def reset(fault: Reset, world: World) -> None:
 
 
 @apply.register(WifiGate)
-def close_gate(fault: WifiGate, world: World) -> Process:
+def close_gate(fault: WifiGate, world: World) -> FaultProcess:
     """Nothing passes through the air for a moment; what has left arrives."""
     air = world.topology.resources.get(f"{fault.medium}.air")
     if air is not None:  # somebody is on it
@@ -81,25 +82,25 @@ def close_gate(fault: WifiGate, world: World) -> Process:
 
 
 @apply.register(LinkChange)
-def change_link(fault: LinkChange, world: World) -> Process:
+def change_link(fault: LinkChange, world: World) -> FaultProcess:
     """A link gets another rate, latency or loss, for a while or for good."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(CablePulled)
-def pull_cable(fault: CablePulled, world: World) -> Process:
+def pull_cable(fault: CablePulled, world: World) -> FaultProcess:
     """What went over the cable stalls; new connections take another way, where there is one."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(RouterReboot)
-def reboot_router(fault: RouterReboot, world: World) -> Process:
+def reboot_router(fault: RouterReboot, world: World) -> FaultProcess:
     """Nothing but Thunderbolt is left in a home."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(InterfaceChange)
-def change_interface(fault: InterfaceChange, world: World) -> Process:
+def change_interface(fault: InterfaceChange, world: World) -> FaultProcess:
     """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told.
 
     When it goes back, it does not leave what it was on before the move, or is on by another one."""
@@ -116,7 +117,7 @@ def _drop(world: World, node: str, medium: str) -> None:
             channel.lose(f"{node} has left {medium}", answers=False)
 
 
-def _change(world: World, change: Change, duration_s: float | None) -> Process:
+def _change(world: World, change: Change, duration_s: float | None) -> FaultProcess:
     world.wiring.change(change)
     yield from lasting(world, duration_s)
     note(world, "restore", repr(change))
@@ -124,7 +125,7 @@ def _change(world: World, change: Change, duration_s: float | None) -> Process:
 
 
 @apply.register(BlockedPort)
-def block_port(fault: BlockedPort, world: World) -> Process:
+def block_port(fault: BlockedPort, world: World) -> FaultProcess:
     """A port is closed to the others, or nothing passes through it."""
     cluster = world.scenario.cluster or Cluster()
     named = {"gradient": cluster.gradient_port, "discovery": cluster.discovery_port}

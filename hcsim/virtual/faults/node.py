@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from hcsim.config import Crash, FewDescriptors, FullDisk, Leave, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
 from hcsim.errors import ConfigError, UsageError
-from hcsim.virtual.faults.apply import NS, Process, apply, lasting, note, prepare
+from hcsim.virtual.environment import NS
+from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note, prepare
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
@@ -57,13 +58,13 @@ def will_return(world: World, node: str) -> None:
     world.returns[node] = world.returns.get(node, 0) + 1
 
 
-def _copy_store(world: World, node: str, as_of_s: float) -> Process:
+def _copy_store(world: World, node: str, as_of_s: float) -> FaultProcess:
     yield world.env.timeout(round(as_of_s * NS) - world.env.now_ns)
     world.host(node).store.keep_copy(as_of_s)
 
 
 @apply.register(Restart)
-def restart(fault: Restart, world: World) -> Process:
+def restart(fault: Restart, world: World) -> FaultProcess:
     """The machine is started again: at once when it is down, else it goes down first."""
     host = world.host(fault.node)
     wait_s = fault.down_s if host.alive else 0.0
@@ -94,7 +95,7 @@ def leave(fault: Leave, world: World) -> None:
 
 
 @apply.register(Pause)
-def pause(fault: Pause, world: World) -> Process:
+def pause(fault: Pause, world: World) -> FaultProcess:
     """Alive but stuck: a process stopped. Its system still takes what fits its buffers."""
     host = world.host(fault.node)
     _stop(world, host)
@@ -103,7 +104,7 @@ def pause(fault: Pause, world: World) -> Process:
     yield from _held(world, host, fault.duration_s)
 
 
-def _held(world: World, host: VirtualHost, duration_s: float | None) -> Process:
+def _held(world: World, host: VirtualHost, duration_s: float | None) -> FaultProcess:
     """Let a stopped host go on after a while; None: never, as long as the host has this life."""
     yield from lasting(world, duration_s)
     _go_on(world, host)
@@ -125,7 +126,7 @@ def _go_on(world: World, host: VirtualHost) -> None:
 
 
 @apply.register(Lid)
-def close_lid(fault: Lid, world: World) -> Process:
+def close_lid(fault: Lid, world: World) -> FaultProcess:
     """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
     still."""
     host = world.host(fault.node)
@@ -153,12 +154,12 @@ def close_lid(fault: Lid, world: World) -> Process:
 
 
 @apply.register(Throttle)
-def throttle(fault: Throttle, world: World) -> Process:
+def throttle(fault: Throttle, world: World) -> FaultProcess:
     """The machine gets slower: heat, or another job."""
     yield from slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
-def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> Process:
+def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> FaultProcess:
     """Let the node compute at that part of its speed for a while; None: for good."""
     world.host(node).device.slow_down(factor)
     yield from lasting(world, duration_s)
@@ -167,7 +168,7 @@ def slow_down(world: World, node: str, factor: float, duration_s: float | None) 
 
 
 @apply.register(StuckDevice)
-def hang_device(fault: StuckDevice, world: World) -> Process:
+def hang_device(fault: StuckDevice, world: World) -> FaultProcess:
     """What the device computes is not finished: a driver or a chip that hangs."""
     world.host(fault.node).device.hang()
     yield from lasting(world, fault.duration_s)
@@ -176,7 +177,7 @@ def hang_device(fault: StuckDevice, world: World) -> Process:
 
 
 @apply.register(FullDisk)
-def fill_disk(fault: FullDisk, world: World) -> Process:
+def fill_disk(fault: FullDisk, world: World) -> FaultProcess:
     """Saving fails as it does where a real disk is full."""
     store = world.host(fault.node).store
 
@@ -187,7 +188,7 @@ def fill_disk(fault: FullDisk, world: World) -> Process:
 
 
 @apply.register(SlowDisk)
-def slow_disk(fault: SlowDisk, world: World) -> Process:
+def slow_disk(fault: SlowDisk, world: World) -> FaultProcess:
     """Saving takes its time, during which whoever saves does nothing else.
 
     A record that a device's function saves makes its work longer. Otherwise the process itself waits: all of the host
@@ -205,7 +206,7 @@ def slow_disk(fault: SlowDisk, world: World) -> Process:
     yield from _before_saving(world, fault, wait)
 
 
-def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> Process:
+def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> FaultProcess:
     acts = world.host(fault.node).store.before_saving  # the machine's, in all of its lives
     acts.append(act)
     yield from lasting(world, fault.duration_s)
@@ -214,7 +215,7 @@ def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str]
 
 
 @apply.register(FewDescriptors)
-def take_descriptors(fault: FewDescriptors, world: World) -> Process:
+def take_descriptors(fault: FewDescriptors, world: World) -> FaultProcess:
     """The process may not have more connections than that, as with a low `ulimit -n`."""
     limits = world.host(fault.node).descriptor_limits  # the machine's, in all of its lives
     limits.append(fault.connections)

@@ -1,10 +1,10 @@
-"""What all members of a view say at its beginning, and that they say the same to everybody.
+"""An all-gather with an echo: all members know that they received the same from each.
 
-What they do next follows from what they heard. So if a member says one thing to one and another to the next, correct
-members part ways, and each takes the other for the one that is wrong. Therefore everybody tells everybody else
-directly, and then what it has heard, as a digest of what each said. Where two heard unlike words of a third, either one
-of them misreports or the third does not tell all the same: `hcsim.cluster.diagnosis` looks for the fewest members that
-explain all such findings.
+What members do next follows from what they received. So if a member sends one thing to one and another to the next,
+correct members part ways, and each takes the other for the one that is wrong. Therefore everybody sends to everybody
+directly, and then an echo, as in Bracha's reliable broadcast (1987): digests of what it received. Where two received
+unlike things from a third, either one of them misreports or the third did not send all the same:
+`hcsim.cluster.diagnosis` looks for the fewest members that explain all such findings.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Contradiction(CollectiveError):
         self.doubts = doubts
 
 
-async def told_alike(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """What each says, by rank; all have heard the same."""
-    said = await told(group, words)
+async def gather_echoed(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """What each sent, by rank; all have received the same, or it raises `Contradiction`."""
+    said = await gather_direct(group, words)
     if not 2 < group.size <= _MOST:
         return said
     ours = np.array(digests(said), np.int64)
-    heard = await told(group, ours)
+    heard = await gather_direct(group, ours)
     doubts = tuple(doubt for rank, theirs in enumerate(heard) for doubt in _doubts(group.rank, ours, rank, theirs))
     if doubts:
         raise Contradiction(doubts[0].reason, phase="synchronising", doubts=doubts)
     return said
 
 
-async def told(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """What each says, by rank, from itself unless the group is large; perhaps not what others hear."""
+async def gather_direct(group: Group, words: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """What each sent, by rank, from itself unless the group is large; perhaps not what others received."""
     # Folded onto a power of two, words would cross the slow line between two homes three times instead of once.
     direct = group.size <= _MOST or group.size.bit_count() != 1
     return [_numbers(each) for each in await group.all_gather(words, algorithm="direct" if direct else "auto")]

@@ -7,7 +7,7 @@ import pytest
 
 from hcsim.collectives.group import Group
 from hcsim.config import Misbehave
-from hcsim.training.elastic.hearing import Contradiction, told_alike
+from hcsim.training.elastic.echo import Contradiction, gather_echoed
 from hcsim.units import PositiveShare, Seconds
 
 
@@ -15,7 +15,7 @@ async def hear(group: Group) -> object:
     """What all say, or why they cannot go on."""
     await group.barrier()
     try:
-        return [int(words[0]) for words in await told_alike(group, np.array([10 * group.rank], np.int64))]
+        return [int(words[0]) for words in await gather_echoed(group, np.array([10 * group.rank], np.int64))]
     except Contradiction as error:
         return error
 

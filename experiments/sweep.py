@@ -35,6 +35,7 @@ from experiments.study.store import Store
 from hcsim.cli import INTERRUPTED
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
+from hcsim.registry import load_plugin
 
 TERMINATED = 143
 """The exit status that shells give it."""
@@ -140,6 +141,9 @@ def main(
         Path | None,
         typer.Option(help="Where tables and figures go; left out: results/, results/NAME, results/quick for --quick."),
     ] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="A plugin to load, a module or a file; may be given several times.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=512, help="Processes; left out, one for each core.")] = None,
 ) -> None:
     """Run a sweep of simulated runs; write tables, a manifest and figures."""
@@ -152,6 +156,8 @@ def main(
         raise typer.BadParameter(f"a name is needed: a file, or one of {', '.join(shipped_sweeps())}")
     names = shipped_sweeps() if what is None else [what]
     try:
+        for each in plugin or ():
+            load_plugin(each)
         asked = [one for name in names for one in load_sweep(name, quick=quick)]
         folder = out or _folder(what, quick)
     except ConfigError as error:
@@ -161,7 +167,11 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"{folder}: {error.strerror}", param_hint="--out") from None
-    command = [*([what] if what else []), *(["--quick"] if quick else [])]
+    command = [
+        *([what] if what else []),
+        *(["--quick"] if quick else []),
+        *(f"--plugin {each}" for each in plugin or ()),
+    ]
     with _terminated_as_interrupted() as terminated:
         try:
             failed, drawn = sweep(asked, folder, jobs or os.cpu_count() or 1, command, console)

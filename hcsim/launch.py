@@ -117,8 +117,11 @@ def simulate_training(
     wire: Wire | None = None,
     sink: Sink | None = None,
     observer: Observer | None = None,
+    what: Task | None = None,
 ) -> Outcome[Report]:
-    """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`."""
+    """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`.
+
+    `what` is a task of one's own, in place of the one that these name."""
     from hcsim.training.strategies import train
 
     loaded = load_scenario(scenario)
@@ -127,7 +130,7 @@ def simulate_training(
     options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
 
     async def program(group: Group) -> Report:
-        return await train(group, chosen, loaded.seed, observer)
+        return await train(group, chosen, loaded.seed, observer, what)
 
     return simulate(loaded, program, options=options, wire=wire, sink=sink)
 

@@ -39,7 +39,7 @@ COMMANDS = [
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    [code] = blocks("python", ALL)
+    [code] = blocks("python", TEXTS["README"])
     file = tmp_path / "mean.py"
     file.write_text(code, encoding="utf-8")
     return file

@@ -6,11 +6,11 @@ from functools import partial
 
 import hcsim.cli
 from experiments.soak.task import NAME, Paced
-from hcsim.training.tasks import register
+from hcsim.plugins import register_task
 
 
 def main() -> None:
-    register(NAME, partial(Paced, sleeps=True))
+    register_task(NAME, partial(Paced, sleeps=True))
     hcsim.cli.main()
 
 

@@ -1,8 +1,8 @@
 """A cell: everything that one run depends on, and what the run came to.
 
 A cell says nothing of the study that asked for it, so two studies that ask for the same run share it. Its key is
-a digest over the cell, the code that would run it and the libraries that would calculate for it: what was measured by
-others is measured again.
+a digest over the cell, the code that would run it, the plugins that are loaded and the libraries that would calculate
+for it: what was measured by others is measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from experiments.clusters import ALONE
+from hcsim.registry import loaded_plugins, plugins_sha256
 
 _ROOT = Path(__file__).parents[2]
 _MEASURING = ("cell", "failures", "measure", "measure_training", "models")
@@ -35,7 +36,8 @@ class _Cell(msgspec.Struct, frozen=True, tag_field="kind"):
     @property
     def key(self) -> str:
         """Under which its result is kept."""
-        return hashlib.sha256(_means().encode() + msgspec.json.encode(self, order="deterministic")).hexdigest()
+        means = f"{_means()}\n{plugins_sha256()}" if loaded_plugins() else _means()
+        return hashlib.sha256(means.encode() + msgspec.json.encode(self, order="deterministic")).hexdigest()
 
 
 class AllReduce(_Cell, frozen=True, tag="all_reduce"):

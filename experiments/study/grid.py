@@ -1,5 +1,7 @@
 """A sweep file: grids of what is to be run, in TOML.
 
+    plugins = ["int4.py"]                      # modules, or files beside this one, that are loaded first
+
     [[grid]]
     kind = "training"
     study = "compression"                      # the rows of this grid belong to this study
@@ -35,6 +37,7 @@ from hcsim.config.explain import explain
 from hcsim.config.table import Count, Name, Table
 from hcsim.config.training import Positive
 from hcsim.errors import ConfigError, HcsimError
+from hcsim.registry import load_plugin
 from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you_mean
 
 _SWEEPS = Path(__file__).parents[1] / "sweeps"
@@ -128,6 +131,7 @@ class Sweep(Table, frozen=True):
 
     grids: Annotated[tuple[AllReduceGrid | TrainingGrid, ...], Meta(min_length=1)] = field(name="grid")
     description: str = ""
+    plugins: tuple[str, ...] = ()
 
 
 def shipped_sweeps() -> dict[str, Path]:
@@ -146,11 +150,11 @@ def load_sweep(where: str, *, quick: bool = False) -> list[Asked]:
         raise ConfigError(f"{where}: no such file{hint}; shipped sweeps: {', '.join(shipped)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return parse_sweep(text, str(path), quick=quick)
+    return parse_sweep(text, str(path), path.parent, quick=quick)
 
 
-def parse_sweep(text: str, source: str, *, quick: bool = False) -> list[Asked]:
-    """All cells of a sweep; `source` names it in errors."""
+def parse_sweep(text: str, source: str, folder: Path | None = None, *, quick: bool = False) -> list[Asked]:
+    """All cells of a sweep; `source` names it in errors, and plugins are looked for in `folder`."""
     try:
         raw = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
@@ -158,6 +162,11 @@ def parse_sweep(text: str, source: str, *, quick: bool = False) -> list[Asked]:
     plain, hurried = _without_quick(raw), _with_quick(raw)
     sweep = _converted(plain, source)
     hurried_sweep = _converted(hurried, f"{source}, with its quick tables")
+    for plugin in sweep.plugins:
+        try:
+            load_plugin(plugin, folder)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
     grids = (hurried_sweep if quick else sweep).grids
     return [asked for place, grid in enumerate(grids) for asked in _checked(grid, f"{source}: grid[{place}]")]
 

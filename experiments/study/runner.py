@@ -18,6 +18,7 @@ import msgspec
 
 from experiments.study.cell import AnyCell, Result
 from experiments.study.measure import measured
+from hcsim.registry import load_plugin, loaded_plugins
 from hcsim.workers import starting
 
 Finished = Callable[[AnyCell, Result, float], None]
@@ -30,7 +31,7 @@ class _Worker:
     def __init__(self) -> None:
         context = get_context("spawn")
         self.line, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process: BaseProcess = context.Process(target=_work, args=(theirs, loaded_plugins()), daemon=True)
         self.process.start()
         theirs.close()
         self.cell: AnyCell | None = None
@@ -86,8 +87,10 @@ def run_cells(cells: Sequence[AnyCell], jobs: int, finished: Finished) -> None:
             worker.end()
 
 
-def _work(line: Connection) -> None:
+def _work(line: Connection, plugins: Sequence[str]) -> None:
     """In the worker: cells in, results out, until the line closes."""
+    for plugin in plugins:
+        load_plugin(plugin)
     decoder = msgspec.json.Decoder(AnyCell)
     while True:
         try:

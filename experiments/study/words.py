@@ -53,12 +53,12 @@ def _check_training(task: str, strategy: str, compressor: str) -> None:
     from experiments.study.models import NAME, transformer
     from hcsim.compressors.registry import make
     from hcsim.training.strategies import strategy as strategy_named
-    from hcsim.training.tasks import names
+    from hcsim.training.tasks import TASKS
 
     if task.startswith(f"{NAME}:"):
         transformer(task)
     else:
-        _check_known("task", task, [*names(), f"{NAME}:1e9"])
+        _check_known("task", task, [*TASKS, f"{NAME}:1e9"])
     strategy_named(strategy)
     make(compressor, seed=0, rank=0)
 

@@ -41,6 +41,9 @@ class Asked(msgspec.Struct, frozen=True):
 
     where: Annotated[Text, _option(_WHERE, _ON, "--scenario")] = None
     real: Annotated[bool, _option(_WHERE, "Run for real; a scenario then only gives the job.", "--real")] = False
+    plugin: Annotated[
+        list[str] | None, _option(_WHERE, "A plugin to load, a module or a file; may be given several times.")
+    ] = None
     seed: Annotated[Number, _option(_WHERE, "Of the model, its batches, jitter, loss, faults.")] = None
 
     operation: Annotated[Text, _option(_JOB, "all_reduce, broadcast, all_gather, …")] = None

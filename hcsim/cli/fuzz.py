@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from hcsim.cli import INTERRUPTED, screen
-from hcsim.config import FAULTS, Scenario, load_scenario
+from hcsim.config import OWN_FAULTS, Scenario, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.fuzz.coverage import PAIRS, PHASES, SHORT, Coverage
 from hcsim.fuzz.evidence import Evidence
@@ -122,7 +122,7 @@ def _report(trials: Sequence[Trial], coverage: Coverage, judged: int, spent_s: f
     struck: Counter[str] = Counter()
     for trial in trials:
         struck.update(trial.struck)
-    for kind in FAULTS:
+    for kind in OWN_FAULTS:
         counts = [coverage.count(kind, phase) for phase in PHASES]
         table.add_row(kind, str(struck[kind]), *(str(each) if each else "·" for each in counts))
     screen.show(table)

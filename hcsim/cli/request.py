@@ -12,6 +12,7 @@ from hcsim.cli.asked import Asked
 from hcsim.cli.attended import read_job
 from hcsim.cli.recording import Files
 from hcsim.config import Scenario, Training
+from hcsim.registry import load_plugin
 from hcsim.transport.wire import Wire
 
 _JOB = ("operation", "size", "dtype", "repeat")
@@ -26,6 +27,8 @@ _REAL = (*_IN_CLUSTER, "remote_hcsim", "metrics_port")
 
 def perform(asked: Asked) -> bool:
     """Do it; whether all went well."""
+    for plugin in asked.plugin or ():
+        load_plugin(plugin)
     options.apart({"--save": asked.save, "--trace": asked.trace, "--metrics": asked.metrics})
     wire = options.wire(asked.stripes, asked.segment, asked.wait)
     if asked.scenario is not None and asked.scenario.endswith(".py"):

@@ -22,6 +22,7 @@ from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import Remotes, remotes
 from hcsim.telemetry.trace import Sink
+from hcsim.training.elastic.trainee import check_elastic
 from hcsim.training.run import Point, Report
 from hcsim.training.tasks import task
 from hcsim.transport.wire import Wire
@@ -48,6 +49,7 @@ class Member(Onlooker):
 def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a virtual cluster, and show how it went; whether all that were there at the end came to it."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
+    check_elastic(settings)
     with screen.Progress("step", settings.steps) as progress, recording(files) as record:
         onlooker = Member(progress, save, only_first=True)
         told: dict[str, None] = {}
@@ -71,6 +73,7 @@ def train_together(
     settings, cluster = plan.training, plan.cluster
     load_secret(node.home, node.cluster)  # whoever has joined no cluster need not wait
     check(settings, cluster.needed, 1, save)
+    check_elastic(settings)
     if task(settings.task).phantom:
         raise ConfigError(f"{settings.task} has shapes and no data: it can be simulated, not trained")
     check_torch_device(node.device)

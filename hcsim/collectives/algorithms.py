@@ -42,6 +42,9 @@ PLANNERS: dict[str, dict[str, Planner]] = {
 }
 """Algorithm by operation and name."""
 
+AUTO = {operation: tuple(planners) for operation, planners in PLANNERS.items()}
+"""Among which `auto` chooses: plugins, which may be there on some ranks only, are taken where they are named."""
+
 _NEEDS: dict[str, tuple[str, ...]] = {
     "all_gather": ("counts",),
     "gather": ("counts",),
@@ -57,6 +60,13 @@ def algorithms(operation: str) -> tuple[str, ...]:
     if operation not in PLANNERS:
         raise UsageError(f"there is no operation {operation!r}; there are {', '.join(PLANNERS)}")
     return tuple(PLANNERS[operation])
+
+
+def register_algorithm(operation: str, name: str, planner: Planner) -> None:
+    """One more, which a plugin brings: what each rank does, by its rank and the operation's shape."""
+    if name in algorithms(operation) or name == "auto":
+        raise UsageError(f"{operation} has an algorithm {name!r} already")
+    PLANNERS[operation][name] = planner
 
 
 def plan(operation: str, algorithm: str, rank: int, shape: Shape) -> Plan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
+from hcsim.collectives.algorithms import AUTO, buffer_elements, plans
 from hcsim.collectives.cost import Links, price
 from hcsim.collectives.plan import Finish, Reduce, Rounds
 from hcsim.collectives.ring import CHUNK
@@ -51,7 +51,7 @@ def choose(
     """The algorithm's name. Ranks that pass equal arguments choose alike.
 
     Hierarchical takes part when the shape has groups."""
-    names = [name for name in algorithms(operation) if name != "hierarchical" or shape.groups]
+    names = [name for name in AUTO[operation] if name != "hierarchical" or shape.groups]
     if operation == "all_reduce":
         names.remove("chunked_ring")  # the ring, to a price
     if len(names) == 1:

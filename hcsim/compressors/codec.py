@@ -21,9 +21,12 @@ from hcsim.compressors.encoding import (
     HEADER_BYTES,
     Codec,
     as_array,
+    check_decoded,
     check_header,
+    check_input,
     check_size,
     header,
+    plugin_codec,
 )
 from hcsim.compressors.work import WORK, Factors
 from hcsim.errors import UsageError
@@ -165,3 +168,63 @@ class ChunkedCompressor(BaseCompressor):
             decoded = self.scratch[: into.size]
             unpack(lo, decoded)
             mix(into, decoded, out=into)
+
+
+class FlatCompressor(BaseCompressor):
+    """A quantising codec as a plugin writes one: two functions over flat arrays, and the size of what they make.
+
+    What is checked of tensors and payloads is checked here. `register_compressor` calls the class with what stands
+    behind the colon of a spec, the run's seed and the rank."""
+
+    name: ClassVar[str]
+    """What its specs begin with."""
+    kind = Kind.QUANTISED
+    traffic: ClassVar[Factors] = Factors(8.0, 4.0)
+    """What encoding and decoding cost: bytes moved for each byte of the tensor (a plain copy moves 2)."""
+
+    def __init__(self, argument: str = "", seed: int = 0, rank: int = 0) -> None:
+        super().__init__(f"{self.name}:{argument}" if argument else self.name)
+
+    @abstractmethod
+    def body_bytes(self, elements: int) -> int:
+        """How long the body of each payload for so many elements is."""
+
+    @abstractmethod
+    def pack(self, flat: Array, of: Ident) -> Bytes:
+        """The body for a flat array of finite floats, as uint8."""
+
+    @abstractmethod
+    def unpack(self, body: Bytes, elements: int) -> Array:
+        """So many floats from a body of the right length; whatever else it says may be anything."""
+
+    def size_bytes(self, shape: Shape) -> int:
+        """The header and the body."""
+        return HEADER_BYTES + self.body_bytes(prod(shape))
+
+    def _encode(self, flat: Array, shape: Shape, of: Ident) -> Bytes:
+        check_input(flat, of.name)
+        body = self.pack(flat, of)
+        if body.dtype != np.uint8 or body.shape != (self.body_bytes(flat.size),):
+            raise UsageError(
+                f"{self.spec}: pack made {body.size} × {body.dtype}, where body_bytes says {self.body_bytes(flat.size)}"
+            )
+        payload = self._payload(of.name, shape)
+        payload[HEADER_BYTES:] = body
+        return payload
+
+    def _mix_body(self, body: Bytes, flat: Array, shape: Shape, of: Ident, mix: Mix) -> None:
+        with np.errstate(all="ignore"):  # of a payload that makes no sense; what it decodes to is looked at
+            values = np.asarray(self.unpack(body, flat.size), np.float32)
+        if values.shape != flat.shape:
+            raise UsageError(f"{self.spec}: unpack made {values.size} elements of {flat.size}")
+        check_decoded(values, of.name)
+        if mix is None:
+            np.copyto(flat, values)
+        else:
+            mix(flat, values, out=flat)
+
+    def _header(self, elements: int) -> bytes:
+        return header(plugin_codec(self.name), self.parameter, elements)
+
+    def _factors(self) -> Factors:
+        return self.traffic

@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Codec(IntEnum):
-    """Who wrote a payload."""
+    """Who wrote a payload. Numbers from 128 on are those of plugins: see `plugin_codec`."""
 
     NONE = 1
     TOPK = 2
@@ -55,7 +56,12 @@ class Codec(IntEnum):
     ZSTD = 9
 
 
-def header(codec: Codec, parameter: int, elements: int) -> bytes:
+def plugin_codec(name: str) -> int:
+    """The number of a plugin's codec: a guard against mistakes, in which two plugins may share a number."""
+    return 128 + crc32(name.encode()) % 128
+
+
+def header(codec: int, parameter: int, elements: int) -> bytes:
     """The first bytes of a payload."""
     return _HEADER.pack(MAGIC, VERSION, codec, FLOAT32, 0, parameter, elements)
 

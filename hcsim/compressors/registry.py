@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hcsim.compressors.base import Compressor
 from hcsim.compressors.cast import Bf16, Fp16
@@ -18,6 +18,7 @@ from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.randomk import RandomK
 from hcsim.compressors.topk import TopK
 from hcsim.errors import ConfigError
+from hcsim.registry import Registry
 from hcsim.units import did_you_mean
 
 
@@ -30,10 +31,13 @@ class Spec(NamedTuple):
     """What it sends, and in which direction its knob works."""
 
 
+Make: TypeAlias = Callable[[str, int, int], Compressor]
+"""From its argument ("" where there is none), the seed and the rank; `ValueError` says what would be valid."""
+
+
 class _Entry(NamedTuple):
     spec: Spec
-    make: Callable[[str, int, int], Compressor]
-    """From its argument ("" where there is none), the seed and the rank; `ValueError` says what would be valid."""
+    make: Make
 
 
 def make(spec: str, *, seed: int, rank: int) -> Compressor:
@@ -48,16 +52,27 @@ def make(spec: str, *, seed: int, rank: int) -> Compressor:
     try:
         if colon and not argument:
             raise ValueError("nothing stands after the colon")
+        if argument and ":" not in entry.spec.form:
+            raise ValueError("it takes no argument")
         compressor = entry.make(argument, seed, rank)
     except ValueError as problem:
         raise ConfigError(f"{spec!r}: {problem}; {name} is written {entry.spec.form}") from problem
     return Feedback(compressor) if plain != spec else compressor
 
 
+def register(form: str, description: str, make: Make) -> None:
+    """Have one more compressor, which a plugin brings: its form is as one writes it, "int4" or "int4[:BLOCK]"."""
+    _ENTRIES.add(_name(form), _Entry(Spec(form, description), make))
+
+
 def specs() -> tuple[Spec, ...]:
     """All that are known, for help texts and error messages."""
     feedback = Spec(f"…{SUFFIX}", "any of these with error feedback: what is not sent now is sent later")
     return (*(entry.spec for entry in _ENTRIES.values()), feedback)
+
+
+def _name(form: str) -> str:
+    return form.partition(":")[0].partition("[")[0]
 
 
 def _ratio(argument: str) -> Fraction:
@@ -72,13 +87,8 @@ def _whole(argument: str, least: int, most: int, what: str) -> int:
     raise ValueError(f"expected {what} from {least} to {most}")
 
 
-def _plain(compressor: Callable[[], Compressor]) -> Callable[[str, int, int], Compressor]:
-    def make_plain(argument: str, _seed: int, _rank: int) -> Compressor:
-        if argument:
-            raise ValueError("it takes no argument")
-        return compressor()
-
-    return make_plain
+def _plain(compressor: Callable[[], Compressor]) -> Make:
+    return lambda _argument, _seed, _rank: compressor()
 
 
 def _int8(argument: str, seed: int, rank: int) -> Compressor:
@@ -104,31 +114,30 @@ def _powersgd(argument: str, seed: int, _rank: int) -> Compressor:
     return PowerSGD(_whole(argument, 1, 1024, "a rank"), seed)
 
 
-_ENTRIES = {
-    entry.spec.form.partition(":")[0].partition("[")[0]: entry
-    for entry in (
-        _Entry(Spec("none", "every element as it is"), _plain(lambda: Dense("none"))),
-        _Entry(
-            Spec("topk:RATIO", "the largest elements and their places; a lower ratio sends less"),
-            lambda argument, _seed, _rank: TopK(_ratio(argument)),
+_OWN = (
+    _Entry(Spec("none", "every element as it is"), _plain(lambda: Dense("none"))),
+    _Entry(
+        Spec("topk:RATIO", "the largest elements and their places; a lower ratio sends less"),
+        lambda argument, _seed, _rank: TopK(_ratio(argument)),
+    ),
+    _Entry(
+        Spec("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
+        lambda argument, seed, _rank: RandomK(_ratio(argument), seed),
+    ),
+    _Entry(Spec("fp16", "two bytes an element: 11 significant bits, up to 65504"), _plain(lambda: Fp16("fp16"))),
+    _Entry(
+        Spec("bf16", "two bytes an element: 8 significant bits, the range of float32"), _plain(lambda: Bf16("bf16"))
+    ),
+    _Entry(
+        Spec(
+            "int8[:block=N][,stochastic]",
+            "one byte an element; smaller blocks err less and send more, stochastic rounds right on average",
         ),
-        _Entry(
-            Spec("randomk:RATIO", "elements chosen at random, alike on all ranks; a lower ratio sends less"),
-            lambda argument, seed, _rank: RandomK(_ratio(argument), seed),
-        ),
-        _Entry(Spec("fp16", "two bytes an element: 11 significant bits, up to 65504"), _plain(lambda: Fp16("fp16"))),
-        _Entry(
-            Spec("bf16", "two bytes an element: 8 significant bits, the range of float32"), _plain(lambda: Bf16("bf16"))
-        ),
-        _Entry(
-            Spec(
-                "int8[:block=N][,stochastic]",
-                "one byte an element; smaller blocks err less and send more, stochastic rounds right on average",
-            ),
-            _int8,
-        ),
-        _Entry(Spec("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
-        _Entry(Spec("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),
-        _Entry(Spec("zstd[:LEVEL]", "every bit, packed; a higher level sends a little less, much slower"), _zstd),
-    )
-}
+        _int8,
+    ),
+    _Entry(Spec("onebit", "the signs and the mean magnitude"), _plain(OneBit)),
+    _Entry(Spec("powersgd:RANK", "two thin factors of each matrix; a lower rank sends less"), _powersgd),
+    _Entry(Spec("zstd[:LEVEL]", "every bit, packed; a higher level sends a little less, much slower"), _zstd),
+)
+
+_ENTRIES = Registry("compressor", {_name(entry.spec.form): entry for entry in _OWN})

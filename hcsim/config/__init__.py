@@ -15,6 +15,7 @@ from __future__ import annotations
 from hcsim.config.cluster import Cluster, Heartbeat
 from hcsim.config.faults import (
     FAULTS,
+    OWN_FAULTS,
     AnyFault,
     BlockedPort,
     CablePulled,
@@ -24,6 +25,7 @@ from hcsim.config.faults import (
     CopiedIdentity,
     Crash,
     Datagrams,
+    Fault,
     FewDescriptors,
     FlippedBit,
     FullDisk,
@@ -53,7 +55,7 @@ from hcsim.config.faults import (
 )
 from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.machines import CATALOGUE, Machine
-from hcsim.config.media import AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
+from hcsim.config.media import MEDIA, AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
 from hcsim.config.write import write_faults, write_job, write_scenario
@@ -61,6 +63,8 @@ from hcsim.config.write import write_faults, write_job, write_scenario
 __all__ = [
     "CATALOGUE",
     "FAULTS",
+    "MEDIA",
+    "OWN_FAULTS",
     "AnyFault",
     "AnyMedium",
     "Attachment",
@@ -75,6 +79,7 @@ __all__ = [
     "Crash",
     "Datagrams",
     "Ethernet",
+    "Fault",
     "FewDescriptors",
     "FlippedBit",
     "FullDisk",

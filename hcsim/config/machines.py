@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from hcsim.config.table import Table
+from hcsim.registry import Registry
 from hcsim.units import ByteRate, Bytes, FlopRate, PositiveShare, Seconds
 
 
@@ -58,9 +59,12 @@ def _chip(name: str, chip: str, *, fanless: bool = False) -> Machine:
 
 _IDEAL = Machine("ideal", FlopRate(math.inf), ByteRate(math.inf), overhead_s=Seconds(0))
 
-CATALOGUE: dict[str, Machine] = {
-    **{name: _chip(name, name) for name in _CHIPS},
-    **{name: _chip(name, chip, fanless=True) for name, chip in _FANLESS.items()},
-    _IDEAL.name: _IDEAL,
-}
+CATALOGUE: Registry[Machine] = Registry(
+    "machine",
+    {
+        **{name: _chip(name, name) for name in _CHIPS},
+        **{name: _chip(name, chip, fanless=True) for name, chip in _FANLESS.items()},
+        _IDEAL.name: _IDEAL,
+    },
+)
 """Machines by name. "ideal" takes no time for anything."""

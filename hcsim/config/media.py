@@ -8,6 +8,7 @@ from msgspec import Meta, field
 
 from hcsim.config.table import Mtu, Name, Table
 from hcsim.errors import UsageError
+from hcsim.registry import Registry
 from hcsim.units import BitRate, Bytes, PositiveSeconds, PositiveShare, Seconds, Share
 
 
@@ -128,3 +129,6 @@ class Wan(Table, frozen=True):
 
 
 AnyMedium: TypeAlias = Ethernet | Wifi | Thunderbolt
+OWN_MEDIA = (Ethernet, Wifi, Thunderbolt)
+MEDIA: Registry[type[AnyMedium]] = Registry("medium", {str(kind.__struct_config__.tag): kind for kind in OWN_MEDIA})
+"""All kinds, by their names in a file. A plugin's is a subclass of one of ours, and behaves as it does."""

@@ -110,6 +110,10 @@ class Scenario(Table, frozen=True):
     nodes: tuple[Node, ...] = field(name="node", default=())
     """A file without any says what to do, and can be run on real machines only."""
     description: str = ""
+    plugins: tuple[str, ...] = ()
+    """Modules, or files beside this one, that are imported before the rest is read: see `hcsim.plugins`."""
+    processes: tuple[str, ...] = ()
+    """SimPy processes that run beside the hosts: "module:function" or "file.py:function", called with the world."""
     seed: int = 1
     effects: Literal["all", "ideal"] = "all"
     """With "ideal" only latency and bandwidth are left: see `idealised`."""

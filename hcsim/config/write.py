@@ -14,12 +14,13 @@ from hcsim.config.scenario import Scenario, Tcp
 from hcsim.config.table import Table
 from hcsim.config.training import Training
 
+_OF_THE_ROOT = ("name", "description", "plugins", "processes", "seed", "routes")
 _UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": " FLOPS"}
 
 
 def write_scenario(scenario: Scenario) -> str:
     """A file of its own: a run of what is read back is the same run. Its job is not written, only its training."""
-    head = [line for line in _given(scenario) if line.partition(" ")[0] in ("name", "description", "seed", "routes")]
+    head = [line for line in _given(scenario) if line.partition(" ")[0] in _OF_THE_ROOT]
     tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
     tables += [("[[wan]]", line) for line in scenario.wan]
     tables += [("[[node]]", node) for node in scenario.nodes]

@@ -20,18 +20,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from hcsim.config import FAULTS, AnyFault, Partition, Scenario
+from hcsim.config import OWN_FAULTS, AnyFault, Partition, Scenario
 from hcsim.runtime.frame import Kind
 from hcsim.telemetry.trace import Event
 
 PHASES = ("forming", "synchronising", "computing", "reducing", "voting", "serving", "leaving", "down")
 SHORT = ("form", "sync", "comp", "reduce", "vote", "serve", "leave", "down")
 """The same, as heads of narrow columns."""
-PAIRS = len(FAULTS) * len(PHASES)
+PAIRS = len(OWN_FAULTS) * len(PHASES)
 STALE_SHARE, STALE_SEEDS = 0.3, 100
 """After so many seeds without a new pair, more of them will hardly find one."""
 
-_TAGS = {kind.__name__: tag for tag, kind in FAULTS.items()}
+_TAGS = {kind.__name__: tag for tag, kind in OWN_FAULTS.items()}
 
 
 class Tracker:

@@ -24,7 +24,7 @@ from typing import TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from hcsim.config import (
-    FAULTS,
+    OWN_FAULTS,
     AnyFault,
     Attachment,
     Cluster,
@@ -55,9 +55,9 @@ T = TypeVar("T")
 Choices: TypeAlias = tuple[tuple[T, int], ...]
 """What there is to choose from, and how often each is chosen."""
 
-KINDS = tuple(kind for kind in FAULTS if kind != "leave")
+KINDS = tuple(kind for kind in OWN_FAULTS if kind != "leave")
 LONE_KINDS = tuple(
-    kind for kind in KINDS if not {"between", "sides", "of", "to"} & {*FAULTS[kind].__struct_fields__}
+    kind for kind in KINDS if not {"between", "sides", "of", "to"} & {*OWN_FAULTS[kind].__struct_fields__}
 )  # fmt: skip
 """Those that can happen to a lone machine."""
 STYLES: Choices[str] = (("mixed", 10), ("culprit", 4), ("outages", 3), ("attrition", 2), ("churn", 5))

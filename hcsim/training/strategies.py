@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Protocol, TypeAlias, cast
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -14,6 +13,7 @@ from hcsim.compressors.registry import make
 from hcsim.config.spec import read_spec
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
+from hcsim.registry import Registry
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.agreement import Intent, agree
 from hcsim.training.data import Batches
@@ -30,6 +30,13 @@ from hcsim.training.tasks import task
 from hcsim.units import did_you_mean
 
 Every: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class Strategy(Protocol):
+    """How ranks train together: a struct whose fields are what a spec sets ("diloco:16,lr=0.5")."""
+
+    async def train(self, run: Run) -> None:
+        """This rank's part of the run, from the first step to the last."""
 
 
 class SingleMachine(Struct, frozen=True):
@@ -96,21 +103,23 @@ class ParameterServer(Policy, frozen=True, kw_only=True):
         await serve_and_work(run, self)
 
 
-Strategy: TypeAlias = SingleMachine | DataParallel | HierarchicalParallel | LocalSgd | DiLoCo | ParameterServer
-
-STRATEGIES: Mapping[str, type[Strategy]] = {
-    "single": SingleMachine,
-    "ddp": DataParallel,
-    "hierarchical": HierarchicalParallel,
-    "local_sgd": LocalSgd,
-    "diloco": DiLoCo,
-    "parameter_server": ParameterServer,
-}
+STRATEGIES: Registry[type[Struct]] = Registry(
+    "strategy",
+    {
+        "single": SingleMachine,
+        "ddp": DataParallel,
+        "hierarchical": HierarchicalParallel,
+        "local_sgd": LocalSgd,
+        "diloco": DiLoCo,
+        "parameter_server": ParameterServer,
+    },
+)
+"""Each is a `Strategy`."""
 
 
 def strategy(spec: str) -> Strategy:
     """The strategy that a text such as "diloco:16" names."""
-    return read_spec(spec, STRATEGIES, "strategy")
+    return cast(Strategy, read_spec(spec, STRATEGIES, "strategy"))
 
 
 async def train(

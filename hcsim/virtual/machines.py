@@ -14,20 +14,15 @@ heat reserve. `overhead` is paid for each kernel that is launched.
 from __future__ import annotations
 
 from hcsim.config import CATALOGUE, Machine, Node
-from hcsim.errors import ConfigError, UsageError
+from hcsim.errors import UsageError
 from hcsim.runtime.device import Work
-from hcsim.units import did_you_mean
 
 
 def machine_of(node: Node) -> Machine:
     """The node's own profile, or the one it names."""
     if isinstance(node.machine, Machine):
         return node.machine
-    if node.machine not in CATALOGUE:
-        hint = did_you_mean(node.machine, CATALOGUE)
-        known = ", ".join(CATALOGUE)
-        raise ConfigError(f'node "{node.name}": unknown machine "{node.machine}"{hint}; known: {known}')
-    return CATALOGUE[node.machine]
+    return CATALOGUE.named(node.machine)
 
 
 def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import simpy
+
 from hcsim.config import AnyFault, Scenario
 from hcsim.errors import ConfigError, HcsimError, UsageError
+from hcsim.registry import function_in
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.frame import Header
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.virtual import faults
@@ -24,6 +29,9 @@ from hcsim.virtual.tampering import Tampering
 from hcsim.virtual.wiring import Wiring
 
 T = TypeVar("T")
+
+_TRAFFIC_FRAME_BYTES = 1 << 16
+_TRAFFIC_SILENCE_S = 60.0
 
 
 class HostCrashed(HcsimError):
@@ -64,6 +72,11 @@ class World:
             self._hosts[node.name] = VirtualHost(self, node.name, machine_of(node))
         for fault in scenario.faults:
             faults.schedule(self, fault)
+        for name in scenario.processes:
+            process = function_in(name)(self)
+            if not isinstance(process, Generator):
+                raise ConfigError(f"{name}: a SimPy process is a generator, and this is {type(process).__name__}")
+            self.env.process(process)
 
     @property
     def topology(self) -> Topology:
@@ -126,6 +139,52 @@ class World:
     def inject(self, fault: AnyFault) -> None:
         """Let a fault happen that is not in the scenario."""
         faults.schedule(self, fault)
+
+    def transfer(self, source: str, target: str, size_bytes: int) -> simpy.Event:
+        """Traffic beside the program's: so many bytes over a connection of their own. The event happens when they have
+        arrived, and fails if the connection breaks, or nothing comes for a minute."""
+        arrived = self.env.event()
+        arrived.defused = True  # nobody has to wait for it
+        sender, receiver = self.host(source), self.host(target)
+        if not (sender.alive and receiver.alive):
+            return arrived.fail(HostCrashed(f"{source if receiver.alive else target} is down: nothing is transferred"))
+        meeting: asyncio.Future[str] = self.loop.create_future()
+
+        async def receive() -> None:
+            listener = await receiver.listen(f"{target}:0")
+            meeting.set_result(listener.address)
+            channel = await listener.accept()
+            await listener.close()
+            left = size_bytes
+            while left > 0:
+                async with asyncio.timeout(_TRAFFIC_SILENCE_S):
+                    header, _ = await channel.recv(lambda header: None)
+                left -= header.length
+            await channel.close()
+
+        async def send() -> None:
+            channel = await sender.connect(await meeting)
+            for lo in range(0, size_bytes, _TRAFFIC_FRAME_BYTES):
+                length = min(_TRAFFIC_FRAME_BYTES, size_bytes - lo)
+                await channel.send(Header(length), Phantom(length))
+
+        def sent(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                receiving.cancel()
+
+        def received(task: asyncio.Task[None]) -> None:
+            error = HcsimError(f"the transfer from {source} to {target} was broken off")
+            if task.cancelled():
+                arrived.fail(error)
+            elif (cause := task.exception()) is not None:
+                error.__cause__ = cause
+                arrived.fail(error)
+            else:
+                arrived.succeed()
+
+        receiving = receiver.spawn(receive(), name=f"traffic from {source}", over=received)
+        sender.spawn(send(), name=f"traffic to {target}", over=sent)
+        return arrived
 
     async def _all(self, program: Callable[[VirtualHost], Coroutine[Any, Any, T]]) -> list[T | BaseException]:
         self.begin(program)

@@ -27,7 +27,7 @@ from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.optimizer import Sgd
 from hcsim.training.task import Replica, Task, backward_work, forward_work
-from hcsim.training.tasks import convex, digits, names, task, text
+from hcsim.training.tasks import TASKS, convex, digits, task, text
 from hcsim.training.tasks.torch_replica import Memory, MirroredMemory, TorchReplica
 from hcsim.training.tasks.torch_task import TorchTask, cross_entropy
 
@@ -50,8 +50,8 @@ def text_modules() -> list[nn.Module]:
 
 
 def test_every_name_has_its_task() -> None:
-    assert names() == (*REAL, "slopes", *SHAPES)
-    for name in names():
+    assert tuple(TASKS) == (*REAL, "slopes", *SHAPES)
+    for name in TASKS:
         found: Task = task(name)
         assert found.name == name
         assert found.phantom == (name in SHAPES)
@@ -64,7 +64,7 @@ def test_an_unknown_task_is_answered_with_the_known_ones() -> None:
         task("digit")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TASKS)
 def test_a_replica_has_the_layout_of_its_tasks_blocks(name: str) -> None:
     replica = task(name).replica(0)
     assert replica.layout == Layout.of([block.shapes for block in task(name).blocks])
@@ -72,7 +72,7 @@ def test_a_replica_has_the_layout_of_its_tasks_blocks(name: str) -> None:
 
 
 def test_fingerprints_tell_tasks_apart_and_are_the_same_everywhere() -> None:
-    prints = [task(name).fingerprint for name in names()]
+    prints = [task(name).fingerprint for name in TASKS]
     assert len(frozenset(prints)) == len(prints)
     # Data that is drawn, shipped with scikit-learn or with Python must not change unnoticed: digests hang on it.
     assert task("convex").fingerprint[:16] == "68126000dce2a53a"
@@ -573,7 +573,7 @@ def test_bytes_are_those_of_all_results_written_and_read() -> None:
     assert task("digits").blocks[3].moved_bytes == 2 * 10 * 4
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TASKS)
 def test_the_backward_pass_is_twice_the_forward_pass(name: str) -> None:
     found = task(name)
     forward = forward_work(found, 3)

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from simpy.core import EmptySchedule
 
 from hcsim.collectives.group import Group
-from hcsim.config import Pause, Scenario, Training, load_scenario
+from hcsim.config import Crash, Pause, Scenario, Training, load_scenario
+from hcsim.errors import HcsimError
 from hcsim.launch import simulate_training
 from hcsim.training.run import Report
 from hcsim.training.strategies import train
@@ -152,3 +153,37 @@ def test_a_process_of_ones_own_lets_faults_happen_and_waits_for_them() -> None:
     env.process(naps())
     world.run_on_all(program)
     assert log == {"a": [0.5, 1.0, 1.5, 6.5], "b": [0.5, 1.0, 3.2, 8.2]}
+
+
+def test_traffic_beside_the_program_takes_its_part_of_the_line_and_a_process_waits_for_it() -> None:
+    size_bytes = 12_500_000  # a tenth of a second on a line of 1 Gb/s
+    alone, shared = World(on_switch(["a", "b", "c"])), World(on_switch(["a", "b", "c"]))
+    arrived: dict[World, list[float]] = {alone: [], shared: []}
+
+    def copies(world: World, sources: str) -> Generator[simpy.Event, Any, None]:
+        transfers = [world.transfer(source, "c", size_bytes) for source in sources]
+        for transfer in transfers:
+            yield transfer
+            arrived[world].append(world.env.now / 1e9)
+
+    for world, sources in ((alone, "a"), (shared, "ab")):
+        copying = world.env.process(copies(world, sources))
+        world.env.run(until=copying)
+    assert arrived[alone] == [pytest.approx(0.1, rel=0.15)]
+    assert arrived[shared] == [pytest.approx(0.2, rel=0.15)] * 2
+
+
+def test_traffic_from_a_machine_that_goes_down_fails_and_what_waits_for_it_hears_so() -> None:
+    world = World(on_switch(["a", "b"]))
+    world.inject(Crash(at_s=Seconds(0.05), node="a"))
+    heard: list[str] = []
+
+    def copies() -> Generator[simpy.Event, Any, None]:
+        for _ in range(2):
+            try:
+                yield world.transfer("a", "b", 12_500_000)
+            except HcsimError as error:
+                heard.append(str(error))
+
+    world.env.run(until=world.env.process(copies()))
+    assert heard == ["the transfer from a to b was broken off", "a is down: nothing is transferred"]

@@ -7,6 +7,7 @@ from typing import TypeAlias, get_args
 from hcsim.config.faults.clock import ClockDrift, ClockJump
 from hcsim.config.faults.data import FlippedBit, Misbehave, Misbehaviour, NanGradient, StaleStep, WrongSize
 from hcsim.config.faults.discovery import CopiedIdentity, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
+from hcsim.config.faults.fault import Fault
 from hcsim.config.faults.network import (
     BlockedPort,
     CablePulled,
@@ -32,6 +33,7 @@ from hcsim.config.faults.node import (
     StuckDevice,
     Throttle,
 )
+from hcsim.registry import Registry
 
 AnyFault: TypeAlias = (
     Crash | Restart | Pause | Lid | Throttle
@@ -45,11 +47,13 @@ AnyFault: TypeAlias = (
     | Leave
 )  # fmt: skip
 
-FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
+OWN_FAULTS: dict[str, type[AnyFault]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyFault)}
+FAULTS: Registry[type[Fault]] = Registry("fault", OWN_FAULTS)
 """All of them, by their names in a file."""
 
 __all__ = [
     "FAULTS",
+    "OWN_FAULTS",
     "AnyFault",
     "BlockedPort",
     "CablePulled",
@@ -59,6 +63,7 @@ __all__ = [
     "CopiedIdentity",
     "Crash",
     "Datagrams",
+    "Fault",
     "FewDescriptors",
     "FlippedBit",
     "FullDisk",

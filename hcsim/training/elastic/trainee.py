@@ -31,6 +31,7 @@ from hcsim.training.strategies import (
     DiLoCo,
     HierarchicalParallel,
     LocalSgd,
+    ParameterServer,
     SingleMachine,
     completed,
     hierarchical,
@@ -44,6 +45,9 @@ from hcsim.training.tasks import task
 OWN = "own/"
 """What a compressor's state calls what each rank holds for itself."""
 MEMORY = "compressor/"
+
+
+_FIXED_RANKS = 'strategy = "{}": it trains fixed ranks only: a scenario without [cluster], or --peers and --rank'
 
 
 class About(msgspec.Struct, frozen=True):
@@ -265,4 +269,12 @@ def _method(settings: Training, learner: Learner) -> Method:
             return InHomes(learner, hierarchical)
         case LocalSgd() | DiLoCo():
             return Travelling(learner, one_level, chosen.every, optimizer(settings), chosen.outer)
-    raise ConfigError(f'strategy = "{settings.strategy}" cannot go on with other members')
+    raise ConfigError(_FIXED_RANKS.format(settings.strategy))
+
+
+def check_elastic(settings: Training) -> None:
+    """Refuse, before anything is started, what cannot go on with other members."""
+    chosen = strategy(settings.strategy)
+    own = SingleMachine, DataParallel, HierarchicalParallel, LocalSgd, DiLoCo, ParameterServer
+    if not isinstance(chosen, own):
+        raise ConfigError(_FIXED_RANKS.format(settings.strategy))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 
-from hcsim.errors import ConfigError, UsageError
+from hcsim.registry import Registry
 from hcsim.training.task import Task
-from hcsim.units import did_you_mean
 
 
 def _digits() -> Task:
@@ -40,30 +39,19 @@ def _shapes(name: str) -> Task:
     return SHAPES[name]()
 
 
-_TASKS: dict[str, Callable[[], Task]] = {
-    "digits": _digits,
-    "text": _text,
-    "convex": _convex,
-    "slopes": _slopes,
-    **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
-}
-
-
-def register(name: str, make: Callable[[], Task]) -> None:
-    """Have one more task, which a program outside the package brings with it."""
-    if name in _TASKS:
-        raise UsageError(f"there is a task {name!r} already")
-    _TASKS[name] = make
-
-
-def names() -> tuple[str, ...]:
-    """Of all tasks."""
-    return tuple(_TASKS)
+TASKS: Registry[Callable[[], Task]] = Registry(
+    "task",
+    {
+        "digits": _digits,
+        "text": _text,
+        "convex": _convex,
+        "slopes": _slopes,
+        **{name: partial(_shapes, name) for name in ("resnet50", "gpt2", "llama-1b", "llama-7b")},
+    },
+)
 
 
 @cache
 def task(name: str) -> Task:
     """The task of that name. Ranks of one process share it, and with it the data."""
-    if name not in _TASKS:
-        raise ConfigError(f"there is no task {name!r}{did_you_mean(name, _TASKS)}; known tasks: {', '.join(_TASKS)}")
-    return _TASKS[name]()
+    return TASKS.named(name)()

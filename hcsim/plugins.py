@@ -1,0 +1,81 @@
+"""What a plugin registers, and what it builds that from: `from hcsim.plugins import register_compressor, …`.
+
+A plugin is a module outside the package that calls these functions when it is imported. A scenario or a sweep names it
+(`plugins = ["int4.py"]`), a command does (`--plugin int4.py`), a program imports it, or it is installed (see
+`hcsim.registry`). What it registers is then written, listed, swept and simulated as what hcsim brings itself;
+`hcsim.testing` checks that it behaves so. Examples are in `examples/plugins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hcsim.collectives.algorithms import register_algorithm
+from hcsim.compressors.codec import FlatCompressor
+from hcsim.compressors.registry import register as register_compressor
+from hcsim.config import Machine
+from hcsim.config.faults import FAULTS, Fault
+from hcsim.config.machines import CATALOGUE
+from hcsim.config.media import MEDIA, OWN_MEDIA, AnyMedium
+from hcsim.errors import UsageError
+from hcsim.registry import load_plugin
+from hcsim.training.strategies import STRATEGIES, Strategy
+from hcsim.training.task import Task
+from hcsim.training.tasks import TASKS
+from hcsim.virtual.environment import NS
+from hcsim.virtual.faults.apply import FaultProcess, apply, lasting
+
+if TYPE_CHECKING:
+    from hcsim.virtual.world import World
+
+__all__ = [
+    "NS",
+    "Fault",
+    "FaultProcess",
+    "FlatCompressor",
+    "Strategy",
+    "lasting",
+    "load_plugin",
+    "register_algorithm",
+    "register_compressor",
+    "register_fault",
+    "register_machine",
+    "register_medium",
+    "register_strategy",
+    "register_task",
+]
+
+
+def register_strategy(name: str, kind: type[Any]) -> None:
+    """A strategy: a frozen `msgspec.Struct` with `async def train(self, run)`; its fields are what a spec sets."""
+    if not callable(getattr(kind, "train", None)) or not hasattr(kind, "__struct_fields__"):
+        raise UsageError(f"strategy {name}: expected a msgspec.Struct with a method train, not {kind!r}")
+    STRATEGIES.add(name, kind)
+
+
+def register_task(name: str, make: Callable[[], Task]) -> None:
+    """Something to learn; `make` is called when it is first asked for."""
+    TASKS.add(name, make)
+
+
+def register_machine(machine: Machine) -> None:
+    """A machine, which a node of a scenario then has by its name."""
+    CATALOGUE.add(machine.name, machine)
+
+
+def register_medium(kind: type[AnyMedium]) -> None:
+    """A medium: a subclass of `Ethernet`, `Wifi` or `Thunderbolt` with a tag and figures of its own."""
+    tag = kind.__struct_config__.tag
+    if not issubclass(kind, OWN_MEDIA) or tag is None:
+        raise UsageError(f"medium {kind.__name__}: expected a tagged subclass of Ethernet, Wifi or Thunderbolt")
+    MEDIA.add(str(tag), kind)
+
+
+def register_fault(kind: type[Fault], strike: Callable[[Any, World], FaultProcess | None]) -> None:
+    """A fault: a tagged subclass of `Fault`, and what it does to the world, as a SimPy process or at once."""
+    tag = kind.__struct_config__.tag
+    if not issubclass(kind, Fault) or tag is None:
+        raise UsageError(f"fault {kind.__name__}: expected a tagged subclass of Fault")
+    FAULTS.add(str(tag), kind)
+    apply.register(kind)(strike)

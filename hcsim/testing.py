@@ -1,0 +1,221 @@
+"""What every compressor, algorithm, strategy, task and fault has to hold, as checks to call from a test of your own.
+
+    from hcsim.testing import check_compressor
+
+    def test_int4() -> None:
+        load_plugin("int4.py")
+        check_compressor("int4")
+
+hcsim's own pass them. An `AssertionError` says what does not hold, and for which input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, product
+
+import numpy as np
+
+from hcsim.collectives.algorithms import algorithms, buffer_elements, plan
+from hcsim.collectives.plan import split
+from hcsim.collectives.shape import Shape
+from hcsim.collectives.verify import PlanError, verify
+from hcsim.compressors.base import Array, Bytes, Compressor, Ident
+from hcsim.compressors.feedback import OWED, SUFFIX
+from hcsim.compressors.registry import make
+from hcsim.config import Fault, Scenario, Training, load_scenario, parse_scenario, write_scenario
+from hcsim.errors import CompressionError, NotFinite, UsageError
+from hcsim.launch import Outcome, simulate_training
+from hcsim.training.run import Report
+from hcsim.training.task import Task
+from hcsim.units import PositiveSeconds
+
+_SHAPES = ((0,), (1,), (7,), (1000,), (33, 65), (3, 3, 16, 8))
+_SCALES = (1e-30, 1.0, 1e30)
+_DAMAGED = 40
+_OF = Ident("tensor", 0)
+_WORLDS = range(1, 10)
+_HOME = "four-macs-1gbe"
+
+
+def check_compressor(spec: str) -> None:
+    """Payloads are what they say, damaged ones harm nobody, feedback loses nothing, and ranks stay alike."""
+    _require(make(spec, seed=1, rank=0).spec == make(make(spec, seed=1, rank=0).spec, seed=1, rank=0).spec, "its spec")
+    draw = np.random.default_rng(1)
+    for shape, scale in product(_SHAPES, _SCALES):
+        tensor = (draw.standard_normal(shape) * scale).astype(np.float32)
+        _check_payload(spec, tensor, f"{spec}, a tensor of shape {shape} and scale {scale:g}")
+    _check_payload(spec, np.zeros((9, 9), np.float32), f"{spec}, a tensor of zeros")
+    for value in (np.nan, np.inf, -np.inf):
+        tensor = np.ones(100, np.float32)
+        tensor[42] = value
+        try:
+            make(spec, seed=1, rank=0).encode(tensor, _OF)
+        except NotFinite:
+            continue
+        raise AssertionError(f"{spec}: a tensor with {value} in it was encoded, and not refused by NotFinite")
+    _check_feedback(spec)
+    _check_runs(Training(task="digits", compressor=spec, steps=3), f"{spec} in training")
+    _check_runs(Training(task="digits", compressor=spec + SUFFIX, steps=3), f"{spec + SUFFIX} in training")
+    _check_runs(Training(task="gpt2", compressor=spec, steps=1), f"{spec} with a phantom")
+
+
+def check_algorithm(operation: str, name: str, worlds: Iterable[int] = _WORLDS) -> None:
+    """For each number of ranks, length and root, all plans together do what the operation promises: proved."""
+    _require(name in algorithms(operation), f"{operation} has an algorithm {name}")
+    for shape in _shapes(operation, worlds):
+        try:
+            plans = [plan(operation, name, rank, shape).by_rank() for rank in range(shape.world)]
+            verify(operation, plans, [shape] * shape.world)
+        except (PlanError, UsageError) as error:
+            raise AssertionError(f"{name} of {operation} for {shape}: {error}") from error
+
+
+def check_strategy(spec: str) -> None:
+    """It trains to the end and to one model, with data, compressed, and with phantoms, the same way each time."""
+    _check_runs(Training(task="digits", strategy=spec, steps=6), spec)
+    _check_runs(Training(task="digits", strategy=spec, compressor="int8+ef", steps=6), f"{spec} with int8+ef")
+    _check_runs(Training(task="gpt2", strategy=spec, steps=2), f"{spec} with a phantom")
+
+
+def check_task(task: Task) -> None:
+    """Replicas follow from their seed, its figures fit together, and gradients are those of the loss."""
+    one, same, other = task.replica(1), task.replica(1), task.replica(2)
+    _require(one.layout == same.layout, "replicas have one layout")
+    _require(one.layout.length == sum(block.length for block in task.blocks), "blocks have all parameters, once")
+    if task.phantom:
+        return
+    parameters, gradients = np.asarray(one.parameters), np.asarray(one.gradients)
+    _require(np.array_equal(parameters, np.asarray(same.parameters)), "the same seed gives the same parameters")
+    _require(not np.array_equal(parameters, np.asarray(other.parameters)), "another seed gives others")
+    batch = np.arange(min(task.samples, task.defaults.batch))
+    gradients.fill(0)
+    one.forward(batch)
+    for block in reversed(range(len(task.blocks))):
+        one.backward(block)
+    along = gradients / max(float(np.linalg.norm(gradients)), 1e-30)
+    before, step = parameters.copy(), np.float32(1e-2)
+    losses = []
+    for sign in (-1, 1):
+        parameters[...] = before + sign * step * along
+        losses.append(one.forward(batch))
+    parameters[...] = before
+    slope, expected = (losses[1] - losses[0]) / (2 * float(step)), float(np.linalg.norm(gradients))
+    _require(abs(slope - expected) <= 0.05 * expected + 1e-3, f"along the gradient the loss rises by {expected:.4g}"
+             f" a unit, and it does by {slope:.4g}")  # fmt: skip
+
+
+def check_fault(scenario: Scenario, fault: Fault) -> None:
+    """It is read as it was written, changes something, and a run with it replays. The scenario has no faults."""
+    _require(not scenario.faults, "the scenario has no faults of its own")
+    text = write_scenario(_with(scenario, fault))
+    read = parse_scenario(text, "the scenario as it was written")
+    _require(read.faults == (fault,), f"{fault} is read as it was written, and not as {read.faults}:\n{text}")
+    settings = scenario.training or Training(steps=3, timeout_s=PositiveSeconds(60))
+    struck = [_settled(simulate_training(read, settings)) for _ in range(2)]
+    _require(struck[0] == struck[1], f"two runs with {fault} are the same run")
+    _require(struck[0] != _settled(simulate_training(scenario, settings)), f"a run with {fault} is another one")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"does not hold: {what}")
+
+
+def _check_payload(spec: str, tensor: Array, where: str) -> None:
+    coder, other = (make(spec, seed=1, rank=0) for _ in range(2))
+    before = tensor.copy()
+    payload = coder.encode(tensor, _OF).copy()
+    _require(np.array_equal(tensor, before), f"{where}: encoding leaves the tensor as it is")
+    _require(np.array_equal(payload, other.encode(tensor, _OF)), f"{where}: encoding it again gives the same payload")
+    size_bytes = coder.size_bytes(tensor.shape)
+    _require(payload.size == size_bytes or not coder.sized, f"{where}: the payload has {size_bytes} bytes")
+    _require(payload.size <= coder.most_bytes(tensor.shape), f"{where}: the payload is no longer than most_bytes says")
+    decoded = np.full_like(tensor, np.nan)
+    coder.decode(payload, decoded, _OF)
+    _require(bool(np.isfinite(decoded).all()), f"{where}: decoding fills all of it with finite numbers")
+    base = np.ones_like(tensor)
+    for change, expected in ((coder.add, base + decoded), (coder.subtract, base - decoded)):
+        changed = base.copy()
+        change(payload, changed, _OF)
+        near = np.allclose(changed, expected, rtol=1e-5, atol=1e-5)
+        _require(near, f"{where}: what `add` and `subtract` do is what `decode` says")
+    for damaged in _damaged(payload):
+        out = np.zeros_like(tensor)
+        try:
+            coder.decode(damaged, out, _OF)
+        except CompressionError:
+            continue
+        _require(bool(np.isfinite(out).all()), f"{where}: what a damaged payload decodes to is refused, or finite")
+        _require(damaged.size == payload.size or not coder.sized, f"{where}: a payload of another length is refused")
+
+
+def _damaged(payload: Bytes) -> Iterator[Bytes]:
+    draw = np.random.default_rng(2)
+    yield payload[:-1].copy()
+    yield np.append(payload, np.uint8(0))
+    for _ in range(_DAMAGED):
+        damaged = payload.copy()
+        at = draw.integers(0, payload.size, 1 + payload.size // 4)
+        damaged[at] = draw.integers(0, 256, at.size, dtype=np.uint8)
+        yield damaged
+
+
+def _check_feedback(spec: str) -> None:
+    """Over all steps, what was decoded and what is still owed is what was put in."""
+    coder: Compressor = make(spec + SUFFIX, seed=1, rank=0)
+    draw = np.random.default_rng(3)
+    given, decoded = np.zeros((16, 24), np.float32), np.zeros((16, 24), np.float32)
+    for step in range(5):
+        tensor = draw.standard_normal(given.shape).astype(np.float32)
+        of = Ident("tensor", step)
+        coder.add(coder.encode(tensor, of), decoded, of)
+        coder.commit(step)
+        given += tensor
+    lost = float(np.linalg.norm(given - decoded) / np.linalg.norm(given))
+    _require(lost < 1, f"{spec + SUFFIX}: what is lost is less than the tensor (it is {lost:.3g} of it)")
+    owed = sum(
+        (np.asarray(array, np.float32) for name, array in coder.state().items() if name.startswith(OWED)), 0 * given
+    )
+    error = float(np.abs(given - decoded - owed).max())
+    _require(error <= 1e-4, f"{spec + SUFFIX}: what was sent and what is owed is what was given, but for {error:.2g}")
+
+
+def _shapes(operation: str, worlds: Iterable[int]) -> Iterator[Shape]:
+    for world in worlds:
+        for length in (0, 1, world, 3 * world + 1, 1000):
+            parts = split(length, world)
+            counts = tuple(hi - lo for lo, hi in pairwise(parts))
+            for root in sorted({0, world // 2, world - 1}):
+                if operation == "all_to_all":
+                    yield Shape(world=world, sent=(length,) * world, received=(length,) * world)
+                else:
+                    shape = Shape(world=world, length=length, counts=counts, root=root)
+                    if buffer_elements(operation, shape) or operation == "barrier" or length == 0:
+                        yield shape
+
+
+def _check_runs(settings: Training, where: str) -> None:
+    home = load_scenario(_HOME)
+    reports = simulate_training(home, settings).values()
+    again = simulate_training(home, settings).values()
+    _require(reports == again or _without_losses(reports) == _without_losses(again), f"{where}: two runs are the same")
+    _require(all(report.steps == settings.steps for report in reports), f"{where}: all ranks take all steps")
+    _require(len({report.sha256 for report in reports}) == 1, f"{where}: all ranks end with the same model")
+    _require(all(report.duration_s > 0 for report in reports), f"{where}: it takes time")
+
+
+def _without_losses(reports: list[Report]) -> list[tuple[object, ...]]:
+    """A phantom's losses are no numbers, which are unlike themselves."""
+    return [(r.rank, r.steps, r.duration_s, r.sent_bytes, r.sha256) for r in reports]
+
+
+def _with(scenario: Scenario, fault: Fault) -> Scenario:
+    return Scenario(
+        **{name: getattr(scenario, name) for name in Scenario.__struct_fields__ if name != "faults"},
+        faults=(fault,),  # type: ignore[arg-type]
+    )
+
+
+def _settled(outcome: Outcome[Report]) -> tuple[object, ...]:
+    return outcome.trace_sha256, outcome.seconds, tuple(map(repr, outcome.results))

@@ -28,9 +28,8 @@ from hcsim.collectives.arithmetic import dtype_named
 from hcsim.collectives.data import Data
 from hcsim.collectives.group import Group
 from hcsim.collectives.memory import Array
-from hcsim.collectives.plan import split
+from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.select import choose
-from hcsim.collectives.shape import Shape
 from hcsim.config import Job
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom

@@ -22,9 +22,8 @@ from hcsim.collectives.fate import Fate, Turn
 from hcsim.collectives.inbox import Waiting
 from hcsim.collectives.mail import Mail, Receipt
 from hcsim.collectives.memory import Memory
-from hcsim.collectives.plan import Finish, Plan, Recv, Send
+from hcsim.collectives.plan import Finish, Plan, Recv, Send, Shape
 from hcsim.collectives.schedule import Schedule, schedule
-from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import BUCKET_BITS, NUMBER_BITS, POINT_TO_POINT, TAG_BITS, Ticket, Wiring
 from hcsim.errors import UsageError
 from hcsim.transport.link import Tag

@@ -40,9 +40,8 @@ from hcsim.collectives.measure import measure_links
 from hcsim.collectives.memory import Memory
 from hcsim.collectives.options import Options
 from hcsim.collectives.order import order_over
-from hcsim.collectives.plan import Recv, Send, offsets, split
+from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
 from hcsim.collectives.select import choose
-from hcsim.collectives.shape import Shape
 from hcsim.collectives.wiring import POINT_TO_POINT
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom

@@ -16,8 +16,7 @@ import numpy as np
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.data import Data, array_of, copy_into, empty_like, in_one_piece, moving, part_of, reducing
 from hcsim.collectives.memory import Array, Memory
-from hcsim.collectives.plan import Send
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Send, Shape
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plans
+from hcsim.collectives.algorithms.ring import CHUNK
 from hcsim.collectives.cost import Links, price
-from hcsim.collectives.plan import Finish, Reduce, Rounds
-from hcsim.collectives.ring import CHUNK
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Finish, Reduce, Rounds, Shape
 from hcsim.errors import UsageError
 
 SHORT_BYTES = 1 << 20

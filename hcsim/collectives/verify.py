@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hcsim.collectives.exchange import Exchange, Key
-from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, offsets
+from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, Shape, offsets
 from hcsim.collectives.ranges import Ranges
-from hcsim.collectives.shape import Shape
 from hcsim.errors import HcsimError, UsageError
 
 

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hcsim.collectives import ring
-from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans
+from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans, ring
+from hcsim.collectives.algorithms.hierarchical import CROSS, LOCAL
 from hcsim.collectives.belts import stages
-from hcsim.collectives.hierarchical import CROSS, LOCAL
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, offsets
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, Shape, offsets
 from hcsim.collectives.schedule import schedule, survey
-from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 

@@ -18,8 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Survey, offsets, split
-from hcsim.collectives.shape import Shape, finished
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Shape, Survey, finished, offsets, split
 
 CHUNK = 1 << 18
 """Elements of a chunk, of which there is one per rank, in `chunked_all_reduce`: what a processor has beside it."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, offsets, split
-from hcsim.collectives.shape import Shape, finished
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Shape, finished, offsets, split
 
 
 def _level(v: int, arity: int) -> int:

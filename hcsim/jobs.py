@@ -25,9 +25,8 @@ import numpy as np
 from hcsim import rng
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import dtype_named
-from hcsim.collectives.data import Data
+from hcsim.collectives.buffers import Array, Data
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
 from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.select import choose
 from hcsim.config import Job

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from hcsim.calls.compression import Compression, compressing
+from hcsim.collectives.buffers import Array
 from hcsim.collectives.dispatch import Pending
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
 
 ANY_SOURCE = -1
 

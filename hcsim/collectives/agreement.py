@@ -3,6 +3,9 @@
 Its number says where in the order the operation stands, its signature what it is. A frame that finds its place posted
 is checked there. One that does not is looked at here: it may only be early, or the sign that its sender does something
 else, for which nobody here will ever post a place.
+
+Ranks that call unlike collectives may all wait to receive: then no frame shows that they disagree. So a rank that has
+been in one for a while tells the lowest rank of its group which one it is (`watch`), and that rank compares.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import TypeAlias
 
 from hcsim.collectives.algorithms import PLANNERS
 from hcsim.collectives.wiring import POINT_TO_POINT, Ticket
-from hcsim.errors import CollectiveError, RemoteProtocolError
+from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError
+from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.mesh import Mesh
 
 _OPERATIONS = tuple(PLANNERS)
 _DIGEST_BITS = 28
@@ -95,6 +100,32 @@ class Agreement:
             text = f"rank {sender} is doing another operation: it sends for {_name_of(theirs)} #{number}, which is over"
             return _violation(text, sender)
         return trouble
+
+
+async def watch(mesh: Mesh, agreement: Agreement, every_s: float) -> None:
+    """Go on until cancelled; what has not ended from one look to the next is told, once."""
+    before: list[Ticket] = []
+    told: list[Ticket] = []
+    while True:
+        await mesh.host.clock.sleep(every_s)
+        oldest = agreement.oldest()
+        late = [ticket for ticket in oldest if ticket in before]
+        for ticket in late:
+            lowest = agreement.lowest[ticket.group]
+            if ticket not in told and lowest != mesh.us.rank:
+                mesh.host.spawn(_tell(mesh, lowest, ticket), name=f"tell rank {lowest} of {ticket}")
+        before, told = oldest, late
+
+
+async def _tell(mesh: Mesh, rank: int, ticket: Ticket) -> None:
+    header = Header(
+        0, Kind.WAITING, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation, ticket.signature
+    )
+    try:
+        link = await mesh.link(rank)
+        await link.send(header, EMPTY)
+    except HcsimError:
+        pass  # it cannot be told; the operation learns by itself what is the matter
 
 
 def _compared(number: int, one: tuple[int, int], other: tuple[int, int]) -> CollectiveError | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.memory import Memory
+from hcsim.collectives.buffers import Buffer
 from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Send
 from hcsim.collectives.wiring import RECEIVING, WORTH_CONVEYING_BYTES, Progress, Wiring
 from hcsim.runtime.channel import Leg
@@ -94,7 +94,7 @@ class Belts:
         self._wiring = wiring
         self._links = links
         self._stages = found
-        size = wiring.memory.element_bytes
+        size = wiring.buffer.element_bytes
         self._least = WORTH_CONVEYING_BYTES // size
         self._most = {peer: link.outlet.most_bytes // size if link.outlet else -1 for peer, link in links.items()}
         """Elements of a message that can be passed on, by peer."""
@@ -131,7 +131,7 @@ class Belts:
 
     def _legs(self, at: At, source: Link, to: Link) -> tuple[list[Leg], list[At]]:
         """The legs from there on that come from one peer and go to another, and how far we are after each."""
-        wiring, memory, links = self._wiring, self._wiring.memory, self._links
+        wiring, buffer, links = self._wiring, self._wiring.buffer, self._links
         us, source_rank = wiring.ticket.rank, source.peer_rank
         legs: list[Leg] = []
         reached: list[At] = []
@@ -149,26 +149,26 @@ class Belts:
                     legs[-1] = legs[-1]._replace(goes=goes)
                     reached[-1] = At(step, sent=True)
                 else:
-                    legs.append(Leg(None, goes, _place(memory, send), "", stays=True))
+                    legs.append(Leg(None, goes, _place(buffer, send), "", stays=True))
                     reached.append(At(step, sent=True))
             if take is None or links[take.peer] is not source or not self._can_take(take):
                 break
             comes = wiring.header(take, step, source_rank)
-            numbers = memory.numbers if type(take) is Reduce else ""
-            divisor = memory.divisor if stage.finishes else 1
-            legs.append(Leg(comes, None, _place(memory, take), numbers, stage.stays, divisor))
+            numbers = buffer.numbers if type(take) is Reduce else ""
+            divisor = buffer.divisor if stage.finishes else 1
+            legs.append(Leg(comes, None, _place(buffer, take), numbers, stage.stays, divisor))
             reached.append(At(step + 1, sent=False))
             goes_on = stage.goes_on
         return legs, reached
 
     def _can_take(self, take: Taken) -> bool:
-        return self._can_move(take) and (type(take) is Recv or self._wiring.memory.numbers != "")
+        return self._can_move(take) and (type(take) is Recv or self._wiring.buffer.numbers != "")
 
     def _can_move(self, action: Send | Taken) -> bool:
         return self._least <= action.hi - action.lo <= self._most[action.peer]
 
 
-def _place(memory: Memory, action: Send | Taken) -> memoryview:
-    place = memory.place(action.lo, action.hi)
+def _place(buffer: Buffer, action: Send | Taken) -> memoryview:
+    place = buffer.place(action.lo, action.hi)
     assert place is not None  # a phantom is not passed on
     return place

@@ -22,10 +22,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.collectives.exchange import Exchange, Key
 from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Rounds, Send
-from hcsim.collectives.ranges import Ranges
-from hcsim.collectives.verify import PlanError
+from hcsim.collectives.verify import Exchange, IntervalMap, Key, PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
@@ -78,8 +76,8 @@ class _Rank:
         self.out_free_s = self.in_free_s = self.adder_free_s = 0.0
         self.size = max((action.hi for actions in rounds for action in actions), default=0)
         # One cell more: signals carry no range, and wait for each other there.
-        self.written_s = Ranges(self.size + 1, 0.0)
-        self.released_s = Ranges(self.size + 1, 0.0)
+        self.written_s = IntervalMap(self.size + 1, 0.0)
+        self.released_s = IntervalMap(self.size + 1, 0.0)
 
     def cell(self, lo: int, hi: int) -> tuple[int, int]:
         return (lo, hi) if lo < hi else (self.size, self.size + 1)

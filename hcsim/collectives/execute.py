@@ -48,7 +48,7 @@ class Execution:
     @property
     def sent_bytes(self) -> int:
         """What it sends from begin to end."""
-        return self._schedule.sent * self._wiring.memory.element_bytes
+        return self._schedule.sent * self._wiring.buffer.element_bytes
 
     async def run(self) -> None:
         """Run the plan to its end. A failure anywhere ends all of it, as a `CollectiveError`."""

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hcsim.collectives.agreement import Agreement
-from hcsim.collectives.memory import ScratchPool
+from hcsim.collectives.agreement import Agreement, watch
+from hcsim.collectives.buffers import ScratchPool
 from hcsim.collectives.meter import Meter
-from hcsim.collectives.watch import watch
 from hcsim.collectives.wiring import POINT_TO_POINT, RECEIVING, Ticket
 from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
 from hcsim.runtime.frame import Header, Kind

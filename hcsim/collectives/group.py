@@ -17,31 +17,36 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from hcsim.collectives.cost import Links
-from hcsim.collectives.data import (
+from hcsim.collectives.buffers import (
+    WORTH_SPARING,
+    Buffer,
     Data,
     DataT,
+    Span,
+    contiguous,
     copy_into,
-    element_bytes_of,
-    in_one_piece,
     length_of,
-    moving,
+    output_for,
     overlaps,
     part_of,
-    reducing,
-    room_for,
-    whole_number,
+    parts_by_rank,
+    preserving_buffer,
+    reduction_buffer,
+    scatter_input,
+    spanning_buffer,
+    touched,
+    transfer_buffer,
     writable,
+    written,
 )
+from hcsim.collectives.cost import Links
 from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
 from hcsim.collectives.fate import Fate
-from hcsim.collectives.layout import WORTH_SPARING, Span, combining, dealt, parts_of, spanning, touched, written
-from hcsim.collectives.measure import measure_links
-from hcsim.collectives.memory import Memory
-from hcsim.collectives.options import Options
-from hcsim.collectives.order import order_over
+from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
+from hcsim.collectives.ring_order import order_over
 from hcsim.collectives.select import choose
+from hcsim.collectives.startup import measure_links
 from hcsim.collectives.wiring import POINT_TO_POINT
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom
@@ -265,7 +270,7 @@ class Group:
         """Combine everybody's data; everybody gets the result, in place."""
         shape = self._of_length(length_of(data))
         return self._start(
-            "all_reduce", shape, reducing([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
+            "all_reduce", shape, reduction_buffer([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
         )
 
     def reduce(
@@ -274,13 +279,15 @@ class Group:
         """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
         shape = self._of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
-        return self._start("reduce", shape, reducing([work], op, self.size), lambda: data, algorithm, bucket, op)
+        return self._start(
+            "reduce", shape, reduction_buffer([work], op, self.size), lambda: data, algorithm, bucket, op
+        )
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
         """Everybody gets the root's data, in place."""
         shape = self._of_length(length_of(data), self._rank(root))
-        memory = moving([data if self.rank == root else writable(data)])
-        return self._start("broadcast", shape, memory, lambda: data, algorithm, bucket)
+        buffer = transfer_buffer([data if self.rank == root else writable(data)])
+        return self._start("broadcast", shape, buffer, lambda: data, algorithm, bucket)
 
     def all_gather(
         self,
@@ -295,10 +302,10 @@ class Group:
 
         `into` has room for all of it in one piece; our data may be its part of that already."""
         shape, cuts = self._parts(data, counts)
-        whole = room_for(cuts[-1], data, into)
-        parts = parts_of(whole, cuts, data, counts)
+        whole = output_for(cuts[-1], data, into)
+        parts = parts_by_rank(whole, cuts, data, counts)
         copy_into(parts[self.rank], data)
-        return self._start("all_gather", shape, moving([whole]), lambda: parts, algorithm, bucket)
+        return self._start("all_gather", shape, transfer_buffer([whole]), lambda: parts, algorithm, bucket)
 
     def gather(
         self,
@@ -313,16 +320,16 @@ class Group:
         """The root gets everybody's data, by rank, `into` one piece if it has one for it; the others get None."""
         shape, cuts = self._parts(data, counts, root=self._rank(root))
         if self.rank == root:
-            whole = room_for(cuts[-1], data, into)
-            parts = parts_of(whole, cuts, data, counts)
+            whole = output_for(cuts[-1], data, into)
+            parts = parts_by_rank(whole, cuts, data, counts)
             copy_into(parts[root], data)
-            return self._start("gather", shape, moving([whole]), lambda: parts, algorithm, bucket)
+            return self._start("gather", shape, transfer_buffer([whole]), lambda: parts, algorithm, bucket)
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         algorithm = self._algorithm("gather", shape, data, algorithm)
         reach = touched("gather", algorithm, self.rank, shape, own)
-        memory, place = spanning(in_one_piece(data), own, reach)
+        buffer, place = spanning_buffer(contiguous(data), own, reach)
         copy_into(place, data)
-        return self._start("gather", shape, memory, lambda: None, algorithm, bucket)
+        return self._start("gather", shape, buffer, lambda: None, algorithm, bucket)
 
     def scatter(
         self,
@@ -336,22 +343,24 @@ class Group:
         """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length.
 
         The root has a list of them, or one array with all of them one after the other."""
-        moving([writable(into)])  # refuses a target whose elements are not in one piece: a copy of it would be filled
+        transfer_buffer(
+            [writable(into)]
+        )  # refuses a target whose elements are not in one piece: a copy of it would be filled
         counts = (length_of(into),) * self.size
         shape, cuts = self._shape(counts=counts, root=self._rank(root)), offsets(counts)
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         algorithm = self._algorithm("scatter", shape, into, algorithm)
         if self.rank == root:
-            whole = dealt(data, into, cuts)
-            memory, place = moving([whole]), part_of(whole, *own)
+            whole = scatter_input(data, into, cuts)
+            buffer, place = transfer_buffer([whole]), part_of(whole, *own)
         else:
-            memory, place = spanning(into, own, touched("scatter", algorithm, self.rank, shape, own))
+            buffer, place = spanning_buffer(into, own, touched("scatter", algorithm, self.rank, shape, own))
 
         def result() -> DataT:
             copy_into(into, place)
             return into
 
-        return self._start("scatter", shape, memory, result, algorithm, bucket)
+        return self._start("scatter", shape, buffer, result, algorithm, bucket)
 
     def reduce_scatter(
         self,
@@ -372,12 +381,12 @@ class Group:
         if cuts[-1] != length:
             raise UsageError(f"counts {list(shape.counts)} do not divide {length} elements among {self.size} ranks")
         own = Span(cuts[self.rank], cuts[self.rank + 1])
-        target = None if into is None else room_for(own.hi - own.lo, data, into)
+        target = None if into is None else output_for(own.hi - own.lo, data, into)
         changed = Span(0, length)
         if length >= WORTH_SPARING:
             algorithm = self._algorithm("reduce_scatter", shape, data, algorithm)
             changed = written("reduce_scatter", algorithm, self.rank, shape, own)
-        memory, part = combining(data, target, own, changed, op, self.size)
+        buffer, part = preserving_buffer(data, target, own, changed, op, self.size)
 
         def result() -> Data:
             if target is None:
@@ -385,7 +394,7 @@ class Group:
             copy_into(target, part)
             return target
 
-        return self._start("reduce_scatter", shape, memory, result, algorithm, bucket, op)
+        return self._start("reduce_scatter", shape, buffer, result, algorithm, bucket, op)
 
     def all_to_all(
         self,
@@ -407,28 +416,30 @@ class Group:
         cuts = offsets(coming)
         if cuts[-1] and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
-        whole = room_for(cuts[-1], data[0], into)
+        whole = output_for(cuts[-1], data[0], into)
         if into is not None and overlaps(whole, data):
             raise UsageError("an all_to_all cannot receive into what it sends")
         parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
         copy_into(parts[self.rank], data[self.rank])
-        return self._start("all_to_all", shape, moving([*data, whole]), lambda: parts, algorithm, bucket)
+        return self._start("all_to_all", shape, transfer_buffer([*data, whole]), lambda: parts, algorithm, bucket)
 
     def barrier(self, *, bucket: int = 0) -> Pending[None]:
         """Return when everybody has called it."""
-        return self._start("barrier", self._of_length(0), moving([np.empty(0, np.uint8)]), lambda: None, "auto", bucket)
+        return self._start(
+            "barrier", self._of_length(0), transfer_buffer([np.empty(0, np.uint8)]), lambda: None, "auto", bucket
+        )
 
     # Point to point.
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
         message = Message("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
-        return self._dispatch.message(message, moving([data]), lambda: data, self._timeout_s)
+        return self._dispatch.message(message, transfer_buffer([data]), lambda: data, self._timeout_s)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Receive into the data, which has the length of what comes."""
         message = Message("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
-        return self._dispatch.message(message, moving([writable(data)]), lambda: data, self._timeout_s)
+        return self._dispatch.message(message, transfer_buffer([writable(data)]), lambda: data, self._timeout_s)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
         """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
@@ -436,14 +447,17 @@ class Group:
         Messages go to those who ask, whether from anybody or from one rank, in the order in which they asked."""
         if self.size == 1:
             raise UsageError("there is nobody to receive from in a group of one")
-        memory = moving([writable(data)])
-        return self._dispatch.from_anybody(length_of(data), whole_number("a tag", tag), memory, self._timeout_s)
+        buffer = transfer_buffer([writable(data)])
+        return self._dispatch.from_anybody(length_of(data), whole_number("a tag", tag), buffer, self._timeout_s)
 
     def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
         """Send and receive at the same time."""
         number = whole_number("a tag", tag)
-        out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), moving([data])
-        back, place = Message("recv", number, Recv(self._peer(source), 0, length_of(into))), moving([writable(into)])
+        out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), transfer_buffer([data])
+        back, place = (
+            Message("recv", number, Recv(self._peer(source), 0, length_of(into))),
+            transfer_buffer([writable(into)]),
+        )
         # Both were checked before either starts: a call that is refused has done nothing.
         sending = self._dispatch.message(out, given, lambda: data, self._timeout_s)
         receiving = self._dispatch.message(back, place, lambda: into, self._timeout_s)
@@ -463,7 +477,7 @@ class Group:
         self,
         operation: str,
         shape: Shape,
-        memory: Memory,
+        buffer: Buffer,
         result: Callable[[], T],
         algorithm: str,
         bucket: int,
@@ -471,16 +485,16 @@ class Group:
     ) -> Pending[T]:
         if algorithm == "auto":
             segment_bytes = self._fate.mesh.us.wire.segment_bytes
-            algorithm = choose(operation, shape, memory.element_bytes, self._shared.options.links, segment_bytes)
+            algorithm = choose(operation, shape, buffer.element_bytes, self._shared.options.links, segment_bytes)
         request = Request(operation, algorithm, shape, op, whole_number("a bucket", bucket))
-        return self._dispatch.collective(request, memory, result, self._timeout_s)
+        return self._dispatch.collective(request, buffer, result, self._timeout_s)
 
     def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
-        """The algorithm, where it has to be known before there is memory."""
+        """The algorithm, where it has to be known before there is buffer."""
         if algorithm != "auto":
             return algorithm
         segment_bytes = self._fate.mesh.us.wire.segment_bytes
-        return choose(operation, shape, element_bytes_of(data), self._shared.options.links, segment_bytes)
+        return choose(operation, shape, data.itemsize, self._shared.options.links, segment_bytes)
 
     def _of_length(self, length: int, root: int = 0) -> Shape:
         shapes = self._shared.shapes

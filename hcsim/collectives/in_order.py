@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeAlias
 
 from hcsim.collectives.belts import At, Belts
-from hcsim.collectives.memory import RESERVE_BYTES
+from hcsim.collectives.buffers import RESERVE_BYTES
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
 from hcsim.collectives.schedule import Schedule
 from hcsim.collectives.wiring import RECEIVING, Progress, Wiring
@@ -36,7 +36,7 @@ class InOrder:
         self._rounds = schedule.plan.rounds
         self._links = {number: wiring.links[rank] for number, rank in schedule.names.items()}
         self._patient = schedule.patient
-        self._space = max(schedule.beside, RESERVE_BYTES // wiring.memory.element_bytes)
+        self._space = max(schedule.beside, RESERVE_BYTES // wiring.buffer.element_bytes)
         self._roomless: deque[tuple[_Posted, int, int, Reduce]] = deque()
         """Those of the rounds so far that have no room yet."""
         self._largest = 0
@@ -86,7 +86,7 @@ class InOrder:
                 if (known := posted[number]) is not None:
                     arrived, taken = known
                 else:
-                    arrived = wiring.post(link, action, step, wiring.memory.place(action.lo, action.hi))
+                    arrived = wiring.post(link, action, step, wiring.buffer.place(action.lo, action.hi))
                 payload = arrived.result() if arrived.done() else await arrived
                 if type(action) is Reduce:
                     await wiring.combine((step, number), action, payload, received_left=link.peer_rank < rank)
@@ -117,7 +117,7 @@ class InOrder:
                 if roomless or not self._post_reduce(posted, step, number, action):
                     roomless.append((posted, step, number, action))
             elif type(action) is Recv and not (patient and (step, number) in patient):
-                place = wiring.memory.place(action.lo, action.hi)
+                place = wiring.buffer.place(action.lo, action.hi)
                 posted[number] = wiring.post(self._links[action.peer], action, step, place), 0
         return posted
 

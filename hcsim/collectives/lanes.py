@@ -113,7 +113,7 @@ class Lanes:
         if lane.reduces[number]:
             into = wiring.scratch((lane.peer, number), segment, now=self._is_ready(segment, sends=True))
         else:
-            into = wiring.memory.place(segment.lo, segment.hi)
+            into = wiring.buffer.place(segment.lo, segment.hi)
         return wiring.post(wiring.links[lane.peer], segment, segment.step, into, segment.offset, segment.total)
 
     # Which segments may go ahead.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Real
+from operator import index
+from typing import SupportsIndex
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from hcsim.collectives.cost import Links
-from hcsim.collectives.data import whole_number
 from hcsim.errors import UsageError
 
 
@@ -51,3 +52,11 @@ def _ranks(what: str, given: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(given, Iterable):
         raise UsageError(f"{what} is a list of ranks, not {given!r}")
     return tuple(whole_number("a rank", rank) for rank in given)
+
+
+def whole_number(what: str, number: SupportsIndex) -> int:
+    """A number that may be numpy's, as the plain one that ranks compare and traces hold."""
+    try:
+        return index(number)
+    except TypeError:
+        raise UsageError(f"{what} is a whole number, not {number!r}") from None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hcsim.collectives.memory import Memory, ScratchPool
+from hcsim.collectives.buffers import Buffer, ScratchPool
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.device import Device
 from hcsim.runtime.frame import Header, Kind
@@ -81,17 +81,17 @@ class Progress:
 
 
 class Wiring:
-    """An operation's memory, its links, and the headers between them."""
+    """An operation's buffer, its links, and the headers between them."""
 
-    __slots__ = ("_device", "_pool", "_rooms", "_size", "links", "memory", "ticket")
+    __slots__ = ("_device", "_pool", "_rooms", "_size", "buffer", "links", "ticket")
 
-    def __init__(self, ticket: Ticket, memory: Memory, pool: ScratchPool, device: Device) -> None:
+    def __init__(self, ticket: Ticket, buffer: Buffer, pool: ScratchPool, device: Device) -> None:
         self.ticket = ticket
-        self.memory = memory
+        self.buffer = buffer
         self.links: dict[int, Link] = {}
         self._pool = pool
         self._device = device
-        self._size = memory.element_bytes
+        self._size = buffer.element_bytes
         self._rooms: dict[tuple[int, int], tuple[memoryview, Fold | None]] = {}
 
     def send(
@@ -99,7 +99,7 @@ class Wiring:
     ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
         header = self._header(part, step, offset, total, self.ticket.rank)
-        return link.send(header, self.memory.payload(part.lo, part.hi))
+        return link.send(header, self.buffer.payload(part.lo, part.hi))
 
     def post(
         self,
@@ -117,7 +117,7 @@ class Wiring:
 
     def may_convey(self, sent: int) -> bool:
         """Whether something that comes may be passed on without a stop, where so many elements are sent in all."""
-        if sent * self._size < WORTH_CONVEYING_BYTES or self.memory.is_phantom:
+        if sent * self._size < WORTH_CONVEYING_BYTES or self.buffer.is_phantom:
             return False
         return any(link.outlet is not None for link in self.links.values())
 
@@ -138,12 +138,12 @@ class Wiring:
 
         Where `now` is its turn, and nobody else reads or writes the range before it has come, it may be added to it
         on the way."""
-        if self.memory.is_phantom:
+        if self.buffer.is_phantom:
             return None
         size_bytes = (part.hi - part.lo) * self._size
         whole = self._pool.take(size_bytes)
         room = whole[:size_bytes]
-        fold = self.memory.fold(part.lo, part.hi, room) if now else None
+        fold = self.buffer.fold(part.lo, part.hi, room) if now else None
         self._rooms[which] = whole, fold
         return fold or room
 
@@ -160,14 +160,14 @@ class Wiring:
         """Combine what was received with the range, unless it was added to it on the way, and release its room.
 
         What is left to wait for is the time that this takes."""
-        if not self.memory.is_phantom:
+        if not self.buffer.is_phantom:
             whole, fold = self._rooms.pop(which)
             if fold is None or received is not fold.into:
-                self.memory.combine(part.lo, part.hi, received, received_left=received_left)
+                self.buffer.combine(part.lo, part.hi, received, received_left=received_left)
             self._pool.give_back(whole)
         return self._device.touch(3 * received.nbytes)
 
     def finish(self, lo: int, hi: int) -> Coroutine[Any, Any, None]:
         """Apply what comes last to the range; wait for the time that this takes."""
-        self.memory.finish(lo, hi)
+        self.buffer.finish(lo, hi)
         return self._device.touch(2 * (hi - lo) * self._size)

@@ -11,8 +11,7 @@ import pytest
 from hcsim import Group, Options, Phantom, Wire
 from hcsim.calls.call import Call, perform
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.layout import WORTH_SPARING
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import WORTH_SPARING, Array
 from hcsim.collectives.plan import offsets, split
 from hcsim.errors import UsageError
 

@@ -12,7 +12,7 @@ import pytest
 from hcsim import Group, Options, simulate
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.dispatch import IN_FLIGHT
-from hcsim.collectives.measure import partners
+from hcsim.collectives.startup import partners
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, CollectiveError, UsageError
 from hcsim.real.shared import SWITCH, rings

@@ -7,7 +7,7 @@ import pytest
 
 from hcsim import Group, Options
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.memory import KEPT_BYTES, RESERVE_BYTES, ScratchPool
+from hcsim.collectives.buffers import KEPT_BYTES, RESERVE_BYTES, ScratchPool
 
 SIZES_BYTES = [64 << 10, 192 << 10, 1 << 20, 5 << 20, 16 << 20]
 """Up to a segment all goes in order, beyond it in lanes; one that is just too long for a segment is the hardest."""

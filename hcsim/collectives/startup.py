@@ -1,16 +1,18 @@
-"""Measure the links of a group, so that `auto` and the ring's order rest on what is there.
+"""What a group does before its first operation: wait until all ranks are there, and measure the links.
 
-Ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
-disturb each other as little as possible: n − 1 rounds, and everybody has met everybody. A pair
+Measuring: ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
+disturb each other as little as possible: n − 1 rounds, and each has met all others. A pair
 measures the shortest of a few round trips, what each message costs beyond that when many follow
 each other, and the shortest time of a large message in each direction. Then all ranks share their rows, so
-that all of them hold the same figures.
+that all of them hold the same figures; `auto` and the ring's order rest on them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,6 +26,36 @@ _ROUND_TRIPS = 5
 _BURST = 16
 _LARGE_MESSAGES = 3
 _TAG = 65535
+
+Missing: TypeAlias = Callable[[list[int]], None]
+"""Told which ranks we still wait for, whenever that changes."""
+
+
+async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
+    """Return when every rank is there: all call the first, which tells those who have whom it still waits for."""
+    if group.size == 1:
+        return
+    patient = group.subgroup(range(group.size)).within(wait_s)
+    if group.rank:
+        missing([0])
+        await patient.send(np.zeros(1, np.uint8), 0)
+        while True:
+            is_absent = np.zeros(group.size, np.uint8)
+            await patient.recv(is_absent, 0)
+            missing(np.flatnonzero(is_absent).tolist())
+            if not is_absent.any():
+                return
+    absent = list(range(1, group.size))
+
+    async def arrival(rank: int) -> None:
+        await patient.recv(np.zeros(1, np.uint8), rank)
+        absent.remove(rank)
+        missing(absent)
+        is_absent = np.isin(np.arange(group.size), absent).astype(np.uint8)
+        await asyncio.gather(*(patient.send(is_absent, there) for there in np.flatnonzero(is_absent == 0)[1:].tolist()))
+
+    missing(absent)
+    await asyncio.gather(*(arrival(rank) for rank in range(1, group.size)))
 
 
 async def measure_links(group: Group) -> Links:

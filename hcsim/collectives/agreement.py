@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from hcsim.collectives.algorithms import PLANNERS
-from hcsim.collectives.wiring import POINT_TO_POINT, Ticket
+from hcsim.collectives.operation import POINT_TO_POINT, OperationId
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import EMPTY
 from hcsim.runtime.frame import Header, Kind
@@ -49,7 +49,7 @@ class Agreement:
         self._us = us
         self.lowest: dict[int, int] = {}
         """The lowest rank of each group, by its number."""
-        self._under_way: dict[Key, Ticket] = {}
+        self._under_way: dict[Key, OperationId] = {}
         self._over: dict[Key, int] = {}
         """Signatures of the last ones that are over."""
         self._begun: dict[tuple[int, int], int] = {}
@@ -57,36 +57,36 @@ class Agreement:
         self._ahead: dict[Key, dict[int, int]] = {}
         """Of an operation that we have not begun: by sender, the signature of the first frame that came."""
 
-    def begin(self, ticket: Ticket) -> CollectiveError | None:
+    def begin(self, identity: OperationId) -> CollectiveError | None:
         """We begin a collective. Says why it cannot succeed, where a frame that came before shows that."""
-        key = (ticket.group, ticket.bucket, ticket.operation)
-        self._under_way[key] = ticket
-        self._begun[key[:2]] = ticket.operation + 1
-        ours = (self._us, ticket.signature)
+        key = (identity.group, identity.bucket, identity.number)
+        self._under_way[key] = identity
+        self._begun[key[:2]] = identity.number + 1
+        ours = (self._us, identity.signature)
         for theirs in (self._ahead.pop(key, {}) if self._ahead else {}).items():
-            if (trouble := _compared(ticket.operation, ours, theirs)) is not None:
+            if (trouble := _compared(identity.number, ours, theirs)) is not None:
                 return trouble
         return None
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, identity: OperationId) -> None:
         """It is over here."""
-        key = (ticket.group, ticket.bucket, ticket.operation)
+        key = (identity.group, identity.bucket, identity.number)
         self._over[key] = self._under_way.pop(key).signature
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
 
-    def oldest(self) -> list[Ticket]:
+    def oldest(self) -> list[OperationId]:
         """The first of each bucket that is under way."""
-        found: dict[tuple[int, int], Ticket] = {}
-        for ticket in self._under_way.values():
-            found.setdefault((ticket.group, ticket.bucket), ticket)
+        found: dict[tuple[int, int], OperationId] = {}
+        for identity in self._under_way.values():
+            found.setdefault((identity.group, identity.bucket), identity)
         return list(found.values())
 
     def objection(self, sender: int, header: Header) -> CollectiveError | None:
         """Why a frame that finds no place shows that its sender does something else, if it does."""
         key, number, theirs = (header.group, header.bucket, header.operation), header.operation, header.signature
-        ticket = self._under_way.get(key)
-        if (ticket is not None and ticket.signature == theirs) or header.group & POINT_TO_POINT:
+        identity = self._under_way.get(key)
+        if (identity is not None and identity.signature == theirs) or header.group & POINT_TO_POINT:
             return None
         if number >= self._begun.get(key[:2], 0):
             # Which of two others is wrong shows only what we do there: we wait for that, unless they wait for each
@@ -94,9 +94,9 @@ class Agreement:
             ahead = self._ahead.setdefault(key, {})
             ahead.setdefault(sender, theirs)
             return _contradiction(number, ahead) if header.kind is Kind.WAITING else None
-        ours = ticket.signature if ticket is not None else self._over.get(key)
+        ours = identity.signature if identity is not None else self._over.get(key)
         trouble = None if ours is None else _compared(number, (self._us, ours), (sender, theirs))
-        if trouble is None and ticket is None and header.kind is Kind.DATA:
+        if trouble is None and identity is None and header.kind is Kind.DATA:
             text = f"rank {sender} is doing another operation: it sends for {_name_of(theirs)} #{number}, which is over"
             return _violation(text, sender)
         return trouble
@@ -104,22 +104,29 @@ class Agreement:
 
 async def watch(mesh: Mesh, agreement: Agreement, every_s: float) -> None:
     """Go on until cancelled; what has not ended from one look to the next is told, once."""
-    before: list[Ticket] = []
-    told: list[Ticket] = []
+    before: list[OperationId] = []
+    told: list[OperationId] = []
     while True:
         await mesh.host.clock.sleep(every_s)
         oldest = agreement.oldest()
-        late = [ticket for ticket in oldest if ticket in before]
-        for ticket in late:
-            lowest = agreement.lowest[ticket.group]
-            if ticket not in told and lowest != mesh.us.rank:
-                mesh.host.spawn(_tell(mesh, lowest, ticket), name=f"tell rank {lowest} of {ticket}")
+        late = [identity for identity in oldest if identity in before]
+        for identity in late:
+            lowest = agreement.lowest[identity.group]
+            if identity not in told and lowest != mesh.us.rank:
+                mesh.host.spawn(_tell(mesh, lowest, identity), name=f"tell rank {lowest} of {identity}")
         before, told = oldest, late
 
 
-async def _tell(mesh: Mesh, rank: int, ticket: Ticket) -> None:
+async def _tell(mesh: Mesh, rank: int, identity: OperationId) -> None:
     header = Header(
-        0, Kind.WAITING, ticket.rank, ticket.bucket, ticket.epoch, ticket.group, ticket.operation, ticket.signature
+        0,
+        Kind.WAITING,
+        identity.rank,
+        identity.bucket,
+        identity.epoch,
+        identity.group,
+        identity.number,
+        identity.signature,
     )
     try:
         link = await mesh.link(rank)

@@ -40,14 +40,14 @@ from hcsim.collectives.buffers import (
     written,
 )
 from hcsim.collectives.cost import Links
-from hcsim.collectives.dispatch import Dispatch, Message, Pending, Request
-from hcsim.collectives.fate import Fate
+from hcsim.collectives.failure_domain import FailureDomain
+from hcsim.collectives.operation import POINT_TO_POINT
 from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
 from hcsim.collectives.ring_order import order_over
+from hcsim.collectives.scheduler import Handle, Message, Request, Scheduler
 from hcsim.collectives.select import choose
 from hcsim.collectives.startup import measure_links
-from hcsim.collectives.wiring import POINT_TO_POINT
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.frame import HEADER_BYTES
@@ -82,17 +82,17 @@ class _Lives:
 class Group:
     """This rank's view of the group."""
 
-    def __init__(self, fate: Fate, members: tuple[int, ...], number: int, options: Options) -> None:
-        self._fate = fate
+    def __init__(self, domain: FailureDomain, members: tuple[int, ...], number: int, options: Options) -> None:
+        self._domain = domain
         self._members = members
         self._number = number
         self._shared = _Shared(options)
         self._lives = _Lives()
         self._timeout_s = options.timeout_s
-        self.rank = members.index(fate.mesh.us.rank)
+        self.rank = members.index(domain.mesh.us.rank)
         self.size = len(members)
         self._children: dict[tuple[int, ...], int] = {}
-        self._dispatch = Dispatch(fate, members, number)
+        self._scheduler = Scheduler(domain, members, number)
 
     @classmethod
     async def open(
@@ -108,7 +108,7 @@ class Group:
         A caller that had to listen before the addresses were known gives the listener, which is then closed with the
         group. A `reception` takes callers for this group and for those that follow it, and is left open."""
         mesh = Mesh(host, us, listener, reception)
-        fate = Fate(mesh)
+        domain = FailureDomain(mesh)
         conducted = options is not None and options.conducted
         if conducted:
             mesh.on_newer = None
@@ -116,12 +116,12 @@ class Group:
         await mesh.open()
         if options is not None and options.watch_s is not None:
             try:
-                await fate.watch(options.watch_s)
+                await domain.watch(options.watch_s)
             except BaseException:
-                fate.fail(CollectiveError(f"rank {us.rank} gave up while it opened the group", peer=us.rank))
-                await fate.ended()
+                domain.fail(CollectiveError(f"rank {us.rank} gave up while it opened the group", peer=us.rank))
+                await domain.ended()
                 raise
-        return cls(fate, tuple(range(us.world)), _WHOLE, options or Options())
+        return cls(domain, tuple(range(us.world)), _WHOLE, options or Options())
 
     def within(self, timeout_s: float) -> Group:
         """This same group, with another time limit for the operations that are started through what this returns."""
@@ -144,7 +144,7 @@ class Group:
         if self._is_part:
             raise UsageError("a subgroup has no life of its own: reopen the whole group, and make it from that")
         await self.close()
-        mesh = self._fate.mesh
+        mesh = self._domain.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
         again = await Group.open(mesh.host, us, self.options)
         again._lives = self._lives
@@ -160,7 +160,7 @@ class Group:
     @property
     def passes_on(self) -> bool:
         """Whether what comes over any of our links so far can go on over any other without a stop."""
-        return all(link.outlet is not None for link in self._fate.mesh.links.values())
+        return all(link.outlet is not None for link in self._domain.mesh.links.values())
 
     def follow(self, links: Links) -> None:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
@@ -170,37 +170,37 @@ class Group:
 
     def dial(self, addresses: Sequence[str]) -> None:
         """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
-        self._fate.mesh.dialled = tuple(addresses)
+        self._domain.mesh.dialled = tuple(addresses)
 
     @property
     def ends(self) -> dict[int, tuple[str, str]]:
         """By rank: the two addresses that an open link goes between, ours first."""
-        return {rank: link.channels[0].ends for rank, link in self._fate.mesh.links.items()}
+        return {rank: link.channels[0].ends for rank, link in self._domain.mesh.links.items()}
 
     @property
     def carriers(self) -> tuple[str, ...]:
         """What this rank's links go by, for people; each once, in the order of their ranks."""
-        links = sorted(self._fate.mesh.links.items())
+        links = sorted(self._domain.mesh.links.items())
         return tuple(dict.fromkeys(channel.carrier for _, link in links for channel in link.channels))
 
     @property
     def error(self) -> HcsimError | None:
         """Why it has ended, if it has."""
-        return self._fate.error
+        return self._domain.error
 
     @property
     def waited_for(self) -> int | None:
         """The rank that the oldest operation here was waiting for when the group failed, if it was waiting."""
-        return self._fate.waited_for
+        return self._domain.waited_for
 
     @property
     def skipped(self) -> RemoteProtocolError | None:
         """What shows that this rank had left out what was waited for, if anything does."""
-        return self._fate.skipped
+        return self._domain.skipped
 
     def fail(self, reason: str | CollectiveError, peer: int | None = None) -> None:
         """End it here and at the others, for a reason that it cannot see by itself."""
-        self._fate.fail(CollectiveError(reason, peer=peer) if isinstance(reason, str) else reason)
+        self._domain.fail(CollectiveError(reason, peer=peer) if isinstance(reason, str) else reason)
 
     async def close(self) -> None:
         """Leave. Operations that are still under way fail, here and at the others.
@@ -210,9 +210,9 @@ class Group:
             return
         newest = self._lives.newest
         try:
-            await self._fate.leave()
+            await self._domain.leave()
         finally:
-            if newest is not None and newest._fate is not self._fate:
+            if newest is not None and newest._domain is not self._domain:
                 await newest.close()
 
     async def __aenter__(self) -> Group:
@@ -231,28 +231,28 @@ class Group:
     @property
     def host(self) -> Host:
         """The machine that this rank runs on."""
-        return self._fate.mesh.host
+        return self._domain.mesh.host
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where each rank listens."""
-        everyone = self._fate.mesh.us.addresses
+        everyone = self._domain.mesh.us.addresses
         return tuple(everyone[member] for member in self._members)
 
     @property
     def epoch(self) -> int:
         """Counts the lives of this group."""
-        return self._fate.mesh.us.epoch
+        return self._domain.mesh.us.epoch
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that left this rank, in all groups over the same links."""
-        return sum(link.sent_bytes for link in self._fate.mesh.links.values())
+        return sum(link.sent_bytes for link in self._domain.mesh.links.values())
 
     @property
     def wire_bytes(self) -> int:
         """The same with the frames' headers: all that this rank put on its channels for collectives."""
-        return sum(link.sent_bytes + HEADER_BYTES * link.sent_frames for link in self._fate.mesh.links.values())
+        return sum(link.sent_bytes + HEADER_BYTES * link.sent_frames for link in self._domain.mesh.links.values())
 
     def subgroup(self, ranks: Sequence[int], options: Options | None = None) -> Group:
         """The group of some of our ranks, in that order. Its members call this, the others need not."""
@@ -262,11 +262,11 @@ class Group:
         nth = self._children[members] = self._children.get(members, 0) + 1
         number = zlib.crc32(repr((self._number, members, nth)).encode()) & (POINT_TO_POINT - 1)
         plain = msgspec.structs.replace(self.options, order=(), groups=(), links=None)
-        return Group(self._fate, members, number, options or plain)
+        return Group(self._domain, members, number, options or plain)
 
     # Collectives.
 
-    def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
+    def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
         """Combine everybody's data; everybody gets the result, in place."""
         shape = self._of_length(length_of(data))
         return self._start(
@@ -275,7 +275,7 @@ class Group:
 
     def reduce(
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
-    ) -> Pending[DataT]:
+    ) -> Handle[DataT]:
         """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
         shape = self._of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
@@ -283,7 +283,7 @@ class Group:
             "reduce", shape, reduction_buffer([work], op, self.size), lambda: data, algorithm, bucket, op
         )
 
-    def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Pending[DataT]:
+    def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
         """Everybody gets the root's data, in place."""
         shape = self._of_length(length_of(data), self._rank(root))
         buffer = transfer_buffer([data if self.rank == root else writable(data)])
@@ -297,7 +297,7 @@ class Group:
         into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
-    ) -> Pending[list[Data]]:
+    ) -> Handle[list[Data]]:
         """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements.
 
         `into` has room for all of it in one piece; our data may be its part of that already."""
@@ -316,7 +316,7 @@ class Group:
         into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
-    ) -> Pending[list[Data] | None]:
+    ) -> Handle[list[Data] | None]:
         """The root gets everybody's data, by rank, `into` one piece if it has one for it; the others get None."""
         shape, cuts = self._parts(data, counts, root=self._rank(root))
         if self.rank == root:
@@ -339,7 +339,7 @@ class Group:
         *,
         algorithm: str = "auto",
         bucket: int = 0,
-    ) -> Pending[DataT]:
+    ) -> Handle[DataT]:
         """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length.
 
         The root has a list of them, or one array with all of them one after the other."""
@@ -371,7 +371,7 @@ class Group:
         into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
-    ) -> Pending[Data]:
+    ) -> Handle[Data]:
         """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`).
 
         The data stay as they are, but for what of them is also `into`, where the result goes."""
@@ -404,7 +404,7 @@ class Group:
         into: Data | None = None,
         algorithm: str = "auto",
         bucket: int = 0,
-    ) -> Pending[list[Data]]:
+    ) -> Handle[list[Data]]:
         """Send the i-th part to rank i, get one from each. Unless all are alike, `received` has their lengths.
 
         `into` has room for all that is received in one piece, which is no part of what is sent."""
@@ -423,7 +423,7 @@ class Group:
         copy_into(parts[self.rank], data[self.rank])
         return self._start("all_to_all", shape, transfer_buffer([*data, whole]), lambda: parts, algorithm, bucket)
 
-    def barrier(self, *, bucket: int = 0) -> Pending[None]:
+    def barrier(self, *, bucket: int = 0) -> Handle[None]:
         """Return when everybody has called it."""
         return self._start(
             "barrier", self._of_length(0), transfer_buffer([np.empty(0, np.uint8)]), lambda: None, "auto", bucket
@@ -431,26 +431,26 @@ class Group:
 
     # Point to point.
 
-    def send(self, data: DataT, to: int, *, tag: int = 0) -> Pending[DataT]:
+    def send(self, data: DataT, to: int, *, tag: int = 0) -> Handle[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
         message = Message("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
-        return self._dispatch.message(message, transfer_buffer([data]), lambda: data, self._timeout_s)
+        return self._scheduler.message(message, transfer_buffer([data]), lambda: data, self._timeout_s)
 
-    def recv(self, data: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
+    def recv(self, data: DataT, source: int, *, tag: int = 0) -> Handle[DataT]:
         """Receive into the data, which has the length of what comes."""
         message = Message("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
-        return self._dispatch.message(message, transfer_buffer([writable(data)]), lambda: data, self._timeout_s)
+        return self._scheduler.message(message, transfer_buffer([writable(data)]), lambda: data, self._timeout_s)
 
-    def recv_any(self, data: Data, *, tag: int = 0) -> Pending[int]:
+    def recv_any(self, data: Data, *, tag: int = 0) -> Handle[int]:
         """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
 
         Messages go to those who ask, whether from anybody or from one rank, in the order in which they asked."""
         if self.size == 1:
             raise UsageError("there is nobody to receive from in a group of one")
         buffer = transfer_buffer([writable(data)])
-        return self._dispatch.from_anybody(length_of(data), whole_number("a tag", tag), buffer, self._timeout_s)
+        return self._scheduler.from_any_source(length_of(data), whole_number("a tag", tag), buffer, self._timeout_s)
 
-    def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Pending[DataT]:
+    def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Handle[DataT]:
         """Send and receive at the same time."""
         number = whole_number("a tag", tag)
         out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), transfer_buffer([data])
@@ -459,10 +459,10 @@ class Group:
             transfer_buffer([writable(into)]),
         )
         # Both were checked before either starts: a call that is refused has done nothing.
-        sending = self._dispatch.message(out, given, lambda: data, self._timeout_s)
-        receiving = self._dispatch.message(back, place, lambda: into, self._timeout_s)
+        sending = self._scheduler.message(out, given, lambda: data, self._timeout_s)
+        receiving = self._scheduler.message(back, place, lambda: into, self._timeout_s)
 
-        def over(task: Pending[DataT]) -> None:
+        def over(task: Handle[DataT]) -> None:
             if task.cancelled():  # perhaps before it waited for either
                 sending.cancel()
                 receiving.cancel()
@@ -482,18 +482,18 @@ class Group:
         algorithm: str,
         bucket: int,
         op: str = "",
-    ) -> Pending[T]:
+    ) -> Handle[T]:
         if algorithm == "auto":
-            segment_bytes = self._fate.mesh.us.wire.segment_bytes
+            segment_bytes = self._domain.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, buffer.element_bytes, self._shared.options.links, segment_bytes)
         request = Request(operation, algorithm, shape, op, whole_number("a bucket", bucket))
-        return self._dispatch.collective(request, buffer, result, self._timeout_s)
+        return self._scheduler.collective(request, buffer, result, self._timeout_s)
 
     def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
         """The algorithm, where it has to be known before there is buffer."""
         if algorithm != "auto":
             return algorithm
-        segment_bytes = self._fate.mesh.us.wire.segment_bytes
+        segment_bytes = self._domain.mesh.us.wire.segment_bytes
         return choose(operation, shape, data.itemsize, self._shared.options.links, segment_bytes)
 
     def _of_length(self, length: int, root: int = 0) -> Shape:
@@ -540,6 +540,6 @@ class Group:
         return rank
 
 
-async def _both(sending: Pending[Any], receiving: Pending[T]) -> T:
+async def _both(sending: Handle[Any], receiving: Handle[T]) -> T:
     await sending
     return await receiving

@@ -88,9 +88,9 @@ class Survey(NamedTuple):
     """Elements that it sends."""
     longest: int
     """The longest message."""
-    beside: int
+    scratch: int
     """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
-    patient: frozenset[tuple[int, int]] = frozenset()
+    deferred: frozenset[tuple[int, int]] = frozenset()
     """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
 
 

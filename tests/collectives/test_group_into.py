@@ -195,7 +195,7 @@ def test_a_rank_that_is_not_the_root_takes_no_room_for_the_others_parts(virtual,
     taken: list[int] = []
     empty = np.empty
     monkeypatch.setattr(
-        "hcsim.collectives.data.np.empty", lambda length, *of: taken.append(length) or empty(length, *of)
+        "hcsim.collectives.buffers.np.empty", lambda length, *of: taken.append(length) or empty(length, *of)
     )
 
     async def program(group: Group) -> None:

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans, ring
 from hcsim.collectives.algorithms.hierarchical import CROSS, LOCAL
-from hcsim.collectives.belts import stages
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, Shape, offsets
-from hcsim.collectives.schedule import schedule, survey
+from hcsim.collectives.schedule import schedule, stages, survey
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 
@@ -259,7 +258,7 @@ def test_the_ranks_of_a_ring_have_their_rounds_in_common(operation: str) -> None
 
 def test_what_is_received_twice_into_one_range_within_a_round_keeps_its_order() -> None:
     rounds = ((Recv(1, 0, 4), Recv(2, 2, 6), Recv(3, 6, 8)),)
-    assert survey(rounds).patient == {(0, 1)}
+    assert survey(rounds).deferred == {(0, 1)}
 
 
 @given(world=st.integers(2, 40), beyond=st.integers(0, 100), data=st.data())

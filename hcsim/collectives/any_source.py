@@ -35,7 +35,7 @@ class PendingReceive:
         self.source = source
         self._senders = senders
         self.matched: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        """Who sends the message, and its number among those from there."""
+        """The sender of the message, and its number among those from there."""
 
     def why_waiting(self) -> str:
         """For people."""
@@ -56,7 +56,7 @@ class _Senders:
         """Those from which nothing more comes, and why."""
 
     def why_silent(self) -> str:
-        """Why nothing comes from those who are lost, for people."""
+        """Why nothing comes from the lost ranks, for people."""
         return "; ".join(str(error) for _, error in sorted(self.lost.items()))
 
 

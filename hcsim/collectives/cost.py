@@ -23,7 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Rounds, Send
-from hcsim.collectives.verify import Exchange, IntervalMap, Key, PlanError
+from hcsim.collectives.verify import DryRun, IntervalMap, Key, PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
@@ -63,12 +63,12 @@ def price(plans: Sequence[Rounds], links: Links, element_bytes: int, segment_byt
     if segment_bytes < element_bytes:
         raise UsageError(f"a segment of {segment_bytes} bytes does not hold an element of {element_bytes}")
     pricing = _Pricing(plans, links, element_bytes, segment_bytes // element_bytes)
-    if pricing.exchange.run([pricing.walk(rank) for rank in range(len(plans))]):
+    if pricing.dry_run.run([pricing.walk(rank) for rank in range(len(plans))]):
         raise PlanError("these plans wait for each other for ever, or for messages that nobody sends")
     return pricing.end_s
 
 
-class _Rank:
+class _RankTimes:
     """When a rank's ports, arithmetic and ranges are free."""
 
     def __init__(self, rounds: Rounds, out_Bps: float, in_Bps: float) -> None:
@@ -88,7 +88,7 @@ class _Pricing:
         self.plans, self.links, self.element_bytes, self.segment = plans, links, element_bytes, segment
         speed, everyone = links.bandwidth_Bps, range(len(plans))
         self.ranks = [
-            _Rank(
+            _RankTimes(
                 plans[rank],
                 max((speed[rank][peer] for peer in everyone if peer != rank), default=1.0),
                 max((speed[peer][rank] for peer in everyone if peer != rank), default=1.0),
@@ -96,19 +96,19 @@ class _Pricing:
             for rank in everyone
         ]
         self.link_free_s = [[0.0] * len(plans) for _ in plans]
-        self.exchange: Exchange[tuple[float, float]] = Exchange()
+        self.dry_run: DryRun[tuple[float, float]] = DryRun()
         self.end_s = 0.0
 
     def walk(self, rank: int) -> Iterator[Key]:
         for s, actions in enumerate(self.plans[rank]):
             for action, index, lo, hi in _segments(actions, self.segment):
                 if isinstance(action, Send):
-                    self.exchange.post((s, rank, action.peer, index), self._leave(rank, action.peer, lo, hi))
+                    self.dry_run.post((s, rank, action.peer, index), self._leave(rank, action.peer, lo, hi))
                     continue
                 key = (s, action.peer, rank, index)
-                if key not in self.exchange:
+                if key not in self.dry_run:
                     yield key
-                self._arrive(rank, action, lo, hi, *self.exchange.take(key))
+                self._arrive(rank, action, lo, hi, *self.dry_run.take(key))
 
     def _leave(self, rank: int, peer: int, lo: int, hi: int) -> tuple[float, float]:
         """Send a frame; returns when its first and its last byte reach the peer's port."""

@@ -25,9 +25,9 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple, TypeAlias
 
 from hcsim.collectives.buffers import RESERVE_BYTES, Buffer
-from hcsim.collectives.operation import RECEIVING, RUNNING, SENDING, Operation, Progress
+from hcsim.collectives.operation import RECEIVING, RUNNING, SENDING, Activity, Operation
 from hcsim.collectives.plan import Finish, Recv, Reduce, Send
-from hcsim.collectives.schedule import Lane, Schedule, Segment, Stages, Taken
+from hcsim.collectives.schedule import ForwardStages, Lane, Schedule, Segment, Taken
 from hcsim.runtime.channel import Fold, Leg, Payload
 from hcsim.transport.link import Link
 
@@ -43,7 +43,7 @@ _Posted: TypeAlias = list[tuple[asyncio.Future[Payload], int] | None]
 before it, which may be used again for less."""
 
 
-def execute(operation: Operation, progress: Progress) -> Coroutine[Any, Any, object]:
+def execute(operation: Operation, activity: Activity) -> Coroutine[Any, Any, object]:
     """Carry out its schedule, from the first frame to the last; its links are open."""
     # What runs is not awaited by a coroutine in between: each wake-up would take a step more.
     operation.enter(RUNNING)
@@ -52,8 +52,8 @@ def execute(operation: Operation, progress: Progress) -> Coroutine[Any, Any, obj
         return _pipelined(operation, schedule)
     sequential = _Sequential(operation, schedule)
     if sequential.forwarder is None:
-        return sequential.run(_START, progress)
-    return sequential.run_with(sequential.forwarder, progress)
+        return sequential.run(_START, activity)
+    return sequential.run_with(sequential.forwarder, activity)
 
 
 class _Position(NamedTuple):
@@ -88,23 +88,23 @@ class _Sequential:
         if schedule.sent * buffer.element_bytes >= WORTH_FORWARDING_BYTES and not buffer.is_phantom:
             for link in operation.links.values():
                 if link.outlet is not None:
-                    self.forwarder = _Forwarder(operation, links, schedule.stages)
+                    self.forwarder = _Forwarder(operation, links, schedule.forward_stages)
                     break
 
-    async def run_with(self, forwarder: _Forwarder, progress: Progress) -> None:
+    async def run_with(self, forwarder: _Forwarder, activity: Activity) -> None:
         at = _START
         while at.step < len(self._rounds):
-            at = await forwarder.run(at, progress)
-            at = await self.run(at, progress)
+            at = await forwarder.run(at, activity)
+            at = await self.run(at, activity)
 
-    async def run(self, at: _Position, progress: Progress) -> _Position:
+    async def run(self, at: _Position, activity: Activity) -> _Position:
         """From there on, to the end or to where forwarding may begin, behind the first round at least."""
         operation, links, forwarder = self._operation, self._links, self.forwarder
         rank = operation.id.rank
         step, sent = at
         ahead = self._post(step)
         for actions in self._rounds[step:]:
-            progress.step = step
+            activity.step = step
             posted = ahead
             sending = True
             number = -1
@@ -115,7 +115,7 @@ class _Sequential:
                         sent = False  # it was forwarded as it came
                         continue
                     link = links[action.peer]
-                    progress.doing, progress.peer = SENDING, link.peer_rank
+                    activity.doing, activity.peer = SENDING, link.peer_rank
                     await operation.send(link, action, step)
                     continue
                 if sending:  # all sends of a round come first
@@ -126,7 +126,7 @@ class _Sequential:
                     await operation.finish(action.lo, action.hi)
                     continue
                 link = links[action.peer]
-                progress.doing, progress.peer = RECEIVING, link.peer_rank
+                activity.doing, activity.peer = RECEIVING, link.peer_rank
                 if (known := posted[number]) is not None:
                     arrived, taken = known
                 else:
@@ -182,7 +182,7 @@ class _Forwarder:
 
     Where a stage sends what the one before has taken, that is one leg."""
 
-    def __init__(self, operation: Operation, links: dict[int, Link], stages: Stages) -> None:
+    def __init__(self, operation: Operation, links: dict[int, Link], stages: ForwardStages) -> None:
         self._operation = operation
         self._links = links
         self._stages = stages
@@ -194,17 +194,17 @@ class _Forwarder:
     def may_begin(self, step: int) -> bool:
         return self._ends(step) is not None
 
-    async def run(self, at: _Position, progress: Progress) -> _Position:
+    async def run(self, at: _Position, activity: Activity) -> _Position:
         """As far as that goes. What comes then is to be done in the usual way."""
         while (ends := self._ends(at.step)) is not None:
             source, to = ends
             legs, reached = self._legs(at, source, to)
-            progress.doing, progress.peer, progress.step = RECEIVING, source.peer_rank, at.step
+            activity.doing, activity.peer, activity.step = RECEIVING, source.peer_rank, at.step
 
             def moved(done: int, reached: list[_Position] = reached) -> None:
                 nonlocal at
                 at = reached[done - 1]
-                progress.step = at.step
+                activity.step = at.step
 
             await source.convey(legs, to, moved)
             if at != reached[-1]:
@@ -293,26 +293,26 @@ class _Lanes:
 
     async def run(self, lane: Lane) -> None:
         """Run one lane to its end."""
-        with self._operation.progress() as progress:
-            progress.peer = lane.peer
+        with self._operation.activity() as activity:
+            activity.peer = lane.peer
             if lane.kind is Send:
-                await self._send(progress, lane)
+                await self._send(activity, lane)
             elif lane.kind is Finish:
                 await self._finish(lane)
             else:
-                await self._receive(progress, lane)
+                await self._receive(activity, lane)
 
-    async def _send(self, progress: Progress, lane: Lane) -> None:
+    async def _send(self, activity: Activity, lane: Lane) -> None:
         link = self._operation.links[lane.peer]
         for number, segment in enumerate(lane.segments):
             if not self._is_ready(segment, sends=False):
-                progress.doing = ""
+                activity.doing = ""
                 await self._ready(segment, sends=False)
             if self._sent < segment.turn:
-                progress.doing = ""
+                activity.doing = ""
                 self._turns[segment.turn] = turn = asyncio.get_running_loop().create_future()
                 await turn
-            _enter(progress, SENDING, lane, number)
+            _enter(activity, SENDING, lane, number)
             await self._operation.send(link, segment, segment.step, segment.offset, segment.total)
             self._count(self._sends, segment)
             self._sent += 1
@@ -320,21 +320,21 @@ class _Lanes:
             if following is not None and not following.done():
                 following.set_result(None)
 
-    async def _receive(self, progress: Progress, lane: Lane) -> None:
+    async def _receive(self, activity: Activity, lane: Lane) -> None:
         operation, segments, reduces = self._operation, lane.segments, lane.reduces
         received_left = lane.peer < operation.id.rank
         posted: deque[asyncio.Future[Payload]] = deque()
         for number, segment in enumerate(segments):
             if not posted:
-                progress.doing = ""
+                activity.doing = ""
                 await self._ready(segment, sends=not reduces[number])
             self._post_ahead(lane, number, posted)
-            _enter(progress, RECEIVING, lane, number)
+            _enter(activity, RECEIVING, lane, number)
             arrived = posted.popleft()
             payload = arrived.result() if arrived.done() else await arrived
             if reduces[number]:
                 if not self._is_ready(segment, sends=True):
-                    progress.doing = ""
+                    activity.doing = ""
                     await self._ready(segment, sends=True)
                 await operation.combine((lane.peer, number), segment, payload, received_left=received_left)
                 self._space += self._before_turn.pop((lane.peer, number), 0)
@@ -393,7 +393,7 @@ class _Lanes:
                     change.set_result(None)
 
 
-def _enter(progress: Progress, doing: str, lane: Lane, number: int) -> None:
-    progress.doing = doing
-    progress.step = lane.segments[number].step
-    progress.segment = f", segment {number + 1} of {len(lane.segments)}"
+def _enter(activity: Activity, doing: str, lane: Lane, number: int) -> None:
+    activity.doing = doing
+    activity.step = lane.segments[number].step
+    activity.segment = f", segment {number + 1} of {len(lane.segments)}"

@@ -29,7 +29,7 @@ TOLD = "told by a peer"
 """The phase of an error that another rank found."""
 
 
-class Listener(Protocol):
+class LinkObserver(Protocol):
     """Is told what becomes of the links."""
 
     def joined(self, link: Link) -> None:
@@ -57,7 +57,7 @@ class FailureDomain:
         """What shows that this rank had left out what was waited for, if anything does."""
         self.in_flight: dict[Operation, None] = {}
         """In the order in which their tasks began."""
-        self.listeners: list[Listener] = []
+        self.observers: list[LinkObserver] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._cancelling = False
@@ -68,7 +68,7 @@ class FailureDomain:
         mesh.on_newer = self._left_behind
 
     async def watch(self, every_s: float) -> None:
-        """Look, that often, for collectives that do not end because others do something else.
+        """Look, that often, for collectives that do not end because other ranks do something else.
 
         Rank 0 has a link to every rank from now on: so it notices a lost one before it is needed, and through it
         a failure reaches also those that still wait to be called. Returns when we have ours."""
@@ -119,8 +119,8 @@ class FailureDomain:
     def _end(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        for listener in self.listeners:
-            listener.ended(error)
+        for observer in self.observers:
+            observer.ended(error)
         for link in self.mesh.links.values():
             link.fail(error)
         self._ending = self.mesh.host.spawn(self.mesh.close(parting, error, late), name="end the group")
@@ -128,13 +128,12 @@ class FailureDomain:
     # Why an operation failed.
 
     async def reason(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """What to tell the caller. A peer that hangs up may have said why just before, and that its hanging up is not
-        the reason."""
+        """What to tell the caller. A peer that hangs up may have sent the reason just before."""
         cause = error.__cause__
         if not isinstance(cause, ChannelError) or isinstance(cause, RemoteProtocolError):
             return error  # a peer that says something wrong has not hung up, and that is the reason
         for each in self.mesh.links.values():
-            each.attend(True)  # its words may lie behind what nobody asks for any more
+            each.attend(True)  # its reason may lie behind frames that are no longer asked for
         try:
             async with self.mesh.host.clock.timeout(ABORT_TIMEOUT_S):
                 await self._failing.wait()
@@ -151,7 +150,7 @@ class FailureDomain:
             text = f"{operation} failed while {error.phase}: rank {error.peer} has left the group"
             return CollectiveError(text, peer=error.peer, phase=error.phase)
         if isinstance(told, CollectiveError) and told.peer not in (None, error.peer):
-            # Another is lost, too: that is why this one hung up, whose words may have been lost on the way.
+            # Another is lost, too: that is why this one hung up, and its reason may have been lost on the way.
             return CollectiveError(f"{operation} failed: {told}", peer=told.peer, phase=told.phase)
         return error
 
@@ -190,8 +189,8 @@ class FailureDomain:
         link.on_stray = self._look_at
         if self.error is not None:
             link.fail(self.error)
-        for listener in self.listeners:
-            listener.joined(link)
+        for observer in self.observers:
+            observer.joined(link)
 
     def _aborted(self, link: Link, header: Header, text: str) -> None:
         messenger = link.peer_rank
@@ -209,10 +208,10 @@ class FailureDomain:
         self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase=TOLD))
 
     def _link_failed(self, link: Link, error: HcsimError) -> None:
-        # One that said goodbye may go while nobody needs it; an operation that does need it has failed by itself.
+        # A peer that said goodbye may go while it is not needed; an operation that does need it has failed by itself.
         if link.leaving:
-            for listener in self.listeners:
-                listener.lost(link.peer_rank, error)
+            for observer in self.observers:
+                observer.lost(link.peer_rank, error)
         elif not self._cancelling:
             failure = CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank)
             failure.__cause__ = error

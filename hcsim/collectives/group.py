@@ -45,7 +45,7 @@ from hcsim.collectives.operation import POINT_TO_POINT
 from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
 from hcsim.collectives.ring_order import order_over
-from hcsim.collectives.scheduler import Handle, Message, Request, Scheduler
+from hcsim.collectives.scheduler import CollectiveRequest, Handle, MessageRequest, Scheduler
 from hcsim.collectives.select import choose
 from hcsim.collectives.startup import measure_links
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 SHAPES_KEPT = 256
 _WHOLE = 0
-"""The number of a group that is nobody's subgroup."""
+"""The number of a group that is no subgroup."""
 
 
 class _Shared:
-    """What a group is by whichever time limit one calls it."""
+    """What a group has in common with its copies that have another time limit."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -73,10 +73,10 @@ class _Shared:
 
 
 class _Lives:
-    """What the lives of a group have in common."""
+    """What a group has in common with those that it was reopened as."""
 
     newest: Group | None = None
-    """The one that was opened last; it ends with whoever owned the first."""
+    """The one that was opened last; it is closed with the first."""
 
 
 class Group:
@@ -124,7 +124,7 @@ class Group:
         return cls(domain, tuple(range(us.world)), _WHOLE, options or Options())
 
     def within(self, timeout_s: float) -> Group:
-        """This same group, with another time limit for the operations that are started through what this returns."""
+        """A copy of this group with another time limit for the operations that are started through it."""
         same = copy(self)
         same._timeout_s = msgspec.structs.replace(self.options, timeout_s=timeout_s).timeout_s
         return same
@@ -152,7 +152,7 @@ class Group:
         return again
 
     async def measure(self) -> Links:
-        """Measure the links; from now on `auto` chooses by price, and the ring goes the best way. All call it."""
+        """Measure the links; from now on `auto` chooses by cost, and the ring takes the best order. All call it."""
         links = await measure_links(self)
         self.follow(links)
         return links
@@ -203,7 +203,7 @@ class Group:
         self._domain.fail(CollectiveError(reason, peer=peer) if isinstance(reason, str) else reason)
 
     async def close(self) -> None:
-        """Leave. Operations that are still under way fail, here and at the others.
+        """Leave. Operations that are still in flight fail, here and at the others.
 
         A subgroup has nothing to leave: its links are the whole group's."""
         if self._is_part:
@@ -241,7 +241,7 @@ class Group:
 
     @property
     def epoch(self) -> int:
-        """Counts the lives of this group."""
+        """How often this group was reopened."""
         return self._domain.mesh.us.epoch
 
     @property
@@ -267,7 +267,7 @@ class Group:
     # Collectives.
 
     def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
-        """Combine everybody's data; everybody gets the result, in place."""
+        """Combine all ranks' data; every rank gets the result, in place."""
         shape = self._of_length(length_of(data))
         return self._start(
             "all_reduce", shape, reduction_buffer([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
@@ -276,7 +276,7 @@ class Group:
     def reduce(
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
     ) -> Handle[DataT]:
-        """Combine everybody's data; the root gets the result, in place. The others' data stay as they are."""
+        """Combine all ranks' data; the root gets the result, in place. The others' data stay as they are."""
         shape = self._of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
         return self._start(
@@ -284,7 +284,7 @@ class Group:
         )
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
-        """Everybody gets the root's data, in place."""
+        """Every rank gets the root's data, in place."""
         shape = self._of_length(length_of(data), self._rank(root))
         buffer = transfer_buffer([data if self.rank == root else writable(data)])
         return self._start("broadcast", shape, buffer, lambda: data, algorithm, bucket)
@@ -298,7 +298,7 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[list[Data]]:
-        """Everybody gets everybody's data, by rank. Unequal lengths: `counts` has each rank's, in elements.
+        """Every rank gets all ranks' data, by rank. Unequal lengths: `counts` has each rank's, in elements.
 
         `into` has room for all of it in one piece; our data may be its part of that already."""
         shape, cuts = self._parts(data, counts)
@@ -317,7 +317,7 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[list[Data] | None]:
-        """The root gets everybody's data, by rank, `into` one piece if it has one for it; the others get None."""
+        """The root gets all ranks' data, by rank, `into` one piece if it has one for it; the others get None."""
         shape, cuts = self._parts(data, counts, root=self._rank(root))
         if self.rank == root:
             whole = output_for(cuts[-1], data, into)
@@ -340,12 +340,10 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[DataT]:
-        """Everybody gets the part that the root has for it, `into` the given data; all parts are of one length.
+        """Every rank gets the part that the root has for it, `into` the given data; all parts are of one length.
 
         The root has a list of them, or one array with all of them one after the other."""
-        transfer_buffer(
-            [writable(into)]
-        )  # refuses a target whose elements are not in one piece: a copy of it would be filled
+        transfer_buffer([writable(into)])  # rejects a target that is not contiguous: a copy of it would be filled
         counts = (length_of(into),) * self.size
         shape, cuts = self._shape(counts=counts, root=self._rank(root)), offsets(counts)
         own = Span(cuts[self.rank], cuts[self.rank + 1])
@@ -372,7 +370,7 @@ class Group:
         algorithm: str = "auto",
         bucket: int = 0,
     ) -> Handle[Data]:
-        """Combine everybody's data; each rank gets its part of the result (nearly equal ones, or `counts`).
+        """Combine all ranks' data; each rank gets its part of the result (nearly equal ones, or `counts`).
 
         The data stay as they are, but for what of them is also `into`, where the result goes."""
         length = length_of(data)
@@ -424,7 +422,7 @@ class Group:
         return self._start("all_to_all", shape, transfer_buffer([*data, whole]), lambda: parts, algorithm, bucket)
 
     def barrier(self, *, bucket: int = 0) -> Handle[None]:
-        """Return when everybody has called it."""
+        """Return when every rank has called it."""
         return self._start(
             "barrier", self._of_length(0), transfer_buffer([np.empty(0, np.uint8)]), lambda: None, "auto", bucket
         )
@@ -433,18 +431,18 @@ class Group:
 
     def send(self, data: DataT, to: int, *, tag: int = 0) -> Handle[DataT]:
         """Send data to one rank, which receives it with the same tag, in the order of sending."""
-        message = Message("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
+        message = MessageRequest("send", whole_number("a tag", tag), Send(self._peer(to), 0, length_of(data)))
         return self._scheduler.message(message, transfer_buffer([data]), lambda: data, self._timeout_s)
 
     def recv(self, data: DataT, source: int, *, tag: int = 0) -> Handle[DataT]:
         """Receive into the data, which has the length of what comes."""
-        message = Message("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
+        message = MessageRequest("recv", whole_number("a tag", tag), Recv(self._peer(source), 0, length_of(data)))
         return self._scheduler.message(message, transfer_buffer([writable(data)]), lambda: data, self._timeout_s)
 
     def recv_any(self, data: Data, *, tag: int = 0) -> Handle[int]:
-        """Receive a message from whoever sends one with that tag first; the result is the sender's rank.
+        """Receive the first message with that tag from any rank; the result is the sender's rank.
 
-        Messages go to those who ask, whether from anybody or from one rank, in the order in which they asked."""
+        Receives with one tag, from any rank or from a given one, are matched in the order in which they were posted."""
         if self.size == 1:
             raise UsageError("there is nobody to receive from in a group of one")
         buffer = transfer_buffer([writable(data)])
@@ -453,9 +451,9 @@ class Group:
     def sendrecv(self, data: Data, to: int, into: DataT, source: int, *, tag: int = 0) -> Handle[DataT]:
         """Send and receive at the same time."""
         number = whole_number("a tag", tag)
-        out, given = Message("send", number, Send(self._peer(to), 0, length_of(data))), transfer_buffer([data])
+        out, given = MessageRequest("send", number, Send(self._peer(to), 0, length_of(data))), transfer_buffer([data])
         back, place = (
-            Message("recv", number, Recv(self._peer(source), 0, length_of(into))),
+            MessageRequest("recv", number, Recv(self._peer(source), 0, length_of(into))),
             transfer_buffer([writable(into)]),
         )
         # Both were checked before either starts: a call that is refused has done nothing.
@@ -467,7 +465,7 @@ class Group:
                 sending.cancel()
                 receiving.cancel()
             else:
-                task.exception()  # as of any operation: who does not await it learns of the group's failure otherwise
+                task.exception()  # as of any operation: a caller need not await it to see the group's failure
 
         return self.host.spawn(_both(sending, receiving), name="sendrecv", over=over)
 
@@ -486,7 +484,7 @@ class Group:
         if algorithm == "auto":
             segment_bytes = self._domain.mesh.us.wire.segment_bytes
             algorithm = choose(operation, shape, buffer.element_bytes, self._shared.options.links, segment_bytes)
-        request = Request(operation, algorithm, shape, op, whole_number("a bucket", bucket))
+        request = CollectiveRequest(operation, algorithm, shape, op, whole_number("a bucket", bucket))
         return self._scheduler.collective(request, buffer, result, self._timeout_s)
 
     def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
@@ -512,7 +510,7 @@ class Group:
         )
 
     def _parts(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Shape, tuple[int, ...]]:
-        """How everybody's data lie one after the other."""
+        """How all ranks' data lie one after the other."""
         sizes = (length_of(data),) * self.size if counts is None else self._sizes("counts", counts)
         shape = self._shape(counts=sizes, root=root)
         if sizes[self.rank] != length_of(data):
@@ -522,7 +520,7 @@ class Group:
         return shape, offsets(sizes)
 
     def _sizes(self, what: str, given: Sequence[int]) -> tuple[int, ...]:
-        """Somebody's list of lengths, one for each rank."""
+        """A caller's list of lengths, one for each rank."""
         if len(given) != self.size:
             raise UsageError(f"{what} has one size per rank: {self.size} of them, not {len(given)}")
         return tuple(whole_number("a size", size) for size in given)

@@ -7,7 +7,7 @@
     CONNECTING   links to its peers, if some are not open yet                        RUNNING
     RUNNING      the frames of its schedule                                          DONE
     DONE         nothing: its result is there
-    FAILED       nothing: it failed, took too long or was cancelled; from any state but DONE
+    FAILED       nothing: it failed, took too long or was cancelled, in any of the first four
 
 `NEXT` is this table. The scheduler creates an operation and takes it through its states; the executor carries out its
 schedule with the input and output that stand here: send, post, combine, finish. `Operation.waiting_for` says at any
@@ -80,7 +80,7 @@ class OperationId(msgspec.Struct, frozen=True):
         return f"{self.name} #{self.number % (1 << NUMBER_BITS)}"
 
 
-class Range(Protocol):
+class Elements(Protocol):
     """Some elements of the buffer: an action, or a segment of one."""
 
     @property
@@ -90,7 +90,7 @@ class Range(Protocol):
     def hi(self) -> int: ...
 
 
-class Progress:
+class Activity:
     """What one task of an operation does at the moment, and with which peer.
 
     As a context manager it names both in an error that ends the task. (A coroutine that awaits another would do as
@@ -115,7 +115,7 @@ class Progress:
             return "waiting for its turn"
         return f"{self.doing} rank {self.peer} in round {self.step}{self.segment}"
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Activity:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -146,9 +146,9 @@ class Operation:
     """One operation of this rank, from the call that starts it until it is done or has failed."""
 
     __slots__ = (
+        "_activities",
         "_device",
         "_domain",
-        "_progress",
         "_rooms",
         "_size",
         "ahead",
@@ -181,7 +181,7 @@ class Operation:
         self._domain = domain
         self._device = domain.mesh.host.device
         self._size = buffer.element_bytes
-        self._progress: list[Progress] = []
+        self._activities: list[Activity] = []
         self._rooms: dict[tuple[int, int], tuple[memoryview, Fold | None]] = {}
 
     def __str__(self) -> str:
@@ -212,37 +212,38 @@ class Operation:
             self.links[peer] = link
         return True
 
-    async def connect(self, progress: Progress) -> None:
+    async def connect(self, activity: Activity) -> None:
         """Open the links that it needs."""
         self.enter(CONNECTING)
         mesh, peers = self._domain.mesh, self.schedule.peers
-        progress.doing, progress.peer = OPENING, mesh.unreached(peers)
+        activity.doing, activity.peer = OPENING, mesh.unreached(peers)
         try:
             await mesh.reach(peers)
         finally:
             if (unreached := mesh.unreached(peers)) is not None:
-                progress.peer = unreached
-        progress.rest()
+                activity.peer = unreached
+        activity.rest()
         self.attach_links()
 
-    def progress(self) -> Progress:
+    def activity(self) -> Activity:
         """Of one more task of this operation."""
-        made = Progress(self.id, self._domain.cancelling)
-        self._progress.append(made)
+        made = Activity(self.id, self._domain.cancelling)
+        self._activities.append(made)
         return made
 
     def waiting_for(self) -> tuple[int | None, str]:
-        """The rank that we wait for, if it is one, and what for: a receiver knows better than a sender who is late."""
+        """The rank that we wait for, if it is one, and what for: a receiver knows better than a sender which rank is
+        late."""
         if self.state is QUEUED and self.ahead is not None:
             return self._waiting_for_turn(self.ahead)
         if self.state is MATCHING and self.pending is not None:
             return None, self.pending.why_waiting()
         for doing in (RECEIVING, OPENING, SENDING):
-            for progress in self._progress:
-                if progress.doing == doing:
+            for activity in self._activities:
+                if activity.doing == doing:
                     if doing == OPENING and (unreached := self._domain.mesh.unreached(self.schedule.peers)) is not None:
-                        progress.peer = unreached
-                    return progress.peer, str(progress)
+                        activity.peer = unreached
+                    return activity.peer, str(activity)
         return None, "waiting"
 
     def _waiting_for_turn(self, ahead: Operation) -> tuple[int | None, str]:
@@ -255,7 +256,7 @@ class Operation:
     # Its input and output.
 
     def send(
-        self, link: Link, part: Range, step: int, offset: int = 0, total: int | None = None
+        self, link: Link, part: Elements, step: int, offset: int = 0, total: int | None = None
     ) -> Coroutine[Any, Any, None]:
         """Send a range, which lies at `offset` of a message of `total` elements (both: all of it)."""
         return link.send(self.header(part, step, self.id.rank, offset, total), self.buffer.payload(part.lo, part.hi))
@@ -263,7 +264,7 @@ class Operation:
     def post(
         self,
         link: Link,
-        part: Range,
+        part: Elements,
         step: int,
         into: memoryview | Fold | None,
         offset: int = 0,
@@ -274,7 +275,7 @@ class Operation:
         tag = (us.group, us.number, us.bucket, step, offset * size)
         return link.post(tag, into, us.signature, (part.hi - part.lo if total is None else total) * size)
 
-    def header(self, part: Range, step: int, sender: int, offset: int = 0, total: int | None = None) -> Header:
+    def header(self, part: Elements, step: int, sender: int, offset: int = 0, total: int | None = None) -> Header:
         """Of the frame that carries a range."""
         size, us = self._size, self.id
         length = (part.hi - part.lo) * size
@@ -283,7 +284,7 @@ class Operation:
             length if total is None else total * size,
         )  # fmt: skip
 
-    def scratch(self, which: tuple[int, int], part: Range, *, now: bool) -> memoryview | Fold | None:
+    def scratch(self, which: tuple[int, int], part: Elements, *, now: bool) -> memoryview | Fold | None:
         """Room beside the buffer for a range that is combined, until it is released by that name.
 
         Where `now` is its turn, and nothing else reads or writes the range before it has come, it may be added to it
@@ -298,7 +299,7 @@ class Operation:
         return fold or room
 
     def combine(
-        self, which: tuple[int, int], part: Range, received: Payload, *, received_left: bool
+        self, which: tuple[int, int], part: Elements, received: Payload, *, received_left: bool
     ) -> Coroutine[Any, Any, None]:
         """Combine what was received with the range, unless it was added to it on the way, and release its room.
 

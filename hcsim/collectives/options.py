@@ -1,4 +1,4 @@
-"""What a group's members decide once, rather than with every call."""
+"""What the members of a group decide once, rather than with every call."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, ...] = ()
     """The ring's order; empty for 0, 1, 2, …"""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Hierarchical: who is close to whom."""
+    """Hierarchical: ranks that reach each other quickly."""
     local: str = "tree"
     cross: str = "ring"
     conducted: bool = False
-    """Somebody else says when this group is over. Otherwise it is when a member calls from a later epoch."""
+    """The caller decides when this group is over. Otherwise it is when a member calls from a later epoch."""
     watch_s: float | None = None
-    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before anybody
-    needed them; None: they are noticed when frames show it, or at the time limit."""
+    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before they
+    were needed; None: they are noticed when frames show it, or at the time limit."""
     links: Links | None = None
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 

@@ -22,8 +22,7 @@ Ranges are in elements, half open. The addresses are the operation's:
 An empty range is a message without payload: it signals. A planner leaves out messages that
 neither carry nor signal anything.
 
-What asks of every message which action it is asks for its `type`: of a struct, `isinstance` takes six times as long
-to say no.
+Code that looks at every message compares its `type`: of a struct, `isinstance` takes six times as long to say no.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 class Reduce(msgspec.Struct, frozen=True, gc=False):
     """Combine the range's values with what the peer sends, the lower rank's on the left.
 
-    The fixed side makes partners who exchange values compute the same bits."""
+    The fixed side makes partners that exchange values compute the same bits."""
 
     peer: int
     lo: int
@@ -79,8 +78,8 @@ Round: TypeAlias = tuple[Action, ...]
 Rounds: TypeAlias = tuple[Round, ...]
 
 
-class Survey(NamedTuple):
-    """What whoever executes a plan has to know of it beforehand."""
+class PlanSummary(NamedTuple):
+    """What an executor has to know of a plan beforehand."""
 
     numbers: tuple[int, ...]
     """By which it names its peers, in the order in which it does."""
@@ -89,7 +88,8 @@ class Survey(NamedTuple):
     longest: int
     """The longest message."""
     scratch: int
-    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
+    """Scratch memory, in elements: as much as the buffer; or all that a round combines if it also sends, so that ranks
+    do not wait for each other."""
     deferred: frozenset[tuple[int, int]] = frozenset()
     """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
 
@@ -100,21 +100,21 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: Rounds
     peers: tuple[int, ...] | None = None
     """Which rank is meant by each number; None where the numbers are ranks."""
-    survey: Survey | None = None
-    """Where the planner knows it; else whoever executes the plan goes through all of it once to find out."""
+    summary: PlanSummary | None = None
+    """If the planner knows it; else the executor goes through the whole plan once."""
     in_step: bool = False
     """Each round is an exchange with another peer that fills our line both ways: what a later one sends early only
-    slows down what the partner waits for. (Not where somebody is a guest, whose host has to pass on what comes. And
+    slows down what the partner waits for. (Not where a rank has a guest, for which it passes on what comes. And
     where one line is slower than the others it costs a tenth or two, though less than messages that are not cut.)"""
 
     def rank(self, number: int) -> int:
-        """Who is meant by a number."""
+        """The rank that a number stands for."""
         return number if self.peers is None else self.peers[number]
 
     def among(self, members: Sequence[int]) -> Plan:
-        """The same for some members of a larger group, of whom number i has played rank i so far."""
+        """The same plan for some members of a larger group: member i plays rank i."""
         peers = members if self.peers is None else [members[peer] for peer in self.peers]
-        return Plan(self.rounds, tuple(peers), self.survey, self.in_step)
+        return Plan(self.rounds, tuple(peers), self.summary, self.in_step)
 
     def by_rank(self) -> Rounds:
         """The rounds with every peer named by its rank."""
@@ -141,7 +141,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     received: tuple[int, ...] = ()
     """all_to_all: elements that this rank receives from each rank."""
     root: int = 0
-    """Who has or gets the data; in an all_reduce by tree or centre, who stands at the top."""
+    """The rank that has or gets the data; in an all_reduce by tree or centre, the rank at the top."""
     arity: int = 2
     """How many ways a tree branches: more make it flatter and its inner ranks busier."""
     order: tuple[int, ...] = ()

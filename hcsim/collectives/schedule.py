@@ -32,12 +32,12 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from hcsim.collectives.plan import Action, Finish, Plan, Recv, Reduce, Round, Rounds, Send, Survey
+from hcsim.collectives.plan import Action, Finish, Plan, PlanSummary, Recv, Reduce, Round, Rounds, Send
 
 Taken: TypeAlias = Recv | Reduce
 
 
-class Stage(NamedTuple):
+class ForwardStage(NamedTuple):
     """A round of that kind; it may lack one of the two."""
 
     send: Send | None
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
     """And is needed here as well."""
 
 
-Stages: TypeAlias = tuple[Stage | None, ...]
+ForwardStages: TypeAlias = tuple[ForwardStage | None, ...]
 """By round; None where it does something else."""
 _Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
 """A stage's, as far as its round alone tells."""
@@ -106,9 +106,9 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
         return tuple(dict.fromkeys(self.ranks.values()))
 
     @cached_property
-    def stages(self) -> Stages:
+    def forward_stages(self) -> ForwardStages:
         """What of the rounds can be forwarded."""
-        return stages(self.plan)
+        return forward_stages(self.plan)
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
@@ -119,7 +119,7 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    numbers, sent, longest, scratch, deferred = plan.survey or survey(plan.rounds)
+    numbers, sent, longest, scratch, deferred = plan.summary or summary(plan.rounds)
     ranks = {number: plan.rank(number) for number in numbers}
     if longest <= segment:
         return Schedule(ranks, scratch, plan, deferred, sent=sent)
@@ -155,7 +155,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
     return Schedule(ranks, scratch, lanes=made, cells=len(cuts), sent=sent, combined=combined)
 
 
-def survey(rounds: Rounds) -> Survey:
+def summary(rounds: Rounds) -> PlanSummary:
     """One pass, in one piece: a ring over hundreds of ranks has a thousand rounds on each of them.
 
     A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
@@ -206,7 +206,7 @@ def survey(rounds: Rounds) -> Survey:
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
         before = actions
-    return Survey(tuple(numbers), sent, longest, max(end, most_exchanged * largest), frozenset(deferred))
+    return PlanSummary(tuple(numbers), sent, longest, max(end, most_exchanged * largest), frozenset(deferred))
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:
@@ -220,9 +220,9 @@ def _cuts(plan: Plan, segment: int) -> list[int]:
     return sorted(found)
 
 
-def stages(plan: Plan) -> Stages:
+def forward_stages(plan: Plan) -> ForwardStages:
     """What of a plan can be forwarded."""
-    found: list[Stage | None] = []
+    found: list[ForwardStage | None] = []
     anew: dict[tuple[int, int], None] = {}
     """Ranges that are received, from here on, before anything else happens to them."""
     after: _Parts | None = None
@@ -232,7 +232,7 @@ def stages(plan: Plan) -> Stages:
         parts = _parts(actions)
         take = parts[1] if parts is not None else None
         goes_on = take is not None and after is not None and after[0] is not None and _range(take) == _range(after[0])
-        found.append(None if parts is None else Stage(*parts, goes_on, stays or not goes_on))
+        found.append(None if parts is None else ForwardStage(*parts, goes_on, stays or not goes_on))
         for action in reversed(actions):
             if isinstance(action, Send):
                 stays = _range(action) not in anew

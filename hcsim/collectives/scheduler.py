@@ -47,7 +47,7 @@ IN_FLIGHT = 8
 """Collectives of one bucket that move bytes at once; further ones are queued."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class CollectiveRequest(msgspec.Struct, frozen=True):
     """A collective that a caller asks for."""
 
     operation: str
@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
     bucket: int
 
 
-class Message(msgspec.Struct, frozen=True):
+class MessageRequest(msgspec.Struct, frozen=True):
     """A message to or from one rank."""
 
     name: str
@@ -87,7 +87,9 @@ class Scheduler:
         """By bucket, the collectives that are not over."""
         self._any_source: AnySource | None = None
 
-    def collective(self, request: Request, buffer: Buffer, result: Callable[[], T], timeout_s: float) -> Handle[T]:
+    def collective(
+        self, request: CollectiveRequest, buffer: Buffer, result: Callable[[], T], timeout_s: float
+    ) -> Handle[T]:
         """Start a collective; its result is what `result` says once it is over."""
         steps, signature = self._scheduled(request, buffer)
         bucket, us, domain = request.bucket, self._us, self._domain
@@ -106,7 +108,7 @@ class Scheduler:
         queue.append(operation)
         return handle
 
-    def message(self, message: Message, buffer: Buffer, result: Callable[[], T], timeout_s: float) -> Handle[T]:
+    def message(self, message: MessageRequest, buffer: Buffer, result: Callable[[], T], timeout_s: float) -> Handle[T]:
         """Start to send or receive a message."""
         name, peer, tag, any_source = message.name, message.action.peer, message.tag, self._any_source
         if name == "recv" and any_source is not None and any_source.is_awaited(tag):
@@ -118,7 +120,7 @@ class Scheduler:
 
     def from_any_source(self, length: int, tag: int, buffer: Buffer, timeout_s: float) -> Handle[int]:
         """Start to receive a message from any rank; the result is the sender's."""
-        message = Message("recv_any", tag, Recv(0, 0, length))
+        message = MessageRequest("recv_any", tag, Recv(0, 0, length))
         if self._any_source is None:
             self._any_source = AnySource(
                 self._domain.mesh,
@@ -126,12 +128,17 @@ class Scheduler:
                 self._next_tag,
                 lambda tag, source: self._take_number("recv", source, tag),
             )
-            self._domain.listeners.append(self._any_source)
+            self._domain.observers.append(self._any_source)
         pending = self._any_source.post(tag, None)
         return self._receive(message, buffer, pending, lambda: pending.matched.result()[0], timeout_s)
 
     def _receive(
-        self, message: Message, buffer: Buffer, pending: PendingReceive, result: Callable[[], T], timeout_s: float
+        self,
+        message: MessageRequest,
+        buffer: Buffer,
+        pending: PendingReceive,
+        result: Callable[[], T],
+        timeout_s: float,
     ) -> Handle[T]:
         """Start to receive a message whose number, or even sender, is not known yet."""
         posted = self._take_number(f"{message.name} posted", message.action.peer, message.tag)
@@ -142,7 +149,7 @@ class Scheduler:
     # One operation, from its start to its end.
 
     def _start(
-        self, operation: Operation, result: Callable[[], T], timeout_s: float, message: Message | None = None
+        self, operation: Operation, result: Callable[[], T], timeout_s: float, message: MessageRequest | None = None
     ) -> Handle[T]:
         running = self._run(operation, result, timeout_s, message)
         handle: Handle[T] = self._domain.mesh.host.spawn(
@@ -154,7 +161,7 @@ class Scheduler:
     def _over(self, operation: Operation, task: Handle[Any]) -> None:
         """However it has ended, and before those who wait for it."""
         if not task.cancelled():
-            task.exception()  # a group's failure ends all its operations; who awaits one of them knows enough
+            task.exception()  # a group's failure ends all its operations: it is enough to await one of them
         elif self._domain.error is None:  # before it ran at all, so the others have not been told
             with suppress(ChannelError):  # with a host that has crashed
                 self._domain.fail(_cancelled(operation))
@@ -162,7 +169,9 @@ class Scheduler:
             operation.queue.remove(operation)  # now: it holds what the caller may want to free
             self._domain.agreement.end(operation.id)
 
-    async def _run(self, operation: Operation, result: Callable[[], T], timeout_s: float, message: Message | None) -> T:
+    async def _run(
+        self, operation: Operation, result: Callable[[], T], timeout_s: float, message: MessageRequest | None
+    ) -> T:
         domain = self._domain
         began_s, sent_bytes = domain.metrics.begin(), None
         domain.in_flight[operation] = None
@@ -176,10 +185,10 @@ class Scheduler:
                     raise domain.not_started(operation) from domain.error
                 if message is not None:
                     await self._match(operation, message)
-                with operation.progress() as progress:
+                with operation.activity() as activity:
                     if not operation.attach_links():
-                        await operation.connect(progress)
-                    await execute(operation, progress)
+                        await operation.connect(activity)
+                    await execute(operation, activity)
                     operation.check_complete()
             sent_bytes = operation.sent_bytes
         except CollectiveError as error:
@@ -204,7 +213,7 @@ class Scheduler:
             domain.metrics.end(operation.id.name, began_s, sent_bytes)
         return result()
 
-    async def _match(self, operation: Operation, message: Message) -> None:
+    async def _match(self, operation: Operation, message: MessageRequest) -> None:
         """Wait until it is known which message it receives."""
         assert operation.pending is not None
         operation.enter(MATCHING)
@@ -220,7 +229,7 @@ class Scheduler:
 
     # What it does, and how it is called on the wire.
 
-    def _scheduled(self, request: Request, buffer: Buffer) -> tuple[Schedule, int]:
+    def _scheduled(self, request: CollectiveRequest, buffer: Buffer) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""
         key = (request.operation, request.algorithm, request.shape, request.op, buffer.kind)
         known = self._schedules.get(key)
@@ -240,7 +249,7 @@ class Scheduler:
             made = made.among(self._members)
         return schedule(made, max(1, self._us.wire.segment_bytes // buffer.element_bytes))
 
-    def _message_id(self, message: Message, buffer: Buffer, number: int) -> OperationId:
+    def _message_id(self, message: MessageRequest, buffer: Buffer, number: int) -> OperationId:
         us, (of_tag, bucket) = self._us, _numbered(number, message.tag)
         signature = zlib.crc32(buffer.kind.encode())
         return OperationId(message.name, us.rank, us.epoch, self._group | POINT_TO_POINT, of_tag, bucket, signature)
@@ -269,4 +278,4 @@ def _numbered(number: int, tag: int) -> tuple[int, int]:
 def _unfinished(made: Plan) -> Plan:
     """Without `Finish`, which is the last action of its round."""
     rounds = [actions[:-1] if actions and type(actions[-1]) is Finish else actions for actions in made.rounds]
-    return Plan(tuple(rounds), made.peers, made.survey, made.in_step)
+    return Plan(tuple(rounds), made.peers, made.summary, made.in_step)

@@ -28,11 +28,11 @@ _LARGE_MESSAGES = 3
 _TAG = 65535
 
 Missing: TypeAlias = Callable[[list[int]], None]
-"""Told which ranks we still wait for, whenever that changes."""
+"""Called with the ranks that we still wait for, whenever that changes."""
 
 
 async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
-    """Return when every rank is there: all call the first, which tells those who have whom it still waits for."""
+    """Return when every rank is there: all call rank 0, which reports the absent ones to those that have called."""
     if group.size == 1:
         return
     patient = group.subgroup(range(group.size)).within(wait_s)
@@ -80,11 +80,11 @@ async def measure_links(group: Group) -> Links:
 
 
 def partners(rank: int, size: int) -> list[int]:
-    """Whom the rank meets in each round; no two pairs of one round share a rank. Odd sizes sit out in turn."""
+    """The rank's partner in each round; no two pairs of one round share a rank. Of an odd number one rests in turn."""
     seats = size + size % 2
     met = []
     for round_number in range(seats - 1):
-        # The last seat stays, the others move on; who faces the last seat is where 2·seat = round.
+        # The last seat stays, the others move on; the one that faces the last seat is where 2·seat = round.
         if rank == seats - 1:
             other = next(seat for seat in range(seats - 1) if (2 * seat - round_number) % (seats - 1) == 0)
         else:
@@ -127,7 +127,7 @@ async def _time(group: Group, partner: int) -> tuple[float, float, float]:
         return max(whole_s - trip_s, whole_s / 2) / count
 
     overhead_s = await beyond_a_trip_s(small, _BURST)
-    # The quickest, as of the round trips: on a machine with fewer cores than ranks the others tell who was in the way.
+    # The quickest, as of the round trips: with fewer cores than ranks the slower ones measure the other ranks.
     large_s = min([await beyond_a_trip_s(large, 1) for _ in range(_LARGE_MESSAGES)])
     return trip_s / 2, overhead_s, LARGE_BYTES / large_s
 

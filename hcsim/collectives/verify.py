@@ -9,7 +9,7 @@ Checked: every message has a sender and a receiver in the same round, one size, 
 rank waits for ever when sends never wait; nothing undefined is used; only whole reductions are
 finished, once; and every rank ends with what the operation promises.
 
-The walk itself, `Exchange`, serves the cost model, too: it runs the plans of all ranks at once, without a clock, and
+The walk itself, `DryRun`, serves the cost model, too: it runs the plans of all ranks at once, without a clock, and
 messages decide which rank can go on. Sending never waits, so a rank that rests in the end rests for ever.
 What is known about a buffer changes at a few addresses only, and is kept as an `IntervalMap`.
 """
@@ -26,7 +26,7 @@ from hcsim.errors import HcsimError, UsageError
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[int, ...]
-"""Which message: round, sender, receiver, and whatever more tells them apart."""
+"""Which message: round, sender, receiver, and what else tells messages apart."""
 
 
 class PlanError(HcsimError):
@@ -57,7 +57,7 @@ def verify(operation: str, plans: Sequence[Rounds], shapes: Sequence[Shape]) -> 
     states = [_initial(operation, rank, shape) for rank, shape in enumerate(shapes)]
     _check_messages(plans, [state.size for state in states])
     machine = _Machine(plans, states)
-    resting = machine.exchange.run([machine.walk(rank) for rank in range(len(plans))])
+    resting = machine.dry_run.run([machine.walk(rank) for rank in range(len(plans))])
     if resting:
         waits = ", ".join(f"rank {dst} in round {s} for rank {src}" for s, src, dst in sorted(resting))
         raise PlanError(f"these wait for each other for ever: {waits}")
@@ -162,7 +162,7 @@ class _Machine:
         self.plans = plans
         self.states = states
         self.heard = [1 << rank for rank in range(len(plans))]
-        self.exchange: Exchange[tuple[int, list[_Piece]]] = Exchange()
+        self.dry_run: DryRun[tuple[int, list[_Piece]]] = DryRun()
 
     def walk(self, rank: int) -> Iterator[Key]:
         """Perform a rank's actions in order, resting where a message is not there yet."""
@@ -175,7 +175,7 @@ class _Machine:
                     self._send(rank, s, action, where)
                 else:
                     key = (s, action.peer, rank)
-                    if key not in self.exchange:
+                    if key not in self.dry_run:
                         yield key
                     self._take(rank, key, action, where)
 
@@ -186,10 +186,10 @@ class _Machine:
                 raise PlanError(f"{where} sends [{lo}, {hi}), where nothing has been written yet")
         # A piece travels relative to its message's start; its shift stays relative to its address.
         relative = [(lo - action.lo, hi - action.lo, v._replace(shift=v.shift + action.lo)) for lo, hi, v in pieces]
-        self.exchange.post((s, rank, action.peer), (self.heard[rank], relative))
+        self.dry_run.post((s, rank, action.peer), (self.heard[rank], relative))
 
     def _take(self, rank: int, key: Key, action: Recv | Reduce, where: str) -> None:
-        heard, pieces = self.exchange.take(key)
+        heard, pieces = self.dry_run.take(key)
         self.heard[rank] |= heard
         for start, stop, sent in pieces:
             theirs = sent._replace(shift=sent.shift - action.lo)
@@ -254,7 +254,7 @@ class IntervalMap(Generic[T]):
             self._values[first:last] = [value]
 
 
-class Exchange(Generic[T]):
+class DryRun(Generic[T]):
     """Runs one generator per rank. One that yields a key rests until the message is posted."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class Exchange(Generic[T]):
         return key in self._posted
 
     def post(self, key: Key, message: T) -> None:
-        """Leave a message, and wake who rests for it."""
+        """Leave a message, and wake the rank that rests for it."""
         self._posted[key] = message
         if key in self._resting:
             self._ready.append(self._resting.pop(key))
@@ -276,7 +276,7 @@ class Exchange(Generic[T]):
         return self._posted.pop(key)
 
     def run(self, walks: Sequence[Iterator[Key]]) -> dict[Key, int]:
-        """Run all as far as they get; returns who rests for what in the end."""
+        """Run all as far as they get; returns which message each rank rests for in the end."""
         self._ready.extend(range(len(walks)))
         while self._ready:
             rank = self._ready.popleft()

@@ -24,12 +24,12 @@ from hcsim.errors import UsageError
 
 
 def _others(rank: int, shape: Shape, step: int) -> list[int]:
-    """Everybody else, from the next rank on, upwards or downwards: so all start with different peers."""
+    """All other ranks, from the next one on, upwards or downwards: so all start with different peers."""
     return [(rank + step * distance) % shape.world for distance in range(1, shape.world)]
 
 
 def centralized_reduce(rank: int, shape: Shape) -> Plan:
-    """Everybody sends to the root, which adds up in the order of ranks."""
+    """All send to the root, which adds up in the order of ranks."""
     if rank != shape.root:
         return Plan(((Send(shape.root, 0, shape.length),),))
     peers = [peer for peer in range(shape.world) if peer != rank]
@@ -37,7 +37,7 @@ def centralized_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def centralized_broadcast(rank: int, shape: Shape) -> Plan:
-    """The root sends to everybody."""
+    """The root sends to all."""
     if rank != shape.root:
         return Plan(((Recv(shape.root, 0, shape.length),),))
     return Plan((tuple(Send(peer, 0, shape.length) for peer in _others(rank, shape, 1)),))
@@ -49,7 +49,7 @@ def centralized_all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def centralized_gather(rank: int, shape: Shape) -> Plan:
-    """Everybody sends the own part to the root."""
+    """Every rank sends its part to the root."""
     cuts = offsets(shape.counts)
     if rank != shape.root:
         return Plan(((Send(shape.root, cuts[rank], cuts[rank + 1]),),))
@@ -57,7 +57,7 @@ def centralized_gather(rank: int, shape: Shape) -> Plan:
 
 
 def centralized_scatter(rank: int, shape: Shape) -> Plan:
-    """The root sends everybody their part."""
+    """The root sends every rank its part."""
     cuts = offsets(shape.counts)
     if rank != shape.root:
         return Plan(((Recv(shape.root, cuts[rank], cuts[rank + 1]),),))
@@ -65,12 +65,12 @@ def centralized_scatter(rank: int, shape: Shape) -> Plan:
 
 
 def direct_all_gather(rank: int, shape: Shape) -> Plan:
-    """Everybody sends the own part to everybody."""
+    """Every rank sends its part to all others."""
     return Plan(_spread(rank, shape, offsets(shape.counts)))
 
 
 def direct_reduce_scatter(rank: int, shape: Shape) -> Plan:
-    """Everybody sends each part to the rank it belongs to."""
+    """Every rank sends each part to the rank it belongs to."""
     return Plan(_collect(rank, shape, offsets(shape.counts)))
 
 

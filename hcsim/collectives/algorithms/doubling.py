@@ -27,10 +27,10 @@ from typing import NamedTuple, TypeAlias
 
 from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Shape, finished, offsets, split
 
-Range: TypeAlias = tuple[int, int]
+_Range: TypeAlias = tuple[int, int]
 
 
-class Fold(NamedTuple):
+class FoldedWorld(NamedTuple):
     """How `world` ranks become `active` ones, a power of two: the first 2 × `extra` ranks pair up.
 
     A pair's even rank is the host and works, its odd rank is the guest and rests; any other
@@ -40,17 +40,17 @@ class Fold(NamedTuple):
     extra: int
 
     @classmethod
-    def of(cls, world: int) -> Fold:
+    def of(cls, world: int) -> FoldedWorld:
         """The largest power of two that fits."""
         active = 1 << (world.bit_length() - 1)
         return cls(active, world - active)
 
     def host(self, rank: int) -> int:
-        """Who works for this rank."""
+        """The rank that works for this one."""
         return rank & ~1 if rank < 2 * self.extra else rank
 
     def guest(self, rank: int) -> int:
-        """For whom this rank's host works."""
+        """The rank that this rank's host works for."""
         return rank | 1 if rank < 2 * self.extra else rank
 
     def number(self, rank: int) -> int:
@@ -65,7 +65,7 @@ class Fold(NamedTuple):
         """1, 2, 4, … below `active`."""
         return [1 << step for step in range(self.active.bit_length() - 1)]
 
-    def around(self, rank: int, work: Rounds, take: type[Recv | Reduce], given: Range, returned: Range) -> Rounds:
+    def around(self, rank: int, work: Rounds, take: type[Recv | Reduce], given: _Range, returned: _Range) -> Rounds:
         """The host's rounds of work; before them the guest gives it a range, after them it returns one."""
         host, guest = self.host(rank), self.guest(rank)
         if not self.extra:
@@ -79,13 +79,13 @@ class Fold(NamedTuple):
 
 def doubling_all_reduce(rank: int, shape: Shape) -> Plan:
     """Partners exchange and add; each ends with the sum of both."""
-    fold, everything = Fold.of(shape.world), (0, shape.length)
+    fold, everything = FoldedWorld.of(shape.world), (0, shape.length)
     peers = [fold.rank(fold.number(rank) ^ distance) for distance in fold.distances()]
     work = tuple((Send(peer, *everything), Reduce(peer, *everything)) for peer in peers)
     return Plan(fold.around(rank, finished(work, *everything), Reduce, everything, everything))
 
 
-def _doubling_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
+def _doubling_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Rounds:
     """All-gather among the active: number v starts with [cuts[v], cuts[v + 1]) and ends with everything."""
     rounds: list[Round] = []
     number = fold.number(rank)
@@ -99,14 +99,14 @@ def _doubling_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
 
 def doubling_all_gather(rank: int, shape: Shape) -> Plan:
     """Partners exchange all the parts they have."""
-    fold, parts = Fold.of(shape.world), offsets(shape.counts)
+    fold, parts = FoldedWorld.of(shape.world), offsets(shape.counts)
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (parts[guest], parts[guest + 1]), (0, parts[-1])
     return Plan(fold.around(rank, _doubling_rounds(rank, fold, cuts), Recv, given, returned), in_step=fold.extra == 0)
 
 
-def _halving_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
+def _halving_rounds(rank: int, fold: FoldedWorld, cuts: tuple[int, ...]) -> Rounds:
     """Reduce-scatter among the active: number v ends with the sum of [cuts[v], cuts[v + 1])."""
     rounds: list[Round] = []
     number = fold.number(rank)
@@ -120,7 +120,7 @@ def _halving_rounds(rank: int, fold: Fold, cuts: tuple[int, ...]) -> Rounds:
 
 def halving_doubling_all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter by halving, finish the own chunk, all-gather by doubling."""
-    fold, everything = Fold.of(shape.world), (0, shape.length)
+    fold, everything = FoldedWorld.of(shape.world), (0, shape.length)
     cuts = split(shape.length, fold.active)
     work = _halving_rounds(rank, fold, cuts) + _doubling_rounds(rank, fold, cuts)
     return Plan(fold.around(rank, work, Reduce, everything, everything), in_step=fold.extra == 0)
@@ -128,7 +128,7 @@ def halving_doubling_all_reduce(rank: int, shape: Shape) -> Plan:
 
 def halving_reduce_scatter(rank: int, shape: Shape) -> Plan:
     """The first half of an all_reduce, with the parts given: a host's chunk is its own and its guest's part."""
-    fold, parts = Fold.of(shape.world), offsets(shape.counts)
+    fold, parts = FoldedWorld.of(shape.world), offsets(shape.counts)
     cuts = tuple(parts[fold.rank(number)] for number in range(fold.active + 1))
     guest = fold.guest(rank)
     given, returned = (0, parts[-1]), (parts[guest], parts[guest + 1])

@@ -71,7 +71,7 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def scatter(rank: int, shape: Shape) -> Plan:
-    """The root hands out ranges of parts; who gets one keeps the own part and hands on the rest."""
+    """The root sends ranges of parts; a rank that gets one keeps its own part and sends the rest on."""
     return Plan(_handed_on(rank, shape))
 
 

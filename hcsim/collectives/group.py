@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from hcsim.collectives.buffers import (
     WORTH_SPARING,
-    Buffer,
     Data,
     DataT,
     Span,
@@ -46,7 +45,6 @@ from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
 from hcsim.collectives.ring_order import order_over
 from hcsim.collectives.scheduler import CollectiveRequest, Handle, MessageRequest, Scheduler
-from hcsim.collectives.select import choose
 from hcsim.collectives.startup import measure_links
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom
@@ -58,25 +56,8 @@ from hcsim.transport.reception import Reception
 
 T = TypeVar("T")
 
-SHAPES_KEPT = 256
 _WHOLE = 0
 """The number of a group that is no subgroup."""
-
-
-class _Shared:
-    """What a group has in common with its copies that have another time limit."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.shapes: dict[tuple[int, int], Shape] = {}
-        """Of operations on a length and a root, kept: a training loop asks for the same few again and again."""
-
-
-class _Lives:
-    """What a group has in common with those that it was reopened as."""
-
-    newest: Group | None = None
-    """The one that was opened last; it is closed with the first."""
 
 
 class Group:
@@ -86,13 +67,13 @@ class Group:
         self._domain = domain
         self._members = members
         self._number = number
-        self._shared = _Shared(options)
-        self._lives = _Lives()
+        self._reopened: list[Group] = []
+        """What this group was last reopened as, which is closed with it; one list for all of them."""
         self._timeout_s = options.timeout_s
         self.rank = members.index(domain.mesh.us.rank)
         self.size = len(members)
         self._children: dict[tuple[int, ...], int] = {}
-        self._scheduler = Scheduler(domain, members, number)
+        self._scheduler = Scheduler(domain, members, number, options)
 
     @classmethod
     async def open(
@@ -132,7 +113,7 @@ class Group:
     @property
     def options(self) -> Options:
         """How it works where a call does not say."""
-        options = self._shared.options
+        options = self._scheduler.options
         if options.timeout_s == self._timeout_s:
             return options
         return msgspec.structs.replace(options, timeout_s=self._timeout_s)
@@ -147,8 +128,8 @@ class Group:
         mesh = self._domain.mesh
         us = msgspec.structs.replace(mesh.us, epoch=max(mesh.us.epoch + 1, mesh.newest_epoch))
         again = await Group.open(mesh.host, us, self.options)
-        again._lives = self._lives
-        self._lives.newest = again
+        again._reopened = self._reopened
+        self._reopened[:] = [again]
         return again
 
     async def measure(self) -> Links:
@@ -164,9 +145,8 @@ class Group:
 
     def follow(self, links: Links) -> None:
         """Choose by these figures from now on. All members call it, with the same ones, between two operations."""
-        order, shared = order_over(links) if self.size > 2 else (), self._shared
-        shared.options = msgspec.structs.replace(shared.options, links=links, order=order)
-        shared.shapes = {}
+        order = order_over(links) if self.size > 2 else ()
+        self._scheduler.follow(msgspec.structs.replace(self._scheduler.options, links=links, order=order))
 
     def dial(self, addresses: Sequence[str]) -> None:
         """Reach the others there, by rank, where no link is open yet: at their own addresses, in another order."""
@@ -208,12 +188,12 @@ class Group:
         A subgroup has nothing to leave: its links are the whole group's."""
         if self._is_part:
             return
-        newest = self._lives.newest
+        others = [group for group in self._reopened if group._domain is not self._domain]
         try:
             await self._domain.leave()
         finally:
-            if newest is not None and newest._domain is not self._domain:
-                await newest.close()
+            for group in others:
+                await group.close()
 
     async def __aenter__(self) -> Group:
         return self
@@ -268,26 +248,27 @@ class Group:
 
     def all_reduce(self, data: DataT, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
         """Combine all ranks' data; every rank gets the result, in place."""
-        shape = self._of_length(length_of(data))
-        return self._start(
-            "all_reduce", shape, reduction_buffer([writable(data)], op, self.size), lambda: data, algorithm, bucket, op
-        )
+        shape = self._scheduler.shape_of_length(length_of(data))
+        buffer = reduction_buffer([writable(data)], op, self.size)
+        request = CollectiveRequest("all_reduce", shape, algorithm, bucket, op)
+        return self._scheduler.collective(request, buffer, lambda: data, self._timeout_s)
 
     def reduce(
         self, data: DataT, root: int = 0, op: str = "sum", *, algorithm: str = "auto", bucket: int = 0
     ) -> Handle[DataT]:
         """Combine all ranks' data; the root gets the result, in place. The others' data stay as they are."""
-        shape = self._of_length(length_of(data), self._rank(root))
+        shape = self._scheduler.shape_of_length(length_of(data), self._rank(root))
         work = writable(data) if self.rank == root or isinstance(data, Phantom) else data.copy()
-        return self._start(
-            "reduce", shape, reduction_buffer([work], op, self.size), lambda: data, algorithm, bucket, op
-        )
+        request = CollectiveRequest("reduce", shape, algorithm, bucket, op)
+        buffer = reduction_buffer([work], op, self.size)
+        return self._scheduler.collective(request, buffer, lambda: data, self._timeout_s)
 
     def broadcast(self, data: DataT, root: int = 0, *, algorithm: str = "auto", bucket: int = 0) -> Handle[DataT]:
         """Every rank gets the root's data, in place."""
-        shape = self._of_length(length_of(data), self._rank(root))
+        shape = self._scheduler.shape_of_length(length_of(data), self._rank(root))
         buffer = transfer_buffer([data if self.rank == root else writable(data)])
-        return self._start("broadcast", shape, buffer, lambda: data, algorithm, bucket)
+        request = CollectiveRequest("broadcast", shape, algorithm, bucket)
+        return self._scheduler.collective(request, buffer, lambda: data, self._timeout_s)
 
     def all_gather(
         self,
@@ -305,7 +286,8 @@ class Group:
         whole = output_for(cuts[-1], data, into)
         parts = parts_by_rank(whole, cuts, data, counts)
         copy_into(parts[self.rank], data)
-        return self._start("all_gather", shape, transfer_buffer([whole]), lambda: parts, algorithm, bucket)
+        request = CollectiveRequest("all_gather", shape, algorithm, bucket)
+        return self._scheduler.collective(request, transfer_buffer([whole]), lambda: parts, self._timeout_s)
 
     def gather(
         self,
@@ -323,13 +305,15 @@ class Group:
             whole = output_for(cuts[-1], data, into)
             parts = parts_by_rank(whole, cuts, data, counts)
             copy_into(parts[root], data)
-            return self._start("gather", shape, transfer_buffer([whole]), lambda: parts, algorithm, bucket)
+            request = CollectiveRequest("gather", shape, algorithm, bucket)
+            return self._scheduler.collective(request, transfer_buffer([whole]), lambda: parts, self._timeout_s)
         own = Span(cuts[self.rank], cuts[self.rank + 1])
-        algorithm = self._algorithm("gather", shape, data, algorithm)
+        algorithm = self._scheduler.algorithm("gather", shape, data.itemsize, algorithm)
         reach = touched("gather", algorithm, self.rank, shape, own)
         buffer, place = spanning_buffer(contiguous(data), own, reach)
         copy_into(place, data)
-        return self._start("gather", shape, buffer, lambda: None, algorithm, bucket)
+        request = CollectiveRequest("gather", shape, algorithm, bucket)
+        return self._scheduler.collective(request, buffer, lambda: None, self._timeout_s)
 
     def scatter(
         self,
@@ -345,9 +329,9 @@ class Group:
         The root has a list of them, or one array with all of them one after the other."""
         transfer_buffer([writable(into)])  # rejects a target that is not contiguous: a copy of it would be filled
         counts = (length_of(into),) * self.size
-        shape, cuts = self._shape(counts=counts, root=self._rank(root)), offsets(counts)
+        shape, cuts = self._scheduler.shape(counts=counts, root=self._rank(root)), offsets(counts)
         own = Span(cuts[self.rank], cuts[self.rank + 1])
-        algorithm = self._algorithm("scatter", shape, into, algorithm)
+        algorithm = self._scheduler.algorithm("scatter", shape, into.itemsize, algorithm)
         if self.rank == root:
             whole = scatter_input(data, into, cuts)
             buffer, place = transfer_buffer([whole]), part_of(whole, *own)
@@ -358,7 +342,8 @@ class Group:
             copy_into(into, place)
             return into
 
-        return self._start("scatter", shape, buffer, result, algorithm, bucket)
+        request = CollectiveRequest("scatter", shape, algorithm, bucket)
+        return self._scheduler.collective(request, buffer, result, self._timeout_s)
 
     def reduce_scatter(
         self,
@@ -375,14 +360,14 @@ class Group:
         The data stay as they are, but for what of them is also `into`, where the result goes."""
         length = length_of(data)
         cuts = split(length, self.size) if counts is None else offsets(self._sizes("counts", counts))
-        shape = self._shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
+        shape = self._scheduler.shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if cuts[-1] != length:
             raise UsageError(f"counts {list(shape.counts)} do not divide {length} elements among {self.size} ranks")
         own = Span(cuts[self.rank], cuts[self.rank + 1])
         target = None if into is None else output_for(own.hi - own.lo, data, into)
         changed = Span(0, length)
         if length >= WORTH_SPARING:
-            algorithm = self._algorithm("reduce_scatter", shape, data, algorithm)
+            algorithm = self._scheduler.algorithm("reduce_scatter", shape, data.itemsize, algorithm)
             changed = written("reduce_scatter", algorithm, self.rank, shape, own)
         buffer, part = preserving_buffer(data, target, own, changed, op, self.size)
 
@@ -392,7 +377,8 @@ class Group:
             copy_into(target, part)
             return target
 
-        return self._start("reduce_scatter", shape, buffer, result, algorithm, bucket, op)
+        request = CollectiveRequest("reduce_scatter", shape, algorithm, bucket, op)
+        return self._scheduler.collective(request, buffer, result, self._timeout_s)
 
     def all_to_all(
         self,
@@ -410,7 +396,7 @@ class Group:
             raise UsageError(f"all_to_all needs one part for each of the {self.size} ranks, not {len(data)}")
         sent = tuple(length_of(part) for part in data)
         coming = sent if received is None else self._sizes("received", received)
-        shape = self._shape(sent=sent, received=coming)
+        shape = self._scheduler.shape(sent=sent, received=coming)
         cuts = offsets(coming)
         if cuts[-1] and sent[self.rank] != coming[self.rank]:
             raise UsageError(f"our part for ourselves has {sent[self.rank]} elements, not {coming[self.rank]}")
@@ -419,13 +405,14 @@ class Group:
             raise UsageError("an all_to_all cannot receive into what it sends")
         parts = [part_of(whole, lo, hi) for lo, hi in itertools.pairwise(cuts)]
         copy_into(parts[self.rank], data[self.rank])
-        return self._start("all_to_all", shape, transfer_buffer([*data, whole]), lambda: parts, algorithm, bucket)
+        request = CollectiveRequest("all_to_all", shape, algorithm, bucket)
+        return self._scheduler.collective(request, transfer_buffer([*data, whole]), lambda: parts, self._timeout_s)
 
     def barrier(self, *, bucket: int = 0) -> Handle[None]:
         """Return when every rank has called it."""
-        return self._start(
-            "barrier", self._of_length(0), transfer_buffer([np.empty(0, np.uint8)]), lambda: None, "auto", bucket
-        )
+        buffer = transfer_buffer([np.empty(0, np.uint8)])
+        request = CollectiveRequest("barrier", self._scheduler.shape_of_length(0), "auto", bucket)
+        return self._scheduler.collective(request, buffer, lambda: None, self._timeout_s)
 
     # Point to point.
 
@@ -471,48 +458,10 @@ class Group:
 
     # What the operations have in common.
 
-    def _start(
-        self,
-        operation: str,
-        shape: Shape,
-        buffer: Buffer,
-        result: Callable[[], T],
-        algorithm: str,
-        bucket: int,
-        op: str = "",
-    ) -> Handle[T]:
-        if algorithm == "auto":
-            segment_bytes = self._domain.mesh.us.wire.segment_bytes
-            algorithm = choose(operation, shape, buffer.element_bytes, self._shared.options.links, segment_bytes)
-        request = CollectiveRequest(operation, algorithm, shape, op, whole_number("a bucket", bucket))
-        return self._scheduler.collective(request, buffer, result, self._timeout_s)
-
-    def _algorithm(self, operation: str, shape: Shape, data: Data, algorithm: str) -> str:
-        """The algorithm, where it has to be known before there is buffer."""
-        if algorithm != "auto":
-            return algorithm
-        segment_bytes = self._domain.mesh.us.wire.segment_bytes
-        return choose(operation, shape, data.itemsize, self._shared.options.links, segment_bytes)
-
-    def _of_length(self, length: int, root: int = 0) -> Shape:
-        shapes = self._shared.shapes
-        shape = shapes.get((length, root))
-        if shape is None:
-            if len(shapes) >= SHAPES_KEPT:
-                shapes.clear()
-            shape = shapes[length, root] = self._shape(length=length, root=root)
-        return shape
-
-    def _shape(self, **sizes: Any) -> Shape:
-        o = self._shared.options
-        return Shape(
-            world=self.size, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes
-        )
-
     def _parts(self, data: Data, counts: Sequence[int] | None, root: int = 0) -> tuple[Shape, tuple[int, ...]]:
         """How all ranks' data lie one after the other."""
         sizes = (length_of(data),) * self.size if counts is None else self._sizes("counts", counts)
-        shape = self._shape(counts=sizes, root=root)
+        shape = self._scheduler.shape(counts=sizes, root=root)
         if sizes[self.rank] != length_of(data):
             raise UsageError(
                 f"counts says {sizes[self.rank]} elements for rank {self.rank}, which has {length_of(data)}"

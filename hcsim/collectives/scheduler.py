@@ -33,8 +33,10 @@ from hcsim.collectives.operation import (
     Operation,
     OperationId,
 )
+from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Finish, Plan, Recv, Send, Shape
 from hcsim.collectives.schedule import Schedule, schedule
+from hcsim.collectives.select import choose
 from hcsim.errors import ChannelError, CollectiveError, HcsimError, UsageError
 from hcsim.transport.link import Tag
 
@@ -43,6 +45,7 @@ Handle: TypeAlias = asyncio.Task[T]
 """An operation in flight, to its caller: await it for its result."""
 
 SCHEDULES_KEPT = 64
+SHAPES_KEPT = 256
 IN_FLIGHT = 8
 """Collectives of one bucket that move bytes at once; further ones are queued."""
 
@@ -51,11 +54,11 @@ class CollectiveRequest(msgspec.Struct, frozen=True):
     """A collective that a caller asks for."""
 
     operation: str
-    algorithm: str
     shape: Shape
-    op: str
-    """The reduction, if it is one."""
+    algorithm: str
     bucket: int
+    op: str = ""
+    """The reduction, if it is one."""
 
 
 class MessageRequest(msgspec.Struct, frozen=True):
@@ -73,7 +76,8 @@ class MessageRequest(msgspec.Struct, frozen=True):
 class Scheduler:
     """The operations of one group."""
 
-    def __init__(self, domain: FailureDomain, members: tuple[int, ...], group: int) -> None:
+    def __init__(self, domain: FailureDomain, members: tuple[int, ...], group: int, options: Options) -> None:
+        self.options = options
         self._domain = domain
         self._members = members
         self._group = group
@@ -83,16 +87,44 @@ class Scheduler:
         self._numbers: dict[tuple[str, int, int], int] = {}
         """The next operation's, by its kind, peer and bucket or tag."""
         self._schedules: dict[object, tuple[Schedule, int]] = {}
+        self._shapes: dict[tuple[int, int], Shape] = {}
+        """Of operations on a length and a root."""
         self._queues: dict[int, list[Operation]] = {}
         """By bucket, the collectives that are not over."""
         self._any_source: AnySource | None = None
+
+    def follow(self, options: Options) -> None:
+        """Work like that from now on."""
+        self.options = options
+        self._shapes.clear()
+        self._schedules.clear()
+
+    def shape(self, **sizes: Any) -> Shape:
+        """Of a collective of this size."""
+        o, world = self.options, len(self._members)
+        return Shape(world=world, arity=o.arity, order=o.order, groups=o.groups, local=o.local, cross=o.cross, **sizes)
+
+    def shape_of_length(self, length: int, root: int = 0) -> Shape:
+        """The same for one length on all ranks, kept."""
+        shape = self._shapes.get((length, root))
+        if shape is None:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
+            shape = self._shapes[length, root] = self.shape(length=length, root=root)
+        return shape
+
+    def algorithm(self, operation: str, shape: Shape, element_bytes: int, name: str) -> str:
+        """The algorithm that a caller means."""
+        if name != "auto":
+            return name
+        return choose(operation, shape, element_bytes, self.options.links, self._us.wire.segment_bytes)
 
     def collective(
         self, request: CollectiveRequest, buffer: Buffer, result: Callable[[], T], timeout_s: float
     ) -> Handle[T]:
         """Start a collective; its result is what `result` says once it is over."""
         steps, signature = self._scheduled(request, buffer)
-        bucket, us, domain = request.bucket, self._us, self._domain
+        bucket, us, domain = whole_number("a bucket", request.bucket), self._us, self._domain
         number = self._take_number("", 0, bucket)
         if not 0 <= bucket < 1 << BUCKET_BITS:
             raise UsageError(f"a bucket is a number from 0 to {(1 << BUCKET_BITS) - 1}, not {bucket}")
@@ -231,15 +263,16 @@ class Scheduler:
 
     def _scheduled(self, request: CollectiveRequest, buffer: Buffer) -> tuple[Schedule, int]:
         """What we do, and a digest of what all ranks must agree on."""
-        key = (request.operation, request.algorithm, request.shape, request.op, buffer.kind)
+        key = (request.operation, request.algorithm, request.shape, request.op, buffer.kind, buffer.element_bytes)
         known = self._schedules.get(key)
         if known is None:
             if len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
-            made = plan(request.operation, request.algorithm, self._rank, request.shape)
+            algorithm = self.algorithm(request.operation, request.shape, buffer.element_bytes, request.algorithm)
+            made = plan(request.operation, algorithm, self._rank, request.shape)
             steps = self._cut(made if request.op == "mean" else _unfinished(made), buffer)
             shape = msgspec.structs.replace(request.shape, sent=(), received=())
-            agreed = (request.algorithm, request.op, shape, buffer.kind)
+            agreed = (algorithm, request.op, shape, buffer.kind)
             known = self._schedules[key] = steps, signature_of(request.operation, agreed)
         return known
 

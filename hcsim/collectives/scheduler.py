@@ -1,8 +1,9 @@
 """Starts the operations of a group, and takes each through its states, from the call to its end.
 
-An operation's number is counted per bucket, so ranks may start buckets in unlike orders. Schedules
-are kept: a training loop asks for the same few again and again. Collectives of one bucket move
-bytes a few at a time, so that a fast rank cannot flood a slow one.
+A request becomes a schedule: its algorithm (or what `auto` stands for) makes a plan, which is cut into segments.
+Schedules are kept: a training loop asks for the same few again and again. An operation's number is counted per bucket,
+so ranks may start buckets in unlike orders. Collectives of one bucket move bytes a few at a time, so that a fast rank
+cannot flood a slow one: further ones are queued.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hcsim.collectives.operation import (
     MATCHING,
     NUMBER_BITS,
     POINT_TO_POINT,
+    QUEUED,
     TAG_BITS,
     Operation,
     OperationId,
@@ -94,7 +96,7 @@ class Scheduler:
         self._any_source: AnySource | None = None
 
     def follow(self, options: Options) -> None:
-        """Work like that from now on."""
+        """Work by these options from now on."""
         self.options = options
         self._shapes.clear()
         self._schedules.clear()
@@ -194,7 +196,8 @@ class Scheduler:
         """However it has ended, and before those who wait for it."""
         if not task.cancelled():
             task.exception()  # a group's failure ends all its operations: it is enough to await one of them
-        elif self._domain.error is None:  # before it ran at all, so the others have not been told
+        elif operation.state == QUEUED:  # before it ran at all, so the others have not been told
+            operation.enter(FAILED)
             with suppress(ChannelError):  # with a host that has crashed
                 self._domain.fail(_cancelled(operation))
         if operation.queue is not None:

@@ -226,7 +226,7 @@ class _Forwarder:
         us, source_rank = operation.id.rank, source.peer_rank
         legs: list[Leg] = []
         reached: list[_Position] = []
-        goes_on = False
+        forwarded = False
         for step in range(at.step, min(at.step + _STAGES_AT_ONCE, len(self._stages))):
             stage = self._stages[step]
             if stage is None:
@@ -236,7 +236,7 @@ class _Forwarder:
                 if links[send.peer] is not to or not self._can_move(send):
                     break
                 goes = operation.header(send, step, us)
-                if goes_on:
+                if forwarded:
                     legs[-1] = legs[-1]._replace(goes=goes)
                     reached[-1] = _Position(step, sent=True)
                 else:
@@ -247,9 +247,9 @@ class _Forwarder:
             comes = operation.header(take, step, source_rank)
             numbers = buffer.numbers if type(take) is Reduce else ""
             divisor = buffer.divisor if stage.finishes else 1
-            legs.append(Leg(comes, None, _place(buffer, take), numbers, stage.stays, divisor))
+            legs.append(Leg(comes, None, _place(buffer, take), numbers, stage.kept, divisor))
             reached.append(_Position(step + 1, sent=False))
-            goes_on = stage.goes_on
+            forwarded = stage.forwarded
         return legs, reached
 
     def _can_take(self, take: Taken) -> bool:

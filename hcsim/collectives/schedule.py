@@ -34,27 +34,6 @@ import msgspec
 
 from hcsim.collectives.plan import Action, Finish, Plan, PlanSummary, Recv, Reduce, Round, Rounds, Send
 
-Taken: TypeAlias = Recv | Reduce
-
-
-class ForwardStage(NamedTuple):
-    """A round of that kind; it may lack one of the two."""
-
-    send: Send | None
-    take: Taken | None
-    finishes: bool
-    """What it takes is the last of a reduction."""
-    goes_on: bool
-    """What it takes is what the next stage sends."""
-    stays: bool
-    """And is needed here as well."""
-
-
-ForwardStages: TypeAlias = tuple[ForwardStage | None, ...]
-"""By round; None where it does something else."""
-_Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
-"""A stage's, as far as its round alone tells."""
-
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
     """One piece of one action."""
@@ -220,22 +199,44 @@ def _cuts(plan: Plan, segment: int) -> list[int]:
     return sorted(found)
 
 
+Taken: TypeAlias = Recv | Reduce
+
+
+class ForwardStage(NamedTuple):
+    """A round that sends one range, then takes one; it may lack either."""
+
+    send: Send | None
+    take: Taken | None
+    finishes: bool
+    """What it takes is the last of a reduction."""
+    forwarded: bool
+    """What it takes is what the next stage sends."""
+    kept: bool
+    """And is needed here as well."""
+
+
+ForwardStages: TypeAlias = tuple[ForwardStage | None, ...]
+"""By round; None where it does something else."""
+_Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
+"""A stage's, as far as its round alone tells."""
+
+
 def forward_stages(plan: Plan) -> ForwardStages:
     """What of a plan can be forwarded."""
     found: list[ForwardStage | None] = []
     anew: dict[tuple[int, int], None] = {}
     """Ranges that are received, from here on, before anything else happens to them."""
     after: _Parts | None = None
-    stays = True
+    kept = True
     """Whether what the round after sends is needed once it has been sent."""
     for actions in reversed(plan.rounds):
         parts = _parts(actions)
         take = parts[1] if parts is not None else None
-        goes_on = take is not None and after is not None and after[0] is not None and _range(take) == _range(after[0])
-        found.append(None if parts is None else ForwardStage(*parts, goes_on, stays or not goes_on))
+        forwarded = take is not None and after is not None and after[0] is not None and _range(take) == _range(after[0])
+        found.append(None if parts is None else ForwardStage(*parts, forwarded, kept or not forwarded))
         for action in reversed(actions):
             if isinstance(action, Send):
-                stays = _range(action) not in anew
+                kept = _range(action) not in anew
             anew = {(lo, hi): None for lo, hi in anew if hi <= action.lo or action.hi <= lo}
             if isinstance(action, Recv):
                 anew[_range(action)] = None

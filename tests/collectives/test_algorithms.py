@@ -113,13 +113,13 @@ def passing_on(made: list[Rounds]) -> list[Rounds]:
         found = forward_stages(Plan(rounds))
         spoils = {}
         for step, stage in enumerate(found):
-            if stage is not None and stage.goes_on:
+            if stage is not None and stage.forwarded:
                 assert found[step + 1] is not None
                 take, first = stage.take, rounds[step + 1][0]
                 assert take in rounds[step]
                 assert isinstance(first, Send)
                 assert (first.lo, first.hi) == (take.lo, take.hi)
-                if not stage.stays:
+                if not stage.kept:
                     spoils[step + 1] = Finish(take.lo, take.hi)
         spoiled.append(
             tuple(
@@ -204,8 +204,8 @@ def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps
     made = plans("all_reduce", "ring", shape)
     for rounds, whole in (*product(made, [True]), *product(without_finish(made), [False])):
         found = forward_stages(Plan(rounds))
-        assert [stage.goes_on for stage in found] == [True] * (2 * world - 3) + [False]
-        assert [stage.stays for stage in found] == [False] * (world - 2) + [True] * world
+        assert [stage.forwarded for stage in found] == [True] * (2 * world - 3) + [False]
+        assert [stage.kept for stage in found] == [False] * (world - 2) + [True] * world
         assert [stage.finishes for stage in found] == [whole and step == world - 2 for step in range(2 * world - 2)]
 
 

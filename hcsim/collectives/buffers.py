@@ -24,7 +24,7 @@ import numpy as np
 
 from hcsim.collectives.algorithms import plan
 from hcsim.collectives.arithmetic import Combine, added_as, check, check_carried, combiner, divide
-from hcsim.collectives.plan import Send, Shape
+from hcsim.collectives.plan import Send, Shape, offsets
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Fold, Payload, Phantom
 
@@ -370,29 +370,40 @@ def scatter_input(data: Sequence[Data] | Data | None, into: Data, cuts: tuple[in
     return whole
 
 
-def spanning_buffer(part: Data, own: Span, reach: Span) -> tuple[Buffer, Data]:
-    """A buffer for what is reached, and where in it our own part lies: in `part` itself if that is all."""
+def part_buffer(operation: str, algorithm: str, rank: int, shape: Shape, part: Data) -> tuple[Buffer, Data]:
+    """A buffer for what the rank's plan touches, and where in it our own part lies: in `part` itself if that is all."""
+    own = _own(rank, shape)
+    reach = touched(operation, algorithm, rank, shape, own)
     if reach == own:
         return transfer_buffer([part], base=own.lo), part
     room = empty_like(part, reach.hi - reach.lo)
     return transfer_buffer([room], base=reach.lo), part_of(room, own.lo - reach.lo, own.hi - reach.lo)
 
 
-def preserving_buffer(
-    data: Data, into: Data | None, own: Span, changed: Span, op: str, world: int
+def reduce_scatter_buffer(
+    data: Data, into: Data | None, op: str, algorithm: str, rank: int, shape: Shape
 ) -> tuple[Buffer, Data]:
     """A buffer for a reduction of data that stay as they are, and where in it our own part lies."""
+    own = _own(rank, shape)
     if isinstance(data, Phantom):
-        return reduction_buffer([data], op, world), part_of(data, *own)
+        return reduction_buffer([data], op, shape.world), part_of(data, *own)
     row = data.reshape(-1)
+    changed = Span(0, row.size)
+    if row.size >= WORTH_SPARING:
+        changed = written("reduce_scatter", algorithm, rank, shape, own)
     if changed == own and into is not None and _may_be_written(array_of(into), row, own):
         work = array_of(into)
     else:
         work = np.empty(changed.hi - changed.lo, row.dtype)
     copy_into(work, row[changed.lo : changed.hi])
     pieces = [piece for piece in (row[: changed.lo], work, row[changed.hi :]) if piece.size]
-    buffer = reduction_buffer(pieces or [work], op, world)
+    buffer = reduction_buffer(pieces or [work], op, shape.world)
     return buffer, part_of(work, own.lo - changed.lo, own.hi - changed.lo)
+
+
+def _own(rank: int, shape: Shape) -> Span:
+    cuts = offsets(shape.counts)
+    return Span(cuts[rank], cuts[rank + 1])
 
 
 def _may_be_written(into: Array, row: Array, own: Span) -> bool:

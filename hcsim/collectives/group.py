@@ -18,25 +18,21 @@ import msgspec
 import numpy as np
 
 from hcsim.collectives.buffers import (
-    WORTH_SPARING,
     Data,
     DataT,
-    Span,
     contiguous,
     copy_into,
     length_of,
     output_for,
     overlaps,
+    part_buffer,
     part_of,
     parts_by_rank,
-    preserving_buffer,
+    reduce_scatter_buffer,
     reduction_buffer,
     scatter_input,
-    spanning_buffer,
-    touched,
     transfer_buffer,
     writable,
-    written,
 )
 from hcsim.collectives.cost import Links
 from hcsim.collectives.failure_domain import FailureDomain
@@ -307,10 +303,8 @@ class Group:
             copy_into(parts[root], data)
             request = CollectiveRequest("gather", shape, algorithm, bucket)
             return self._scheduler.collective(request, transfer_buffer([whole]), lambda: parts, self._timeout_s)
-        own = Span(cuts[self.rank], cuts[self.rank + 1])
         algorithm = self._scheduler.algorithm("gather", shape, data.itemsize, algorithm)
-        reach = touched("gather", algorithm, self.rank, shape, own)
-        buffer, place = spanning_buffer(contiguous(data), own, reach)
+        buffer, place = part_buffer("gather", algorithm, self.rank, shape, contiguous(data))
         copy_into(place, data)
         request = CollectiveRequest("gather", shape, algorithm, bucket)
         return self._scheduler.collective(request, buffer, lambda: None, self._timeout_s)
@@ -330,13 +324,12 @@ class Group:
         transfer_buffer([writable(into)])  # rejects a target that is not contiguous: a copy of it would be filled
         counts = (length_of(into),) * self.size
         shape, cuts = self._scheduler.shape(counts=counts, root=self._rank(root)), offsets(counts)
-        own = Span(cuts[self.rank], cuts[self.rank + 1])
         algorithm = self._scheduler.algorithm("scatter", shape, into.itemsize, algorithm)
         if self.rank == root:
             whole = scatter_input(data, into, cuts)
-            buffer, place = transfer_buffer([whole]), part_of(whole, *own)
+            buffer, place = transfer_buffer([whole]), part_of(whole, cuts[root], cuts[root + 1])
         else:
-            buffer, place = spanning_buffer(into, own, touched("scatter", algorithm, self.rank, shape, own))
+            buffer, place = part_buffer("scatter", algorithm, self.rank, shape, into)
 
         def result() -> DataT:
             copy_into(into, place)
@@ -363,13 +356,9 @@ class Group:
         shape = self._scheduler.shape(counts=tuple(hi - lo for lo, hi in itertools.pairwise(cuts)))
         if cuts[-1] != length:
             raise UsageError(f"counts {list(shape.counts)} do not divide {length} elements among {self.size} ranks")
-        own = Span(cuts[self.rank], cuts[self.rank + 1])
-        target = None if into is None else output_for(own.hi - own.lo, data, into)
-        changed = Span(0, length)
-        if length >= WORTH_SPARING:
-            algorithm = self._scheduler.algorithm("reduce_scatter", shape, data.itemsize, algorithm)
-            changed = written("reduce_scatter", algorithm, self.rank, shape, own)
-        buffer, part = preserving_buffer(data, target, own, changed, op, self.size)
+        target = None if into is None else output_for(shape.counts[self.rank], data, into)
+        algorithm = self._scheduler.algorithm("reduce_scatter", shape, data.itemsize, algorithm)
+        buffer, part = reduce_scatter_buffer(data, target, op, algorithm, self.rank, shape)
 
         def result() -> Data:
             if target is None:

@@ -99,7 +99,7 @@ def test_gather_into_one_piece_and_scatter_out_of_one(virtual, world):
 @pytest.mark.parametrize("from_elements", [0, WORTH_SPARING])
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_scatter_into_a_place_that_may_be_any_part_of_the_input(virtual, monkeypatch, world, from_elements):
-    monkeypatch.setattr("hcsim.collectives.group.WORTH_SPARING", from_elements)
+    monkeypatch.setattr("hcsim.collectives.buffers.WORTH_SPARING", from_elements)
 
     async def program(group: Group) -> list[str]:
         wrong, rank = [], group.rank

@@ -224,6 +224,7 @@ class Scheduler:
                     if not operation.attach_links():
                         await operation.connect(activity)
                     await execute(operation, activity)
+                    activity.rest()
                     operation.check_complete()
             sent_bytes = operation.sent_bytes
         except CollectiveError as error:

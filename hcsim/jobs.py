@@ -25,12 +25,10 @@ import numpy as np
 from hcsim import rng
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.arithmetic import dtype_named
-from hcsim.collectives.data import Data
+from hcsim.collectives.buffers import Array, Data
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
-from hcsim.collectives.plan import split
+from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.select import choose
-from hcsim.collectives.shape import Shape
 from hcsim.config import Job
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom

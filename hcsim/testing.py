@@ -17,8 +17,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plan
-from hcsim.collectives.plan import split
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Shape, split
 from hcsim.collectives.verify import PlanError, verify
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
 from hcsim.compressors.feedback import OWED, SUFFIX

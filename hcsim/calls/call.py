@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from hcsim.calls.compression import Compression, compressing
-from hcsim.collectives.dispatch import Pending
+from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
+from hcsim.collectives.scheduler import Handle
 
 ANY_SOURCE = -1
 
@@ -61,7 +61,7 @@ ARRAYS: dict[str, str] = {
 has come last and are left out elsewhere."""
 
 
-def begin(group: Group, call: Call, arrays: Sequence[Array]) -> Pending[Any]:
+def begin(group: Group, call: Call, arrays: Sequence[Array]) -> Handle[Any]:
     """Start it: mostly the group's own operation, with no task around it. `outcome` says what its result means."""
     within = group if call.timeout_s in (None, group.options.timeout_s) else group.within(call.timeout_s)
     match call.operation:

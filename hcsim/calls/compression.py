@@ -26,9 +26,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import Array, array_of
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
 from hcsim.compressors.base import Compressor, State
 from hcsim.compressors.feedback import Feedback
 from hcsim.compressors.powersgd import PowerSGD

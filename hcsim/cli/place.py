@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.collectives.assemble import assemble
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
+from hcsim.collectives.startup import assemble
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.launch import real_group
 from hcsim.real.tls import TlsFiles

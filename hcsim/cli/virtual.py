@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hcsim.cli import screen
 from hcsim.cli.recording import Files, recording, tell_fingerprint
-from hcsim.collectives.assemble import assemble
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
+from hcsim.collectives.startup import assemble
 from hcsim.config import Scenario
 from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.jobs import Lap, check_job, run_job

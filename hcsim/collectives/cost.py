@@ -22,10 +22,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from hcsim.collectives.exchange import Exchange, Key
 from hcsim.collectives.plan import Finish, Recv, Reduce, Round, Rounds, Send
-from hcsim.collectives.ranges import Ranges
-from hcsim.collectives.verify import PlanError
+from hcsim.collectives.verify import DryRun, IntervalMap, Key, PlanError
 from hcsim.errors import UsageError
 
 Matrix: TypeAlias = tuple[tuple[float, ...], ...]
@@ -65,12 +63,12 @@ def price(plans: Sequence[Rounds], links: Links, element_bytes: int, segment_byt
     if segment_bytes < element_bytes:
         raise UsageError(f"a segment of {segment_bytes} bytes does not hold an element of {element_bytes}")
     pricing = _Pricing(plans, links, element_bytes, segment_bytes // element_bytes)
-    if pricing.exchange.run([pricing.walk(rank) for rank in range(len(plans))]):
+    if pricing.dry_run.run([pricing.walk(rank) for rank in range(len(plans))]):
         raise PlanError("these plans wait for each other for ever, or for messages that nobody sends")
     return pricing.end_s
 
 
-class _Rank:
+class _RankTimes:
     """When a rank's ports, arithmetic and ranges are free."""
 
     def __init__(self, rounds: Rounds, out_Bps: float, in_Bps: float) -> None:
@@ -78,8 +76,8 @@ class _Rank:
         self.out_free_s = self.in_free_s = self.adder_free_s = 0.0
         self.size = max((action.hi for actions in rounds for action in actions), default=0)
         # One cell more: signals carry no range, and wait for each other there.
-        self.written_s = Ranges(self.size + 1, 0.0)
-        self.released_s = Ranges(self.size + 1, 0.0)
+        self.written_s = IntervalMap(self.size + 1, 0.0)
+        self.released_s = IntervalMap(self.size + 1, 0.0)
 
     def cell(self, lo: int, hi: int) -> tuple[int, int]:
         return (lo, hi) if lo < hi else (self.size, self.size + 1)
@@ -90,7 +88,7 @@ class _Pricing:
         self.plans, self.links, self.element_bytes, self.segment = plans, links, element_bytes, segment
         speed, everyone = links.bandwidth_Bps, range(len(plans))
         self.ranks = [
-            _Rank(
+            _RankTimes(
                 plans[rank],
                 max((speed[rank][peer] for peer in everyone if peer != rank), default=1.0),
                 max((speed[peer][rank] for peer in everyone if peer != rank), default=1.0),
@@ -98,19 +96,19 @@ class _Pricing:
             for rank in everyone
         ]
         self.link_free_s = [[0.0] * len(plans) for _ in plans]
-        self.exchange: Exchange[tuple[float, float]] = Exchange()
+        self.dry_run: DryRun[tuple[float, float]] = DryRun()
         self.end_s = 0.0
 
     def walk(self, rank: int) -> Iterator[Key]:
         for s, actions in enumerate(self.plans[rank]):
             for action, index, lo, hi in _segments(actions, self.segment):
                 if isinstance(action, Send):
-                    self.exchange.post((s, rank, action.peer, index), self._leave(rank, action.peer, lo, hi))
+                    self.dry_run.post((s, rank, action.peer, index), self._leave(rank, action.peer, lo, hi))
                     continue
                 key = (s, action.peer, rank, index)
-                if key not in self.exchange:
+                if key not in self.dry_run:
                     yield key
-                self._arrive(rank, action, lo, hi, *self.exchange.take(key))
+                self._arrive(rank, action, lo, hi, *self.dry_run.take(key))
 
     def _leave(self, rank: int, peer: int, lo: int, hi: int) -> tuple[float, float]:
         """Send a frame; returns when its first and its last byte reach the peer's port."""

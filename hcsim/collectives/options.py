@@ -1,15 +1,16 @@
-"""What a group's members decide once, rather than with every call."""
+"""What the members of a group decide once, rather than with every call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Real
+from operator import index
+from typing import SupportsIndex
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from hcsim.collectives.cost import Links
-from hcsim.collectives.data import whole_number
 from hcsim.errors import UsageError
 
 
@@ -23,14 +24,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, ...] = ()
     """The ring's order; empty for 0, 1, 2, …"""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Hierarchical: who is close to whom."""
+    """Hierarchical: ranks that reach each other quickly."""
     local: str = "tree"
     cross: str = "ring"
     conducted: bool = False
-    """Somebody else says when this group is over. Otherwise it is when a member calls from a later epoch."""
+    """The caller decides when this group is over. Otherwise it is when a member calls from a later epoch."""
     watch_s: float | None = None
-    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before anybody
-    needed them; None: they are noticed when frames show it, or at the time limit."""
+    """How often to look for ranks that wait for each other in unlike collectives, or have been lost before they
+    were needed; None: they are noticed when frames show it, or at the time limit."""
     links: Links | None = None
     """Measured links, the same on all ranks: `auto` then chooses by price."""
 
@@ -51,3 +52,11 @@ def _ranks(what: str, given: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(given, Iterable):
         raise UsageError(f"{what} is a list of ranks, not {given!r}")
     return tuple(whole_number("a rank", rank) for rank in given)
+
+
+def whole_number(what: str, number: SupportsIndex) -> int:
+    """A number that may be numpy's, as the plain one that ranks compare and traces hold."""
+    try:
+        return index(number)
+    except TypeError:
+        raise UsageError(f"{what} is a whole number, not {number!r}") from None

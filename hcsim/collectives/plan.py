@@ -22,17 +22,18 @@ Ranges are in elements, half open. The addresses are the operation's:
 An empty range is a message without payload: it signals. A planner leaves out messages that
 neither carry nor signal anything.
 
-What asks of every message which action it is asks for its `type`: of a struct, `isinstance` takes six times as long
-to say no.
+Code that looks at every message compares its `type`: of a struct, `isinstance` takes six times as long to say no.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, final
 
 import msgspec
+
+from hcsim.errors import UsageError
 
 
 @final
@@ -57,7 +58,7 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 class Reduce(msgspec.Struct, frozen=True, gc=False):
     """Combine the range's values with what the peer sends, the lower rank's on the left.
 
-    The fixed side makes partners who exchange values compute the same bits."""
+    The fixed side makes partners that exchange values compute the same bits."""
 
     peer: int
     lo: int
@@ -77,8 +78,8 @@ Round: TypeAlias = tuple[Action, ...]
 Rounds: TypeAlias = tuple[Round, ...]
 
 
-class Survey(NamedTuple):
-    """What whoever executes a plan has to know of it beforehand."""
+class PlanSummary(NamedTuple):
+    """What an executor has to know of a plan beforehand."""
 
     numbers: tuple[int, ...]
     """By which it names its peers, in the order in which it does."""
@@ -86,9 +87,10 @@ class Survey(NamedTuple):
     """Elements that it sends."""
     longest: int
     """The longest message."""
-    beside: int
-    """As much as the buffer; or all that a round combines, if it sends too, lest its ranks wait for each other."""
-    patient: frozenset[tuple[int, int]] = frozenset()
+    scratch: int
+    """Scratch memory, in elements: as much as the buffer; or all that a round combines if it also sends, so that ranks
+    do not wait for each other."""
+    deferred: frozenset[tuple[int, int]] = frozenset()
     """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
 
 
@@ -98,21 +100,21 @@ class Plan(msgspec.Struct, frozen=True):
     rounds: Rounds
     peers: tuple[int, ...] | None = None
     """Which rank is meant by each number; None where the numbers are ranks."""
-    survey: Survey | None = None
-    """Where the planner knows it; else whoever executes the plan goes through all of it once to find out."""
+    summary: PlanSummary | None = None
+    """If the planner knows it; else the executor goes through the whole plan once."""
     in_step: bool = False
     """Each round is an exchange with another peer that fills our line both ways: what a later one sends early only
-    slows down what the partner waits for. (Not where somebody is a guest, whose host has to pass on what comes. And
+    slows down what the partner waits for. (Not where a rank has a guest, for which it passes on what comes. And
     where one line is slower than the others it costs a tenth or two, though less than messages that are not cut.)"""
 
     def rank(self, number: int) -> int:
-        """Who is meant by a number."""
+        """The rank that a number stands for."""
         return number if self.peers is None else self.peers[number]
 
     def among(self, members: Sequence[int]) -> Plan:
-        """The same for some members of a larger group, of whom number i has played rank i so far."""
+        """The same plan for some members of a larger group: member i plays rank i."""
         peers = members if self.peers is None else [members[peer] for peer in self.peers]
-        return Plan(self.rounds, tuple(peers), self.survey, self.in_step)
+        return Plan(self.rounds, tuple(peers), self.summary, self.in_step)
 
     def by_rank(self) -> Rounds:
         """The rounds with every peer named by its rank."""
@@ -122,6 +124,63 @@ class Plan(msgspec.Struct, frozen=True):
 
     def _named(self, action: Action) -> Action:
         return action if isinstance(action, Finish) else type(action)(self.rank(action.peer), action.lo, action.hi)
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """One collective's shape. All ranks hold equal ones, but for `sent` and `received`.
+
+    A planner reads the fields that concern its operation and algorithm, and no others."""
+
+    world: int
+    length: int = 0
+    """Elements of an all_reduce, a reduce or a broadcast."""
+    counts: tuple[int, ...] = ()
+    """Elements of each rank's part, for all_gather, gather, reduce_scatter and scatter."""
+    sent: tuple[int, ...] = ()
+    """all_to_all: elements that this rank sends to each rank."""
+    received: tuple[int, ...] = ()
+    """all_to_all: elements that this rank receives from each rank."""
+    root: int = 0
+    """The rank that has or gets the data; in an all_reduce by tree or centre, the rank at the top."""
+    arity: int = 2
+    """How many ways a tree branches: more make it flatter and its inner ranks busier."""
+    order: tuple[int, ...] = ()
+    """The ring's order: each rank sends to the next; empty for 0, 1, 2, …"""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Hierarchical: every rank in exactly one group; a group's first rank leads it."""
+    local: str = "tree"
+    """Hierarchical: the algorithm within a group."""
+    cross: str = "ring"
+    """Hierarchical: the algorithm among the leaders."""
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise UsageError(f"a group has at least one rank, not {self.world}")
+        if not 0 <= self.root < self.world:
+            raise UsageError(f"root {self.root} is not one of the ranks 0 to {self.world - 1}")
+        if self.arity < 2:
+            raise UsageError(f"a tree branches at least two ways, not {self.arity}")
+        if self.length < 0:
+            raise UsageError(f"a length cannot be {self.length}")
+        for name in ("counts", "sent", "received"):
+            sizes = getattr(self, name)
+            if sizes and (len(sizes) != self.world or min(sizes) < 0):
+                raise UsageError(f"{name} has one size per rank, none negative; {sizes} is not that for {self.world}")
+        everyone = list(range(self.world))
+        if self.order and sorted(self.order) != everyone:
+            raise UsageError(f"order {self.order} does not name each of {self.world} ranks once")
+        if self.groups and (sorted(rank for group in self.groups for rank in group) != everyone or () in self.groups):
+            raise UsageError(f"groups {self.groups} do not hold each of {self.world} ranks once, or one is empty")
+
+
+Planner: TypeAlias = Callable[[int, Shape], Plan]
+"""An algorithm: what this rank does. The number of rounds is the same for all ranks."""
+
+
+def finished(rounds: Rounds, lo: int, hi: int) -> Rounds:
+    """The rounds, with a `Finish` of the range at the end of the last one."""
+    *before, last = rounds or ((),)
+    return (*before, (*last, Finish(lo, hi)))
 
 
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:

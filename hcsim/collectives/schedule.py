@@ -15,6 +15,11 @@ as it has been received and combined, while the next one is still under way. In 
 is sent keeps plan order across lanes too.
 
 Both ends cut a message alike: at multiples of the segment size, counted from its start.
+
+In a plan that is executed in order, much is received only to be sent on, as in every round of a ring: channels may
+forward that as it comes. A round that sends one range, then takes one, perhaps finishes that, and does no more is a
+stage. Where a stage sends what the one before has taken, a frame is forwarded; it need not stay here where its range is
+received anew before anything else happens to it.
 """
 
 from __future__ import annotations
@@ -23,11 +28,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from hcsim.collectives.belts import Stages, stages
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Round, Rounds, Send, Survey
+from hcsim.collectives.plan import Action, Finish, Plan, PlanSummary, Recv, Reduce, Round, Rounds, Send
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +48,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     needs: tuple[tuple[int, int, int], ...]
     """Its cells, each with the number of writes and of sends that come before this."""
     turn: int = 0
-    """How many are sent before this to whomever, where the plan's rounds go in step."""
+    """How many are sent before this, to any peer, where the plan's rounds go in step."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -59,13 +64,13 @@ class Lane(msgspec.Struct, frozen=True):
 class Schedule(msgspec.Struct, frozen=True, dict=True):
     """What one rank does: rounds in order, or else lanes side by side."""
 
-    names: dict[int, int]
+    ranks: dict[int, int]
     """The rank behind each number by which the plan names a peer, in the order in which it does."""
-    beside: int
+    scratch: int
     """Elements that may lie beside the buffer, waiting to be combined with it."""
     plan: Plan = Plan(())
     """Where it is executed in order."""
-    patient: frozenset[tuple[int, int]] = frozenset()
+    deferred: frozenset[tuple[int, int]] = frozenset()
     """What of the rounds, by round and number in it, is received into a range that is still in use a round before."""
     lanes: tuple[Lane, ...] = ()
     cells: int = 0
@@ -76,13 +81,13 @@ class Schedule(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """With whom it has to do. (Two ranks are each other's neighbours on both sides.)"""
-        return tuple(dict.fromkeys(self.names.values()))
+        """The ranks that it talks to. (Two ranks are each other's neighbours on both sides.)"""
+        return tuple(dict.fromkeys(self.ranks.values()))
 
     @cached_property
-    def stages(self) -> Stages:
-        """What of the rounds can be passed on."""
-        return stages(self.plan)
+    def forward_stages(self) -> ForwardStages:
+        """What of the rounds can be forwarded."""
+        return forward_stages(self.plan)
 
 
 def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
@@ -93,10 +98,10 @@ def pieces(lo: int, hi: int, segment: int) -> Iterator[tuple[int, int]]:
 
 def schedule(plan: Plan, segment: int) -> Schedule:
     """Work out how a plan is executed; `segment` is in elements."""
-    numbers, sent, longest, beside, patient = plan.survey or survey(plan.rounds)
-    names = {number: plan.rank(number) for number in numbers}
+    numbers, sent, longest, scratch, deferred = plan.summary or summary(plan.rounds)
+    ranks = {number: plan.rank(number) for number in numbers}
     if longest <= segment:
-        return Schedule(names, beside, plan, patient, sent=sent)
+        return Schedule(ranks, scratch, plan, deferred, sent=sent)
     cuts = _cuts(plan, segment)
     writes = [0] * len(cuts)
     sends = [0] * len(cuts)
@@ -108,7 +113,7 @@ def schedule(plan: Plan, segment: int) -> Schedule:
         for action in actions:
             combines = type(action) is Reduce
             kind = Recv if type(action) is Reduce else type(action)
-            peer = -1 if type(action) is Finish else names[action.peer]
+            peer = -1 if type(action) is Finish else ranks[action.peer]
             key = (kind.__name__, peer)
             kinds[key] = kind
             segments, reduces = lanes.setdefault(key, ([], []))
@@ -126,16 +131,16 @@ def schedule(plan: Plan, segment: int) -> Schedule:
         Lane(kinds[key], key[1], tuple(segments), tuple(reduces)) for key, (segments, reduces) in lanes.items()
     )
     combined = sum(hi - lo for (lo, hi), yes in zip(pairwise(cuts), reduced, strict=False) if yes)
-    return Schedule(names, beside, lanes=made, cells=len(cuts), sent=sent, combined=combined)
+    return Schedule(ranks, scratch, lanes=made, cells=len(cuts), sent=sent, combined=combined)
 
 
-def survey(rounds: Rounds) -> Survey:
+def summary(rounds: Rounds) -> PlanSummary:
     """One pass, in one piece: a ring over hundreds of ranks has a thousand rounds on each of them.
 
     A range waits that cannot be received into, or added to, while the round before still waits for its own. What is
     received does not disturb the sends of the round before, which are over by then."""
     numbers: dict[int, None] = {}
-    patient: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
     sent = longest = end = largest = most_exchanged = 0
     before: Round = ()
     for step, actions in enumerate(rounds):
@@ -160,27 +165,27 @@ def survey(rounds: Rounds) -> Survey:
                     largest = length
                 for other in before:
                     if other.lo < hi and lo < other.hi:
-                        patient.append((step, number))
+                        deferred.append((step, number))
                         break
                 else:
                     for other in actions[:number]:
                         if other.lo < hi and lo < other.hi:
-                            patient.append((step, number))
+                            deferred.append((step, number))
                             break
                 continue
             for other in before:
                 if other.lo < hi and lo < other.hi and type(other) is not Send:
-                    patient.append((step, number))
+                    deferred.append((step, number))
                     break
             else:
                 for place, other in enumerate(actions):
                     if other.lo < hi and lo < other.hi and (place < number or type(other) is Send):
-                        patient.append((step, number))
+                        deferred.append((step, number))
                         break
         if sends and reduces > most_exchanged:
             most_exchanged = reduces
         before = actions
-    return Survey(tuple(numbers), sent, longest, max(end, most_exchanged * largest), frozenset(patient))
+    return PlanSummary(tuple(numbers), sent, longest, max(end, most_exchanged * largest), frozenset(deferred))
 
 
 def _cuts(plan: Plan, segment: int) -> list[int]:
@@ -192,3 +197,65 @@ def _cuts(plan: Plan, segment: int) -> list[int]:
                 found[lo] = None
                 found[hi] = None
     return sorted(found)
+
+
+Taken: TypeAlias = Recv | Reduce
+
+
+class ForwardStage(NamedTuple):
+    """A round that sends one range, then takes one; it may lack either."""
+
+    send: Send | None
+    take: Taken | None
+    finishes: bool
+    """What it takes is the last of a reduction."""
+    forwarded: bool
+    """What it takes is what the next stage sends."""
+    kept: bool
+    """And is needed here as well."""
+
+
+ForwardStages: TypeAlias = tuple[ForwardStage | None, ...]
+"""By round; None where it does something else."""
+_Parts: TypeAlias = tuple[Send | None, Taken | None, bool]
+"""A stage's, as far as its round alone tells."""
+
+
+def forward_stages(plan: Plan) -> ForwardStages:
+    """What of a plan can be forwarded."""
+    found: list[ForwardStage | None] = []
+    anew: dict[tuple[int, int], None] = {}
+    """Ranges that are received, from here on, before anything else happens to them."""
+    after: _Parts | None = None
+    kept = True
+    """Whether what the round after sends is needed once it has been sent."""
+    for actions in reversed(plan.rounds):
+        parts = _parts(actions)
+        take = parts[1] if parts is not None else None
+        forwarded = take is not None and after is not None and after[0] is not None and _range(take) == _range(after[0])
+        found.append(None if parts is None else ForwardStage(*parts, forwarded, kept or not forwarded))
+        for action in reversed(actions):
+            if isinstance(action, Send):
+                kept = _range(action) not in anew
+            anew = {(lo, hi): None for lo, hi in anew if hi <= action.lo or action.hi <= lo}
+            if isinstance(action, Recv):
+                anew[_range(action)] = None
+        after = parts
+    return tuple(reversed(found))
+
+
+def _parts(actions: Round) -> _Parts | None:
+    send = actions[0] if actions and isinstance(actions[0], Send) else None
+    rest = actions[1:] if send is not None else actions
+    match rest:
+        case () if send is not None:
+            return send, None, False
+        case (Recv() | Reduce() as take,):
+            return send, take, False
+        case (Reduce() as take, Finish() as finish) if _range(take) == _range(finish):
+            return send, take, True
+    return None
+
+
+def _range(action: Action) -> tuple[int, int]:
+    return action.lo, action.hi

@@ -1,9 +1,9 @@
-"""Which algorithm to use when nobody said: the cheapest over the measured links, and of several that with few peers.
+"""Which algorithm `auto` stands for: the cheapest over the measured links; of several, that with few peers.
 
 Within one machine, where what comes is passed on without a stop, a ring costs less than its price says: long messages
 take that. With nothing measured, a rule: few steps (a tree, doubling, halving) for short messages, few bytes (the ring)
 for long ones. In a small group too: of three ranks the tree's root would carry half as much again as each does in the
-ring. An all-reduce goes up a tree and down again; whoever can talks to its partners at once instead, in half the steps.
+ring. An all-reduce goes up a tree and down again; a rank that can talk to its partners at once needs half the steps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from hcsim.collectives.algorithms import AUTO, buffer_elements, plans
+from hcsim.collectives.algorithms.ring import CHUNK
 from hcsim.collectives.cost import Links, price
-from hcsim.collectives.plan import Finish, Reduce, Rounds
-from hcsim.collectives.ring import CHUNK
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Finish, Reduce, Rounds, Shape
 from hcsim.errors import UsageError
 
 SHORT_BYTES = 1 << 20
@@ -71,7 +70,7 @@ def choose(
     prices_s = {name: price(planned[name], links, element_bytes, segment) for name in names}
     limit_s = (_ALIKE if size_bytes < _LONG_BYTES else _WORTH_IT) * min(prices_s.values())
     if size_bytes >= SHORT_BYTES:
-        for name in names:  # but not what somebody has arranged groups for
+        for name in names:  # but not what the caller has arranged groups for
             if name != "hierarchical" and _adds_all_at_once(planned[name], size_bytes // element_bytes):
                 prices_s[name] *= _WORTH_IT
     limit_s = max(limit_s, _ALIKE * min(prices_s.values()))
@@ -81,7 +80,7 @@ def choose(
 def _unmeasured_all_reduce(world: int, size_bytes: int) -> str:
     if size_bytes >= SHORT_BYTES:
         return "ring"
-    if world & (world - 1) == 0:  # else doubling and halving leave some out, who send all they have and get all back
+    if world & (world - 1) == 0:  # else doubling and halving leave some out, which send all they have and get all back
         return "recursive_doubling" if world == 2 or size_bytes < _SHORTEST_BYTES else "halving_doubling"
     return "direct" if world <= _FEW else "tree"
 

@@ -7,19 +7,26 @@ operator but that it is associative and commutative: therefore no input may ente
 
 Checked: every message has a sender and a receiver in the same round, one size, and no twin; no
 rank waits for ever when sends never wait; nothing undefined is used; only whole reductions are
-finished, once; and everybody ends with what the operation promises.
+finished, once; and every rank ends with what the operation promises.
+
+The walk itself, `DryRun`, serves the cost model, too: it runs the plans of all ranks at once, without a clock, and
+messages decide which rank can go on. Sending never waits, so a rank that rests in the end rests for ever.
+What is known about a buffer changes at a few addresses only, and is kept as an `IntervalMap`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from hcsim.collectives.exchange import Exchange, Key
-from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, offsets
-from hcsim.collectives.ranges import Ranges
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, Shape, offsets
 from hcsim.errors import HcsimError, UsageError
+
+T = TypeVar("T")
+Key: TypeAlias = tuple[int, ...]
+"""Which message: round, sender, receiver, and what else tells messages apart."""
 
 
 class PlanError(HcsimError):
@@ -50,7 +57,7 @@ def verify(operation: str, plans: Sequence[Rounds], shapes: Sequence[Shape]) -> 
     states = [_initial(operation, rank, shape) for rank, shape in enumerate(shapes)]
     _check_messages(plans, [state.size for state in states])
     machine = _Machine(plans, states)
-    resting = machine.exchange.run([machine.walk(rank) for rank in range(len(plans))])
+    resting = machine.dry_run.run([machine.walk(rank) for rank in range(len(plans))])
     if resting:
         waits = ", ".join(f"rank {dst} in round {s} for rank {src}" for s, src, dst in sorted(resting))
         raise PlanError(f"these wait for each other for ever: {waits}")
@@ -67,30 +74,30 @@ def _members(ranks: int) -> list[int]:
     return [rank for rank in range(ranks.bit_length()) if ranks >> rank & 1]
 
 
-def _initial(operation: str, rank: int, shape: Shape) -> Ranges[Value]:
+def _initial(operation: str, rank: int, shape: Shape) -> IntervalMap[Value]:
     own = Value(1 << rank)
     if operation == "all_to_all":
         sent, received = offsets(shape.sent), offsets(shape.received)
-        state = Ranges(sent[-1] + received[-1], _UNDEFINED)
+        state = IntervalMap(sent[-1] + received[-1], _UNDEFINED)
         state.put(0, sent[-1], own)
         at = sent[-1] + received[rank]
         state.put(at, at + shape.sent[rank], own._replace(shift=sent[rank] - at))
         return state
     parts = offsets(shape.counts)
     if operation in ("all_reduce", "reduce"):
-        return Ranges(shape.length, own)
+        return IntervalMap(shape.length, own)
     if operation == "broadcast":
-        return Ranges(shape.length, own if rank == shape.root else _UNDEFINED)
+        return IntervalMap(shape.length, own if rank == shape.root else _UNDEFINED)
     if operation == "reduce_scatter":
-        return Ranges(parts[-1], own)
+        return IntervalMap(parts[-1], own)
     if operation == "scatter":
-        return Ranges(parts[-1], own if rank == shape.root else _UNDEFINED)
+        return IntervalMap(parts[-1], own if rank == shape.root else _UNDEFINED)
     if operation in ("all_gather", "gather"):
-        state = Ranges(parts[-1], _UNDEFINED)
+        state = IntervalMap(parts[-1], _UNDEFINED)
         state.put(parts[rank], parts[rank + 1], own)
         return state
     if operation == "barrier":
-        return Ranges(0, _UNDEFINED)
+        return IntervalMap(0, _UNDEFINED)
     raise UsageError(f"there is nothing to prove about {operation!r}")
 
 
@@ -151,11 +158,11 @@ def _sized(verb: str, side: dict[Key, int], key: Key) -> str:
 class _Machine:
     """All ranks' buffers, and what performing an action does to them."""
 
-    def __init__(self, plans: Sequence[Rounds], states: Sequence[Ranges[Value]]) -> None:
+    def __init__(self, plans: Sequence[Rounds], states: Sequence[IntervalMap[Value]]) -> None:
         self.plans = plans
         self.states = states
         self.heard = [1 << rank for rank in range(len(plans))]
-        self.exchange: Exchange[tuple[int, list[_Piece]]] = Exchange()
+        self.dry_run: DryRun[tuple[int, list[_Piece]]] = DryRun()
 
     def walk(self, rank: int) -> Iterator[Key]:
         """Perform a rank's actions in order, resting where a message is not there yet."""
@@ -168,7 +175,7 @@ class _Machine:
                     self._send(rank, s, action, where)
                 else:
                     key = (s, action.peer, rank)
-                    if key not in self.exchange:
+                    if key not in self.dry_run:
                         yield key
                     self._take(rank, key, action, where)
 
@@ -179,10 +186,10 @@ class _Machine:
                 raise PlanError(f"{where} sends [{lo}, {hi}), where nothing has been written yet")
         # A piece travels relative to its message's start; its shift stays relative to its address.
         relative = [(lo - action.lo, hi - action.lo, v._replace(shift=v.shift + action.lo)) for lo, hi, v in pieces]
-        self.exchange.post((s, rank, action.peer), (self.heard[rank], relative))
+        self.dry_run.post((s, rank, action.peer), (self.heard[rank], relative))
 
     def _take(self, rank: int, key: Key, action: Recv | Reduce, where: str) -> None:
-        heard, pieces = self.exchange.take(key)
+        heard, pieces = self.dry_run.take(key)
         self.heard[rank] |= heard
         for start, stop, sent in pieces:
             theirs = sent._replace(shift=sent.shift - action.lo)
@@ -205,3 +212,75 @@ def _combined(ours: Value, theirs: Value, where: str) -> Value:
     if not ours.ranks or ours.ranks & theirs.ranks or ours.finished or theirs.finished or ours.shift != theirs.shift:
         raise PlanError(f"{where} combines {ours} with {theirs}")
     return ours._replace(ranks=ours.ranks | theirs.ranks)
+
+
+class IntervalMap(Generic[T]):
+    """A value for every address in [0, size), kept as pieces of equal value."""
+
+    def __init__(self, size: int, value: T) -> None:
+        self.size = size
+        self._starts = [0]
+        self._values = [value]
+
+    def _cut(self, at: int) -> int:
+        """The index of the piece that starts there, after making one."""
+        if at == self.size:
+            return len(self._starts)
+        index = bisect_right(self._starts, at) - 1
+        if self._starts[index] == at:
+            return index
+        self._starts.insert(index + 1, at)
+        self._values.insert(index + 1, self._values[index])
+        return index + 1
+
+    def values(self, lo: int, hi: int) -> list[T]:
+        """The values in [lo, hi), in order."""
+        first = self._cut(lo)
+        return self._values[first : self._cut(hi)]
+
+    def pieces(self, lo: int, hi: int) -> list[tuple[int, int, T]]:
+        """The values in [lo, hi), each with where it starts and stops."""
+        first = self._cut(lo)
+        last = self._cut(hi)
+        stops = [*self._starts[first + 1 : last], hi]
+        return list(zip(self._starts[first:last], stops, self._values[first:last], strict=False))
+
+    def put(self, lo: int, hi: int, value: T) -> None:
+        """Give all of [lo, hi) one value."""
+        if lo < hi:
+            first = self._cut(lo)
+            last = self._cut(hi)
+            self._starts[first:last] = [lo]
+            self._values[first:last] = [value]
+
+
+class DryRun(Generic[T]):
+    """Runs one generator per rank. One that yields a key rests until the message is posted."""
+
+    def __init__(self) -> None:
+        self._posted: dict[Key, T] = {}
+        self._resting: dict[Key, int] = {}
+        self._ready: deque[int] = deque()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._posted
+
+    def post(self, key: Key, message: T) -> None:
+        """Leave a message, and wake the rank that rests for it."""
+        self._posted[key] = message
+        if key in self._resting:
+            self._ready.append(self._resting.pop(key))
+
+    def take(self, key: Key) -> T:
+        """The message, which is there."""
+        return self._posted.pop(key)
+
+    def run(self, walks: Sequence[Iterator[Key]]) -> dict[Key, int]:
+        """Run all as far as they get; returns which message each rank rests for in the end."""
+        self._ready.extend(range(len(walks)))
+        while self._ready:
+            rank = self._ready.popleft()
+            key = next(walks[rank], None)
+            if key is not None:
+                self._resting[key] = rank
+        return self._resting

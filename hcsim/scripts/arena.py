@@ -16,7 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import Array
 from hcsim.scripts.conversation import Grown, Slot
 
 _IN_MEMORY = Path("/dev/shm")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from hcsim.calls.call import Call
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import Array
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcsim.calls.call import Call, begin, outcome
+from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
-from hcsim.collectives.memory import Array
 from hcsim.collectives.options import Options
 from hcsim.errors import CollectiveError, DeadlineExceeded, UsageError
 from hcsim.real.host import RealHost, RealOptions

@@ -14,7 +14,7 @@ import ml_dtypes
 import torch
 from torch import Tensor
 
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import Array
 
 Factor: TypeAlias = float | Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import UNDECODABLE, ConfigError

@@ -16,7 +16,7 @@ from hcsim.cli.app import app
 from hcsim.cluster.picture import draw, table
 from hcsim.cluster.probe import Found, Line, Prober, Speed, Took, decode, measure_speed
 from hcsim.cluster.topology import Node, Topology, Way, describe, fastest, survey
-from hcsim.collectives.order import ring_order
+from hcsim.collectives.ring_order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.launch import measure_topology

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Wire
-from hcsim.collectives import ring
-from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.algorithms import algorithms, ring
 from hcsim.collectives.arithmetic import DTYPES
 from hcsim.real.conveyor import Conveyor
 from hcsim.real.shared import SWITCH, SharedStream, rings

@@ -15,8 +15,8 @@ import pytest
 
 from hcsim import Group, Options, Wire
 from hcsim.collectives.algorithms import algorithms
+from hcsim.collectives.algorithms.hierarchical import CROSS, LOCAL
 from hcsim.collectives.arithmetic import DTYPES, OPERATIONS
-from hcsim.collectives.hierarchical import CROSS, LOCAL
 from hcsim.collectives.plan import offsets, split
 from hcsim.errors import UsageError
 

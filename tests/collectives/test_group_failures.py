@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Phantom, Wire, real_group
-from hcsim.collectives.dispatch import IN_FLIGHT
+from hcsim.collectives.scheduler import IN_FLIGHT
 from hcsim.config import Crash, Partition, Pause, Reset
 from hcsim.errors import CollectiveError, CollectiveTimeout
 from hcsim.virtual.world import HostCrashed
@@ -292,7 +292,7 @@ def test_a_real_rank_that_is_told_names_the_one_that_died(real):
     async def program(group: Group) -> CollectiveError | None:
         await group.all_reduce(np.ones(10), algorithm="ring")  # rank 3 has no link to rank 1
         if group.rank == 1:
-            for link in group._fate.mesh.links.values():
+            for link in group._domain.mesh.links.values():
                 for channel in link.channels:
                     await channel.close()
             return None

@@ -11,8 +11,7 @@ import pytest
 from hcsim import Group, Options, Phantom, Wire
 from hcsim.calls.call import Call, perform
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.layout import WORTH_SPARING
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import WORTH_SPARING, Array
 from hcsim.collectives.plan import offsets, split
 from hcsim.errors import UsageError
 
@@ -100,7 +99,7 @@ def test_gather_into_one_piece_and_scatter_out_of_one(virtual, world):
 @pytest.mark.parametrize("from_elements", [0, WORTH_SPARING])
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_scatter_into_a_place_that_may_be_any_part_of_the_input(virtual, monkeypatch, world, from_elements):
-    monkeypatch.setattr("hcsim.collectives.group.WORTH_SPARING", from_elements)
+    monkeypatch.setattr("hcsim.collectives.buffers.WORTH_SPARING", from_elements)
 
     async def program(group: Group) -> list[str]:
         wrong, rank = [], group.rank
@@ -196,7 +195,7 @@ def test_a_rank_that_is_not_the_root_takes_no_room_for_the_others_parts(virtual,
     taken: list[int] = []
     empty = np.empty
     monkeypatch.setattr(
-        "hcsim.collectives.data.np.empty", lambda length, *of: taken.append(length) or empty(length, *of)
+        "hcsim.collectives.buffers.np.empty", lambda length, *of: taken.append(length) or empty(length, *of)
     )
 
     async def program(group: Group) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from hcsim import Group, Options, simulate
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.dispatch import IN_FLIGHT
-from hcsim.collectives.measure import partners
+from hcsim.collectives.scheduler import IN_FLIGHT
+from hcsim.collectives.startup import partners
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, CollectiveError, UsageError
 from hcsim.real.shared import SWITCH, rings
@@ -134,7 +134,7 @@ def test_a_peer_that_hangs_up_without_a_word_is_not_the_reason_where_another_is_
         monkeypatch.setattr(Link, "send", hung_up)
         sending = group.send(np.ones(1), 1)
         await group.host.clock.sleep(0.01)
-        group._fate.mesh.links[2].fail(ChannelBroken("it was killed"))
+        group._domain.mesh.links[2].fail(ChannelBroken("it was killed"))
         error = await failure(sending)
         return str(error), error.peer
 
@@ -153,7 +153,7 @@ def test_any_exception_on_one_rank_fails_the_operation_on_all_at_once(virtual, m
         await group.barrier()
         began_s = clock.now()
         if group.rank == 0:
-            monkeypatch.setattr(group._fate.scratch, "take", no_room)
+            monkeypatch.setattr(group._domain.scratch, "take", no_room)
         with pytest.raises(MemoryError if group.rank == 0 else CollectiveError) as caught:
             await group.all_reduce(np.ones(8), algorithm="ring")
         assert clock.now() - began_s < 0.1

@@ -7,7 +7,7 @@ import pytest
 
 from hcsim import Group, Options
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.memory import KEPT_BYTES, RESERVE_BYTES, ScratchPool
+from hcsim.collectives.buffers import KEPT_BYTES, RESERVE_BYTES, ScratchPool
 
 SIZES_BYTES = [64 << 10, 192 << 10, 1 << 20, 5 << 20, 16 << 20]
 """Up to a segment all goes in order, beyond it in lanes; one that is just too long for a segment is the hardest."""
@@ -35,7 +35,7 @@ class CountingPool(ScratchPool):
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_an_all_reduce_takes_at_most_twice_its_tensor_whatever_was_reduced_before(virtual, algorithm, world):
     async def program(group: Group) -> list[float]:
-        pool = group._fate.scratch = CountingPool()
+        pool = group._domain.scratch = CountingPool()
         shares = []
         for size_bytes in SIZES_BYTES:
             array = np.full(size_bytes // 4, group.rank, np.float32)

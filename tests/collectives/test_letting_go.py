@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from hcsim import Group
-from hcsim.collectives.dispatch import IN_FLIGHT
+from hcsim.collectives.scheduler import IN_FLIGHT
 from tests.conftest import Cluster
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcsim.collectives.cost import Links
-from hcsim.collectives.order import EXACT_UP_TO, order_over, ring_order
+from hcsim.collectives.ring_order import EXACT_UP_TO, order_over, ring_order
 from hcsim.errors import UsageError
 
 Matrix = list[list[float]]

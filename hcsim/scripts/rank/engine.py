@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hcsim.calls.call import ARRAYS, Call
-from hcsim.collectives.memory import Array
+from hcsim.collectives.buffers import Array
 from hcsim.errors import DeadlineExceeded
 from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started
 from hcsim.scripts.failures import raised

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets, split
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.plan import offsets
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import CollectiveError
 from hcsim.training.elastic.fingerprint import fingerprint

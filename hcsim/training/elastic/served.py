@@ -32,7 +32,7 @@ import numpy as np
 
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.compressors.base import State

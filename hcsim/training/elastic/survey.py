@@ -17,10 +17,10 @@ import numpy as np
 
 from hcsim.cluster.view import View
 from hcsim.cluster.ways import Ways
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.cost import Links
-from hcsim.collectives.data import array_of
 from hcsim.collectives.group import Group
-from hcsim.collectives.measure import partners
+from hcsim.collectives.startup import partners
 
 MOST_S = 10.0
 """How long measuring may take."""

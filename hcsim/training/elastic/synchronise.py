@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hcsim.cluster.view import View
-from hcsim.collectives.data import array_of
+from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference

@@ -25,7 +25,7 @@ import msgspec
 from hcsim.cluster.conductor import Conductor, next_view
 from hcsim.cluster.diagnosis import Accusation, Failure
 from hcsim.cluster.view import View
-from hcsim.collectives.fate import TOLD
+from hcsim.collectives.failure_domain import TOLD
 from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError

@@ -18,33 +18,32 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Survey, offsets, split
-from hcsim.collectives.shape import Shape, finished
+from hcsim.collectives.plan import Plan, PlanSummary, Recv, Reduce, Round, Rounds, Send, Shape, finished, offsets, split
 
 CHUNK = 1 << 18
 """Elements of a chunk, of which there is one per rank, in `chunked_all_reduce`: what a processor has beside it."""
 _BEFORE, _AFTER = 0, 1
-"""What the rounds call a rank's neighbours: whoever sends a chunk does the same with it, whoever that is."""
+"""What the rounds call a rank's neighbours, so that all ranks have their rounds in common."""
 
 _Chunks: TypeAlias = tuple[tuple[int, int], ...]
 """Each position's range."""
 
 
-class _Seat(NamedTuple):
+class _RingPosition(NamedTuple):
     order: tuple[int, ...]
     position: int
     before: int
     after: int
 
-    def plan(self, rounds: Rounds, survey: Survey | None = None) -> Plan:
+    def plan(self, rounds: Rounds, summary: PlanSummary | None = None) -> Plan:
         """Of rounds that name the neighbours."""
-        return Plan(rounds, (self.before, self.after), survey)
+        return Plan(rounds, (self.before, self.after), summary)
 
 
-def _seat(rank: int, shape: Shape) -> _Seat:
+def _ring_position(rank: int, shape: Shape) -> _RingPosition:
     order = shape.order or tuple(range(shape.world))
     position = order.index(rank)
-    return _Seat(order, position, order[position - 1], order[(position + 1) % shape.world])
+    return _RingPosition(order, position, order[position - 1], order[(position + 1) % shape.world])
 
 
 @lru_cache(maxsize=16)
@@ -52,20 +51,20 @@ def _equal_chunks(length: int, world: int) -> _Chunks:
     return tuple(pairwise(split(length, world)))
 
 
-def _rank_chunks(shape: Shape, seat: _Seat) -> _Chunks:
+def _rank_chunks(shape: Shape, ring: _RingPosition) -> _Chunks:
     """Parts belong to ranks, wherever these sit in the ring."""
     cuts = offsets(shape.counts)
-    return tuple((cuts[rank], cuts[rank + 1]) for rank in seat.order)
+    return tuple((cuts[rank], cuts[rank + 1]) for rank in ring.order)
 
 
-def _scatter_phase(seat: _Seat, chunks: _Chunks) -> Rounds:
+def _scatter_phase(ring: _RingPosition, chunks: _Chunks) -> Rounds:
     """Every position ends with the sum of its own chunk."""
-    return _rounds(chunks, (seat.position - 1) % len(chunks), Reduce)
+    return _rounds(chunks, (ring.position - 1) % len(chunks), Reduce)
 
 
-def _gather_phase(seat: _Seat, chunks: _Chunks) -> Rounds:
+def _gather_phase(ring: _RingPosition, chunks: _Chunks) -> Rounds:
     """Every position starts with its own chunk and ends with all of them."""
-    return _rounds(chunks, seat.position, Recv)
+    return _rounds(chunks, ring.position, Recv)
 
 
 def _rounds(chunks: _Chunks, first: int, take: type[Reduce | Recv]) -> Rounds:
@@ -86,61 +85,61 @@ def _twice_around(chunks: _Chunks, take: type[Reduce | Recv]) -> Rounds:
 
 def all_reduce(rank: int, shape: Shape) -> Plan:
     """Reduce-scatter, finish the own chunk, all-gather."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    rounds = finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
-    return seat.plan(rounds, _survey(seat, chunks) if shape.world > 1 else None)
+    ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
+    rounds = finished(_scatter_phase(ring, chunks), *chunks[ring.position]) + _gather_phase(ring, chunks)
+    return ring.plan(rounds, _summary(ring, chunks) if shape.world > 1 else None)
 
 
 def chunked_all_reduce(rank: int, shape: Shape) -> Plan:
     """The same for one portion of the buffer after the other: what is under way stays small enough for the caches.
 
     That takes many more steps: it is for ranks that share a machine."""
-    seat, portions = _seat(rank, shape), -(-shape.length // (CHUNK * shape.world))
+    ring, portions = _ring_position(rank, shape), -(-shape.length // (CHUNK * shape.world))
     rounds: list[Round] = []
     for start, end in pairwise(split(shape.length, portions) if portions else ()):
         chunks = tuple((start + lo, start + hi) for lo, hi in _equal_chunks(end - start, shape.world))
-        rounds += finished(_scatter_phase(seat, chunks), *chunks[seat.position]) + _gather_phase(seat, chunks)
-    return seat.plan(tuple(rounds))
+        rounds += finished(_scatter_phase(ring, chunks), *chunks[ring.position]) + _gather_phase(ring, chunks)
+    return ring.plan(tuple(rounds))
 
 
-def _survey(seat: _Seat, chunks: _Chunks) -> Survey:
+def _summary(ring: _RingPosition, chunks: _Chunks) -> PlanSummary:
     """Every chunk is sent but our own, then all but that of the next; what comes disturbs nothing still in use."""
-    kept = sum(hi - lo for lo, hi in (chunks[seat.position], chunks[(seat.position + 1) % len(chunks)]))
+    kept = sum(hi - lo for lo, hi in (chunks[ring.position], chunks[(ring.position + 1) % len(chunks)]))
     length = chunks[-1][1]
-    return Survey((_AFTER, _BEFORE), 2 * length - kept, chunks[0][1], length)
+    return PlanSummary((_AFTER, _BEFORE), 2 * length - kept, chunks[0][1], length)
 
 
 def reduce_scatter(rank: int, shape: Shape) -> Plan:
     """The first half of an all_reduce, with the parts given."""
-    seat = _seat(rank, shape)
-    chunks = _rank_chunks(shape, seat)
-    return seat.plan(finished(_scatter_phase(seat, chunks), *chunks[seat.position]))
+    ring = _ring_position(rank, shape)
+    chunks = _rank_chunks(shape, ring)
+    return ring.plan(finished(_scatter_phase(ring, chunks), *chunks[ring.position]))
 
 
 def all_gather(rank: int, shape: Shape) -> Plan:
     """The second half of an all_reduce, with the parts given."""
-    seat = _seat(rank, shape)
-    return seat.plan(_gather_phase(seat, _rank_chunks(shape, seat)))
+    ring = _ring_position(rank, shape)
+    return ring.plan(_gather_phase(ring, _rank_chunks(shape, ring)))
 
 
 def reduce(rank: int, shape: Shape) -> Plan:
-    """Reduce-scatter, then everybody hands the finished chunk to the root."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    own = chunks[seat.position]
-    rounds = finished(seat.plan(_scatter_phase(seat, chunks)).by_rank(), *own)
+    """Reduce-scatter, then every rank sends its finished chunk to the root."""
+    ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
+    own = chunks[ring.position]
+    rounds = finished(ring.plan(_scatter_phase(ring, chunks)).by_rank(), *own)
     if rank != shape.root:
         return Plan((*rounds, (Send(shape.root, *own),)))
-    last = tuple(Recv(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
+    last = tuple(Recv(peer, *chunk) for peer, chunk in zip(ring.order, chunks, strict=True) if peer != rank)
     return Plan((*rounds, last))
 
 
 def broadcast(rank: int, shape: Shape) -> Plan:
     """The root deals out the chunks, then all-gather; the root has everything and is sent nothing."""
-    seat, chunks = _seat(rank, shape), _equal_chunks(shape.length, shape.world)
-    rounds = seat.plan(_gather_phase(seat, chunks)).by_rank()
+    ring, chunks = _ring_position(rank, shape), _equal_chunks(shape.length, shape.world)
+    rounds = ring.plan(_gather_phase(ring, chunks)).by_rank()
     if rank == shape.root:
-        deal = tuple(Send(peer, *chunk) for peer, chunk in zip(seat.order, chunks, strict=True) if peer != rank)
+        deal = tuple(Send(peer, *chunk) for peer, chunk in zip(ring.order, chunks, strict=True) if peer != rank)
         return Plan((deal, *(tuple(a for a in r if not isinstance(a, Recv)) for r in rounds)))
-    if seat.after == shape.root:
+    if ring.after == shape.root:
         rounds = tuple(tuple(a for a in r if not isinstance(a, Send)) for r in rounds)
-    return Plan(((Recv(shape.root, *chunks[seat.position]),), *rounds))
+    return Plan(((Recv(shape.root, *chunks[ring.position]),), *rounds))

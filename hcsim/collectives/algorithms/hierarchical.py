@@ -12,25 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hcsim.collectives import centralized, direct, halving_doubling, recursive_doubling, ring, tree
-from hcsim.collectives.plan import Finish, Plan, Rounds
-from hcsim.collectives.shape import Planner, Shape
+from hcsim.collectives.algorithms import direct, doubling, ring, tree
+from hcsim.collectives.plan import Finish, Plan, Planner, Rounds, Shape
 from hcsim.errors import UsageError
 
 LOCAL: dict[str, tuple[Planner, Planner]] = {
     "ring": (ring.reduce, ring.broadcast),
     "tree": (tree.reduce, tree.broadcast),
-    "centralized": (centralized.reduce, centralized.broadcast),
+    "centralized": (direct.centralized_reduce, direct.centralized_broadcast),
 }
 """Within a group: how it reduces to its leader, and how the leader broadcasts."""
 
 CROSS: dict[str, Planner] = {
     "ring": ring.all_reduce,
     "tree": tree.all_reduce,
-    "centralized": centralized.all_reduce,
-    "recursive_doubling": recursive_doubling.all_reduce,
-    "halving_doubling": halving_doubling.all_reduce,
-    "direct": direct.all_reduce,
+    "centralized": direct.centralized_all_reduce,
+    "recursive_doubling": doubling.doubling_all_reduce,
+    "halving_doubling": doubling.halving_doubling_all_reduce,
+    "direct": direct.direct_all_reduce,
 }
 """Among the leaders."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.collectives.algorithms import plan, plans
-from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, split
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Finish, Recv, Reduce, Rounds, Send, Shape, split
 from hcsim.collectives.verify import PlanError, verify
 from hcsim.errors import UsageError
 

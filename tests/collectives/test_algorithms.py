@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hcsim.collectives import ring
-from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans
-from hcsim.collectives.belts import stages
-from hcsim.collectives.hierarchical import CROSS, LOCAL
-from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, offsets
-from hcsim.collectives.schedule import schedule, survey
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.algorithms import PLANNERS, algorithms, buffer_elements, plan, plans, ring
+from hcsim.collectives.algorithms.hierarchical import CROSS, LOCAL
+from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Rounds, Send, Shape, offsets
+from hcsim.collectives.schedule import forward_stages, schedule, summary
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 
@@ -113,16 +110,16 @@ def passing_on(made: list[Rounds]) -> list[Rounds]:
     """The plans of ranks that keep nothing of what they only pass on: each spoils its range once it has been sent."""
     spoiled = []
     for rounds in made:
-        found = stages(Plan(rounds))
+        found = forward_stages(Plan(rounds))
         spoils = {}
         for step, stage in enumerate(found):
-            if stage is not None and stage.goes_on:
+            if stage is not None and stage.forwarded:
                 assert found[step + 1] is not None
                 take, first = stage.take, rounds[step + 1][0]
                 assert take in rounds[step]
                 assert isinstance(first, Send)
                 assert (first.lo, first.hi) == (take.lo, take.hi)
-                if not stage.stays:
+                if not stage.kept:
                     spoils[step + 1] = Finish(take.lo, take.hi)
         spoiled.append(
             tuple(
@@ -206,9 +203,9 @@ def test_a_ring_passes_on_all_but_the_first_and_the_last_of_what_comes_and_keeps
     shape = reduction_shape(world, 40)
     made = plans("all_reduce", "ring", shape)
     for rounds, whole in (*product(made, [True]), *product(without_finish(made), [False])):
-        found = stages(Plan(rounds))
-        assert [stage.goes_on for stage in found] == [True] * (2 * world - 3) + [False]
-        assert [stage.stays for stage in found] == [False] * (world - 2) + [True] * world
+        found = forward_stages(Plan(rounds))
+        assert [stage.forwarded for stage in found] == [True] * (2 * world - 3) + [False]
+        assert [stage.kept for stage in found] == [False] * (world - 2) + [True] * world
         assert [stage.finishes for stage in found] == [whole and step == world - 2 for step in range(2 * world - 2)]
 
 
@@ -261,7 +258,7 @@ def test_the_ranks_of_a_ring_have_their_rounds_in_common(operation: str) -> None
 
 def test_what_is_received_twice_into_one_range_within_a_round_keeps_its_order() -> None:
     rounds = ((Recv(1, 0, 4), Recv(2, 2, 6), Recv(3, 6, 8)),)
-    assert survey(rounds).patient == {(0, 1)}
+    assert summary(rounds).deferred == {(0, 1)}
 
 
 @given(world=st.integers(2, 40), beyond=st.integers(0, 100), data=st.data())
@@ -269,7 +266,7 @@ def test_a_planner_says_of_its_plan_what_one_would_find_out(world: int, beyond: 
     shape = Shape(world=world, length=world + beyond, order=tuple(data.draw(st.permutations(range(world)))))
     for rank in range(world):
         made = plan("all_reduce", "ring", rank, shape)
-        assert made.survey == survey(made.rounds)
+        assert made.summary == summary(made.rounds)
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
@@ -284,8 +281,10 @@ def test_what_is_executed_names_the_ranks_that_were_proved(operation: str, algor
         named = Plan(made.among(members).by_rank(), in_step=made.in_step)
         ours, plain = schedule(made.among(members), segment), schedule(named, segment)
         assert (ours.peers, ours.lanes) == (plain.peers, plain.lanes)
-        assert [stage and stage[2:] for stage in ours.stages] == [stage and stage[2:] for stage in plain.stages]
-        assert (ours.beside, ours.patient, ours.sent) == (plain.beside, plain.patient, plain.sent)
+        assert [stage and stage[2:] for stage in ours.forward_stages] == [
+            stage and stage[2:] for stage in plain.forward_stages
+        ]
+        assert (ours.scratch, ours.deferred, ours.sent) == (plain.scratch, plain.deferred, plain.sent)
         assert ours.plan.by_rank() == plain.plan.rounds
         assert set(ours.peers) <= set(members) - {members[rank]}
 

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.collectives.algorithms import PLANNERS, plans
+from hcsim.collectives.algorithms.ring import CHUNK
 from hcsim.collectives.cost import Links, price
-from hcsim.collectives.ring import CHUNK
+from hcsim.collectives.plan import Shape
 from hcsim.collectives.select import choose
-from hcsim.collectives.shape import Shape
 from hcsim.collectives.verify import verify
 from hcsim.errors import UsageError
 

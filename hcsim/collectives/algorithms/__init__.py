@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from hcsim.collectives import (
-    centralized,
-    direct,
-    dissemination,
-    halving_doubling,
-    hierarchical,
-    pairwise,
-    recursive_doubling,
-    ring,
-    tree,
-)
-from hcsim.collectives.plan import Plan, Rounds
-from hcsim.collectives.shape import Planner, Shape
+from hcsim.collectives.algorithms import direct, doubling, hierarchical, ring, tree
+from hcsim.collectives.plan import Plan, Planner, Rounds, Shape
 from hcsim.errors import UsageError
 
 PLANNERS: dict[str, dict[str, Planner]] = {
@@ -23,22 +12,22 @@ PLANNERS: dict[str, dict[str, Planner]] = {
         "chunked_ring": ring.chunked_all_reduce,
         "hierarchical": hierarchical.all_reduce,
     },
-    "reduce": {"ring": ring.reduce, "tree": tree.reduce, "centralized": centralized.reduce},
-    "broadcast": {"ring": ring.broadcast, "tree": tree.broadcast, "centralized": centralized.broadcast},
+    "reduce": {"ring": ring.reduce, "tree": tree.reduce, "centralized": direct.centralized_reduce},
+    "broadcast": {"ring": ring.broadcast, "tree": tree.broadcast, "centralized": direct.centralized_broadcast},
     "all_gather": {
         "ring": ring.all_gather,
-        "recursive_doubling": recursive_doubling.all_gather,
-        "direct": direct.all_gather,
+        "recursive_doubling": doubling.doubling_all_gather,
+        "direct": direct.direct_all_gather,
     },
     "reduce_scatter": {
         "ring": ring.reduce_scatter,
-        "halving": halving_doubling.reduce_scatter,
-        "direct": direct.reduce_scatter,
+        "halving": doubling.halving_reduce_scatter,
+        "direct": direct.direct_reduce_scatter,
     },
-    "all_to_all": {"pairwise": pairwise.all_to_all},
-    "gather": {"tree": tree.gather, "centralized": centralized.gather},
-    "scatter": {"tree": tree.scatter, "centralized": centralized.scatter},
-    "barrier": {"dissemination": dissemination.barrier},
+    "all_to_all": {"pairwise": direct.pairwise_all_to_all},
+    "gather": {"tree": tree.gather, "centralized": direct.centralized_gather},
+    "scatter": {"tree": tree.scatter, "centralized": direct.centralized_scatter},
+    "barrier": {"dissemination": doubling.dissemination_barrier},
 }
 """Algorithm by operation and name."""
 

@@ -6,8 +6,7 @@ import pytest
 
 from hcsim.collectives.algorithms import PLANNERS, plans
 from hcsim.collectives.cost import Links, closed_form, price
-from hcsim.collectives.plan import Recv, Reduce, Rounds, Send
-from hcsim.collectives.shape import Shape
+from hcsim.collectives.plan import Recv, Reduce, Rounds, Send, Shape
 from hcsim.collectives.verify import PlanError
 from hcsim.errors import UsageError
 

@@ -1,16 +1,18 @@
-"""Measure the links of a group, so that `auto` and the ring's order rest on what is there.
+"""What a group does before its first operation: wait until all ranks are there, and measure the links.
 
-Ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
-disturb each other as little as possible: n − 1 rounds, and everybody has met everybody. A pair
+Measuring: ranks meet in pairs, as in a round-robin tournament (the circle method), so that measurements
+disturb each other as little as possible: n − 1 rounds, and each has met all others. A pair
 measures the shortest of a few round trips, what each message costs beyond that when many follow
 each other, and the shortest time of a large message in each direction. Then all ranks share their rows, so
-that all of them hold the same figures.
+that all of them hold the same figures; `auto` and the ring's order rest on them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,6 +26,36 @@ _ROUND_TRIPS = 5
 _BURST = 16
 _LARGE_MESSAGES = 3
 _TAG = 65535
+
+Missing: TypeAlias = Callable[[list[int]], None]
+"""Called with the ranks that we still wait for, whenever that changes."""
+
+
+async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
+    """Return when every rank is there: all call rank 0, which reports the absent ones to those that have called."""
+    if group.size == 1:
+        return
+    patient = group.subgroup(range(group.size)).within(wait_s)
+    if group.rank:
+        missing([0])
+        await patient.send(np.zeros(1, np.uint8), 0)
+        while True:
+            is_absent = np.zeros(group.size, np.uint8)
+            await patient.recv(is_absent, 0)
+            missing(np.flatnonzero(is_absent).tolist())
+            if not is_absent.any():
+                return
+    absent = list(range(1, group.size))
+
+    async def arrival(rank: int) -> None:
+        await patient.recv(np.zeros(1, np.uint8), rank)
+        absent.remove(rank)
+        missing(absent)
+        is_absent = np.isin(np.arange(group.size), absent).astype(np.uint8)
+        await asyncio.gather(*(patient.send(is_absent, there) for there in np.flatnonzero(is_absent == 0)[1:].tolist()))
+
+    missing(absent)
+    await asyncio.gather(*(arrival(rank) for rank in range(1, group.size)))
 
 
 async def measure_links(group: Group) -> Links:
@@ -48,11 +80,11 @@ async def measure_links(group: Group) -> Links:
 
 
 def partners(rank: int, size: int) -> list[int]:
-    """Whom the rank meets in each round; no two pairs of one round share a rank. Odd sizes sit out in turn."""
+    """The rank's partner in each round; no two pairs of one round share a rank. Of an odd number one rests in turn."""
     seats = size + size % 2
     met = []
     for round_number in range(seats - 1):
-        # The last seat stays, the others move on; who faces the last seat is where 2·seat = round.
+        # The last seat stays, the others move on; the one that faces the last seat is where 2·seat = round.
         if rank == seats - 1:
             other = next(seat for seat in range(seats - 1) if (2 * seat - round_number) % (seats - 1) == 0)
         else:
@@ -95,7 +127,7 @@ async def _time(group: Group, partner: int) -> tuple[float, float, float]:
         return max(whole_s - trip_s, whole_s / 2) / count
 
     overhead_s = await beyond_a_trip_s(small, _BURST)
-    # The quickest, as of the round trips: on a machine with fewer cores than ranks the others tell who was in the way.
+    # The quickest, as of the round trips: with fewer cores than ranks the slower ones measure the other ranks.
     large_s = min([await beyond_a_trip_s(large, 1) for _ in range(_LARGE_MESSAGES)])
     return trip_s / 2, overhead_s, LARGE_BYTES / large_s
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, offsets, split
-from hcsim.collectives.shape import Shape, finished
+from hcsim.collectives.plan import Plan, Recv, Reduce, Round, Rounds, Send, Shape, finished, offsets, split
 
 
 def _level(v: int, arity: int) -> int:
@@ -72,7 +71,7 @@ def all_reduce(rank: int, shape: Shape) -> Plan:
 
 
 def scatter(rank: int, shape: Shape) -> Plan:
-    """The root hands out ranges of parts; who gets one keeps the own part and hands on the rest."""
+    """The root sends ranges of parts; a rank that gets one keeps its own part and sends the rest on."""
     return Plan(_handed_on(rank, shape))
 
 

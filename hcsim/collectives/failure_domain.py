@@ -1,0 +1,218 @@
+"""What all groups over one mesh share: its links, and the failure that ends them together.
+
+A collective that fails on one rank has failed: the ranks no longer agree on what was done. So a
+group breaks as a whole. The first rank to notice tells the others, and each operation in flight
+ends with an error that names the cause, on every rank, whatever it was waiting for. Afterwards the
+group only repeats that error; `Group.reopen` makes a new one, under the next epoch.
+
+An error is raised only once the links are closed, so that nothing writes into the caller's
+arrays any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from hcsim.collectives.agreement import Agreement, watch
+from hcsim.collectives.buffers import ScratchPool
+from hcsim.collectives.operation import POINT_TO_POINT, RECEIVING, Operation, OperationId, OperationMetrics
+from hcsim.errors import ChannelError, CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError
+from hcsim.runtime.frame import Header, Kind
+from hcsim.transport.hello import culprit_in
+from hcsim.transport.link import Link
+from hcsim.transport.mesh import ABORT_TIMEOUT_S, Mesh
+
+_GAVE_UP = "rank {} gave up: "
+TOLD = "told by a peer"
+"""The phase of an error that another rank found."""
+
+
+class LinkObserver(Protocol):
+    """Is told what becomes of the links."""
+
+    def joined(self, link: Link) -> None:
+        """There is a new link."""
+
+    def lost(self, member: int, error: HcsimError) -> None:
+        """Nothing more comes from there."""
+
+    def ended(self, error: HcsimError) -> None:
+        """The group is over."""
+
+
+class FailureDomain:
+    """A group and its subgroups, which fail together."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.scratch = ScratchPool()
+        self.agreement = Agreement(mesh.us.rank)
+        self.metrics = OperationMetrics(mesh.host)
+        self.error: HcsimError | None = None
+        self.waited_for: int | None = None
+        """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
+        self.skipped: RemoteProtocolError | None = None
+        """What shows that this rank had left out what was waited for, if anything does."""
+        self.in_flight: dict[Operation, None] = {}
+        """In the order in which their tasks began."""
+        self.observers: list[LinkObserver] = []
+        self._failing = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._cancelling = False
+        self._watching: asyncio.Task[None] | None = None
+        self._expected: range = range(0)
+        """Ranks that are about to call us, until all have."""
+        mesh.on_link = self._adopt
+        mesh.on_newer = self._left_behind
+
+    async def watch(self, every_s: float) -> None:
+        """Look, that often, for collectives that do not end because other ranks do something else.
+
+        Rank 0 has a link to every rank from now on: so it notices a lost one before it is needed, and through it
+        a failure reaches also those that still wait to be called. Returns when we have ours."""
+        mesh = self.mesh
+        if mesh.us.rank == 0:
+            self._expected = range(1, mesh.us.world)
+        for rank in self._expected if mesh.us.rank == 0 else (0,):
+            try:
+                await mesh.link(rank)
+            except HcsimError as error:
+                self._expected = range(0)  # it was waited for long enough
+                self.fail(CollectiveError(f"there is no link to rank {rank}: {error}", peer=rank))
+                return
+        self._expected = range(0)
+        if self.error is None:
+            self._watching = mesh.host.spawn(watch(mesh, self.agreement, every_s), name="watch over operations")
+
+    # The end.
+
+    def fail(self, error: CollectiveError) -> None:
+        """Break the group, for this reason; only the first one counts."""
+        if self.error is None:
+            self.error = error
+            waits = ((operation.id, *operation.waiting_for()) for operation in self.in_flight)
+            waiting, self.waited_for, phase = next((each for each in waits if each[1] is not None), (None, None, ""))
+            self.skipped = None if waiting is None else self._skipped(waiting, self.waited_for, phase)
+            self._failing.set()
+            self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))
+            self._end((Kind.ABORT, str(error)), error, [rank for rank in self._expected if rank not in self.mesh.links])
+
+    async def broken(self, error: CollectiveError) -> None:
+        """Break the group, and return when the links are closed."""
+        self.fail(error)
+        await self.ended()
+
+    async def leave(self) -> None:
+        """Leave in an orderly way, when nothing is in flight any more."""
+        if self.error is None:
+            self.error = CollectiveError("the group is closed")
+            self._end((Kind.BYE, ""), self.error)
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Return when the links are closed."""
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    def _end(self, parting: tuple[Kind, str], error: HcsimError, late: Sequence[int] = ()) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        for observer in self.observers:
+            observer.ended(error)
+        for link in self.mesh.links.values():
+            link.fail(error)
+        self._ending = self.mesh.host.spawn(self.mesh.close(parting, error, late), name="end the group")
+
+    # Why an operation failed.
+
+    async def reason(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """What to tell the caller. A peer that hangs up may have sent the reason just before."""
+        cause = error.__cause__
+        if not isinstance(cause, ChannelError) or isinstance(cause, RemoteProtocolError):
+            return error  # a peer that says something wrong has not hung up, and that is the reason
+        for each in self.mesh.links.values():
+            each.attend(True)  # its reason may lie behind frames that are no longer asked for
+        try:
+            async with self.mesh.host.clock.timeout(ABORT_TIMEOUT_S):
+                await self._failing.wait()
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            self.fail(error)
+            raise
+        told = self.error
+        if isinstance(told, CollectiveError) and told.phase == TOLD:
+            return CollectiveError(f"{operation} failed: {told}", peer=told.peer, phase=TOLD)
+        link = self.mesh.links.get(error.peer) if error.peer is not None else None
+        if link is not None and link.leaving:  # its goodbye lay behind what we had still to read
+            text = f"{operation} failed while {error.phase}: rank {error.peer} has left the group"
+            return CollectiveError(text, peer=error.peer, phase=error.phase)
+        if isinstance(told, CollectiveError) and told.peer not in (None, error.peer):
+            # Another is lost, too: that is why this one hung up, and its reason may have been lost on the way.
+            return CollectiveError(f"{operation} failed: {told}", peer=told.peer, phase=told.phase)
+        return error
+
+    def not_started(self, operation: Operation) -> CollectiveError:
+        peer = self.error.peer if isinstance(self.error, CollectiveError) else None
+        return CollectiveError(f"{operation} was not started: {self.error}", peer=peer)
+
+    def timeout(self, operation: Operation, timeout_s: float) -> CollectiveTimeout:
+        peer, phase = operation.waiting_for()
+        text = f"{operation} took longer than {timeout_s:g} s: {phase}{self.mesh.doubts(peer)}"
+        late = CollectiveTimeout(text, peer=peer, phase=phase)
+        late.__cause__ = self._skipped(operation.id, peer, phase)
+        return late
+
+    def _skipped(self, waiting: OperationId, peer: int | None, phase: str) -> RemoteProtocolError | None:
+        """Frames come in the order of plans: a peer that sent others of this operation, or of a later one, left out
+        what we wait for. Only messages from one rank to another have an order of their own."""
+        link = None if peer is None else self.mesh.links.get(peer)
+        if link is None or not phase.startswith(RECEIVING) or waiting.group & POINT_TO_POINT:
+            return None
+        if not link.holds(waiting.group, waiting.number, waiting.bucket):
+            return None
+        return RemoteProtocolError(
+            f"rank {peer} sent frames that {waiting} does not have, and not what it has", str(peer)
+        )
+
+    # What the links report.
+
+    def cancelling(self) -> None:
+        """An operation is being cancelled, which may cut a frame: what breaks now is not the reason for anything."""
+        self._cancelling = True
+
+    def _adopt(self, link: Link) -> None:
+        link.on_abort = lambda header, text: self._aborted(link, header, text)
+        link.on_failure = self._link_failed
+        link.on_stray = self._look_at
+        if self.error is not None:
+            link.fail(self.error)
+        for observer in self.observers:
+            observer.joined(link)
+
+    def _aborted(self, link: Link, header: Header, text: str) -> None:
+        messenger = link.peer_rank
+        reason = text.removeprefix(_GAVE_UP.format(messenger))
+        culprit = culprit_in(header, self.mesh.us.world)
+        peer = messenger if culprit is None else culprit
+        self.fail(CollectiveError(_GAVE_UP.format(messenger) + reason, peer=peer, phase=TOLD))
+
+    def _look_at(self, link: Link, header: Header) -> None:
+        trouble = self.agreement.objection(link.peer_rank, header)
+        if trouble is not None:
+            self.fail(trouble)
+
+    def _left_behind(self, rank: int, epoch: int) -> None:
+        self.fail(CollectiveError(f"rank {rank} has moved on to epoch {epoch}", peer=rank, phase=TOLD))
+
+    def _link_failed(self, link: Link, error: HcsimError) -> None:
+        # A peer that said goodbye may go while it is not needed; an operation that does need it has failed by itself.
+        if link.leaving:
+            for observer in self.observers:
+                observer.lost(link.peer_rank, error)
+        elif not self._cancelling:
+            failure = CollectiveError(f"the link to rank {link.peer_rank} failed: {error}", peer=link.peer_rank)
+            failure.__cause__ = error
+            self.fail(failure)

@@ -44,8 +44,8 @@ from hcsim.transport.hello import Membership
 from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 from hcsim.virtual.census import Census
+from hcsim.virtual.deadlock import Standstill
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.standstill import Standstill
 from hcsim.virtual.world import World
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _standstill(world: World, patience_s: float, limit_s: float | None) -> Stand
         ]
 
     healed_s = max((fault.over_s for fault in world.scenario.faults), default=0.0)
-    return Standstill(world.loop, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
+    return Standstill(world.env, moved, every_s=patience_s, from_s=healed_s, limit_s=limit_s)
 
 
 def _introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Introduction:

@@ -193,7 +193,7 @@ class Attendant:
     async def _instant_end(self) -> None:
         """Let all that happens in this instant happen before we wait for the rank: others may get an answer in it."""
         over: asyncio.Future[None] = self._host.loop.create_future()
-        self._host.loop.call_at_instant_end(partial(_mark, over))
+        self._host.loop.env.call_at_instant_end(partial(_mark, over))
         await over
 
 

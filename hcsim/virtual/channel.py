@@ -154,7 +154,7 @@ class VirtualChannel:
             raise self._again(self._end)
         # The sender may overwrite its buffer while the frame is still under way.
         kept = payload if isinstance(payload, Phantom) else memoryview(bytes(payload))
-        self._trace.record(frame_event(self._loop.now_ns, "send", out.name, header))
+        self._trace.record(frame_event(self._loop.env.now_ns, "send", out.name, header))
         if (size_bytes := HEADER_BYTES + header.length) > self._largest_whole_bytes:
             await self._send_in_pieces(Large(header, kept))
         else:
@@ -251,7 +251,7 @@ class VirtualChannel:
             self._largest_whole_bytes = sys.maxsize  # what is to be changed is changed whole
 
     def _unheard(self) -> None:
-        self._unheard_since_ns = self._loop.now_ns
+        self._unheard_since_ns = self._loop.env.now_ns
         self.retransmit()
 
     def retransmit(self) -> None:
@@ -260,7 +260,7 @@ class VirtualChannel:
         there = self._host.present(self._peer)
         if since_ns is None or self._end is not None or not self._host.alive or not there.alive:
             return
-        waited_ns, rto_ns = self._loop.now_ns - since_ns, round(RTO_S * NS)
+        waited_ns, rto_ns = self._loop.env.now_ns - since_ns, round(RTO_S * NS)
         past, due_ns = 0, 0
         while due_ns < waited_ns:
             past, due_ns = past + 1, due_ns + min(rto_ns << past, MAX_RTO_NS)
@@ -268,7 +268,7 @@ class VirtualChannel:
             if not self._host.is_silenced(self):
                 self._host.signal(there, "again", there.disown, self)  # a partition may swallow it, so we go on
             due_ns += min(rto_ns << past, MAX_RTO_NS)
-        self._loop.call_at_ns(since_ns + due_ns, self.retransmit)
+        self._loop.env.call_at(since_ns + due_ns, self.retransmit)
 
     def reset(self, why: str) -> None:
         """Break both ends at once: nothing under way arrives."""
@@ -443,7 +443,7 @@ class VirtualChannel:
             self._out.push(Message(HEADER_BYTES, self._far._peer_closed))
 
     def _peer_closed(self) -> None:
-        self._trace.record((self._loop.now_ns, "deliver", self._in.name, "fin"))
+        self._trace.record((self._loop.env.now_ns, "deliver", self._in.name, "fin"))
         if self._end is None:
             where = ""
             if self._coming is not None:

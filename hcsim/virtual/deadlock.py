@@ -1,9 +1,13 @@
-"""What every task of a world that came to a stop waits for, in words.
+"""What is done about a world in which nothing moves any more: it ends, and says what everybody waits for.
 
 A suspended coroutine knows what it awaits, which is again a coroutine, down to a future.
 Along this chain the innermost frame outside the standard library is the place that a person
 recognises: it is named with its file, line and source text, and with the object it belongs to.
 The text holds no memory address, so that two runs of one scenario stop with the same words.
+
+Where hosts go on to send heartbeats, a `Standstill` sees that nothing comes of it: members that have finished leave, or
+are gone for good, and the others wait for a word that never comes. Real ones tell their people, and wait; simulated
+ones would do so for ever.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ from __future__ import annotations
 import asyncio
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from hcsim.errors import TrainingError
+from hcsim.virtual.environment import NS, Environment
 
 _STANDARD_LIBRARY = str(Path(asyncio.__file__).parent.parent)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -74,3 +82,55 @@ def _plain(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = _ADDRESS.sub("", text)
     return text if len(text) <= _LONGEST_REPR else text[:_LONGEST_REPR] + "…"
+
+
+class Standstill:
+    """Looks now and then whether something has moved; `moved` gives another value if it has."""
+
+    def __init__(
+        self,
+        env: Environment,
+        moved: Callable[[], object],
+        *,
+        every_s: float,
+        from_s: float = 0.0,
+        limit_s: float | None = None,
+    ) -> None:
+        """Before `from_s` something may still happen by itself: a fault heals."""
+        self._env = env
+        self._every_s = every_s
+        self._moved = moved
+        self._limit_s = limit_s
+        self._seen: object = None
+        self._running: dict[asyncio.Timeout, None] = {}
+        self._look_at(from_s)
+
+    @asynccontextmanager
+    async def noticed(self, last_words: Callable[[], str]) -> AsyncIterator[None]:
+        """End what runs here when all stands still, with what it said last; and in any case at the limit."""
+        timeout = asyncio.timeout_at(self._limit_s)
+        self._running[timeout] = None
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired() or (self._limit_s is not None and self._env.now / NS >= self._limit_s):
+                raise
+            raise TrainingError(
+                f"nothing has moved for {self._every_s:g} s, and it said last: {last_words()}"
+            ) from None
+        finally:
+            del self._running[timeout]
+
+    def _look_at(self, time_s: float) -> None:
+        # The world's own timer: a frozen or crashed host does not stop it.
+        self._env.call_at(round(time_s * NS), self._look)
+
+    def _look(self) -> None:
+        now = self._moved()
+        if now != self._seen:
+            self._seen = now
+            self._look_at(self._env.now / NS + self._every_s)
+            return
+        for timeout in self._running:
+            timeout.reschedule(self._env.now / NS)

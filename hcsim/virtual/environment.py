@@ -137,7 +137,7 @@ class Environment(simpy.Environment):
         """For when the latest event was scheduled, if it was a call of the world's."""
         self._latest: WorldCall | None = None
 
-    def call_at(self, when_ns: int, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def call_at(self, when_ns: int, function: Callable[..., object], *args: Any) -> None:
         """Call the function at that time; what it raises ends the run."""
         if when_ns != self._latest_ns:
             action = _new_world_call()

@@ -16,14 +16,10 @@ from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.virtual.channel import VirtualChannel
-from hcsim.virtual.clock import VirtualClock
-from hcsim.virtual.datagrams import Datagram
-from hcsim.virtual.device import VirtualDevice
 from hcsim.virtual.environment import NS
-from hcsim.virtual.lan import VirtualLan
-from hcsim.virtual.listener import VirtualListener
+from hcsim.virtual.hardware import VirtualClock, VirtualDevice, VirtualStore
+from hcsim.virtual.lan import Datagram, VirtualLan
 from hcsim.virtual.loop import OWNER
-from hcsim.virtual.store import VirtualStore
 from hcsim.virtual.stream import NEVER_NS
 
 if TYPE_CHECKING:
@@ -173,7 +169,7 @@ class VirtualHost:
 
     def trace(self, kind: str, *fields: str | int | float) -> None:
         """See `runtime.host.Host.trace`."""
-        self.net.trace.record((self.loop.now_ns, kind, self._name, *fields))
+        self.net.trace.record((self.loop.env.now_ns, kind, self._name, *fields))
 
     # The world's side of a host.
 
@@ -216,7 +212,7 @@ class VirtualHost:
         if path.jitter_s > 0.0:
             way_s += self._draws(target).expovariate(1.0 / path.jitter_s)
         for delay_s in delays_s:
-            self.loop.call_at_ns(self.loop.now_ns + round((way_s + delay_s) * NS), self._came, packet)
+            self.loop.env.call_at(self.loop.env.now_ns + round((way_s + delay_s) * NS), self._came, packet)
 
     def _draws(self, target: str) -> random.Random:
         if target not in self._signals:
@@ -226,9 +222,9 @@ class VirtualHost:
     def _came(self, packet: _Packet) -> None:
         wiring, target = self._world.wiring, packet.target
         clear_ns = wiring.clogged_until_ns(self._name, target.name)
-        if self.loop.now_ns < clear_ns:
+        if self.loop.env.now_ns < clear_ns:
             if clear_ns < NEVER_NS:
-                self.loop.call_at_ns(clear_ns, self._came, packet)
+                self.loop.env.call_at(clear_ns, self._came, packet)
         elif target.hears(packet.what) and not wiring.is_cut(self._name, target.name):
             packet.note("deliver")
             packet.arrive(*packet.args)
@@ -377,7 +373,7 @@ class _Packet(NamedTuple):
     def note(self, happened: str) -> None:
         """Have it in the trace."""
         source, target = self.source, self.target
-        source.net.trace.record((source.loop.now_ns, happened, f"{source.name}→{target.name}", self.what))
+        source.net.trace.record((source.loop.env.now_ns, happened, f"{source.name}→{target.name}", self.what))
 
 
 class Call:
@@ -409,3 +405,43 @@ def _disown(channel: VirtualChannel | None) -> None:
     if channel is not None:
         channel.tell_peer(f"{channel.host.name} has given it up")
         channel.vanish()
+
+
+class VirtualListener:
+    """Accepts channels at a port of a virtual host."""
+
+    def __init__(self, host: VirtualHost, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._waiting: asyncio.Queue[VirtualChannel | None] = asyncio.Queue()
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"<listener {self.address}>"
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"{self._host.name}:{self._port}"
+
+    async def accept(self) -> VirtualChannel:
+        """See `runtime.channel.Listener.accept`."""
+        channel = await self._waiting.get() if self._open else None
+        if channel is None:
+            self._waiting.put_nowait(None)  # for the next who waits
+            raise ChannelClosed(f"the listener at {self.address} was closed by us")
+        return channel
+
+    async def close(self) -> None:
+        """See `runtime.channel.Listener.close`."""
+        if self._open:
+            self._open = False
+            self._host.release(self._port)
+            while not self._waiting.empty():
+                if channel := self._waiting.get_nowait():
+                    await channel.close()
+            self._waiting.put_nowait(None)
+
+    def offer(self, channel: VirtualChannel) -> None:
+        """A connection has come in."""
+        self._waiting.put_nowait(channel)

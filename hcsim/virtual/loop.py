@@ -17,6 +17,7 @@ even a `finally` of its coroutines runs before the world is torn down.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 import weakref
@@ -25,7 +26,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from functools import partial
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack, cast
 
 import simpy
 from simpy.core import EmptySchedule
@@ -37,7 +39,72 @@ from simpy.resources.store import StoreGet
 from hcsim.errors import Deadlock, HcsimError, UsageError
 from hcsim.virtual.deadlock import describe
 from hcsim.virtual.environment import Callback, Environment, new_callback
-from hcsim.virtual.plain_loop import PlainLoop
+
+ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+_log = logging.getLogger(__name__)
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    raise NotImplementedError(
+        "the virtual world has no sockets, threads, processes, signals or task factories, and runs only until "
+        "something is complete: take channels and compute from the host"
+    )
+
+
+_ABSENT: Any = _refuse
+
+
+class PlainLoop(asyncio.AbstractEventLoop):
+    """Handles errors as asyncio's loops do, and refuses what the virtual world lacks."""
+
+    def __init__(self) -> None:
+        self._exception_handler: ExceptionHandler | None = None
+
+    get_debug: Any = bool
+    """Whether asyncio's debug mode is on. Every future asks when it is made, and a method takes five times as long."""
+
+    def set_debug(self, enabled: bool) -> None:
+        """Turn asyncio's debug mode on or off: futures then remember where they were made."""
+        self.get_debug = partial(bool, enabled)
+
+    # Errors that no task receives.
+
+    def get_exception_handler(self) -> ExceptionHandler | None:
+        """The handler that was set."""
+        return self._exception_handler
+
+    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
+        """Handle such errors in another way than by logging them."""
+        self._exception_handler = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log the error."""
+        _log.error("%s", context.get("message", "an error that no task receives"), exc_info=context.get("exception"))
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Hand an error that no task receives to the handler, as asyncio does; an interrupt has its own way out."""
+        if isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+            return
+        if self._exception_handler is None:
+            self.default_exception_handler(context)
+            return
+        try:
+            self._exception_handler(self, context)
+        except Exception as error:
+            self.default_exception_handler({"message": "the exception handler failed", "exception": error})
+            self.default_exception_handler(context)
+
+    # What asyncio's interface has beyond this.
+
+    create_connection = create_server = create_datagram_endpoint = start_tls = sendfile = _ABSENT
+    sock_accept = sock_connect = sock_recv = sock_recv_into = sock_recvfrom = sock_recvfrom_into = _ABSENT
+    sock_sendall = sock_sendto = sock_sendfile = getaddrinfo = getnameinfo = _ABSENT
+    add_reader = remove_reader = add_writer = remove_writer = connect_read_pipe = connect_write_pipe = _ABSENT
+    subprocess_exec = subprocess_shell = add_signal_handler = remove_signal_handler = _ABSENT
+    call_soon_threadsafe = run_in_executor = set_default_executor = _ABSENT
+    run_forever = stop = get_task_factory = set_task_factory = _ABSENT
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -71,11 +138,6 @@ class VirtualLoop(PlainLoop):
 
     # Time and callbacks.
 
-    @property
-    def now_ns(self) -> int:
-        """The world's time."""
-        return self.env.now_ns
-
     def time(self) -> float:
         """The world's time in seconds."""
         return self.env.now_ns / 1e9
@@ -97,7 +159,7 @@ class VirtualLoop(PlainLoop):
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> Callback:
         """Run the callback after that many seconds; any delay above zero takes a nanosecond at least."""
-        deadline_ns = self.now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self.now_ns
+        deadline_ns = self.env.now_ns + (_nanoseconds(delay) or 1) if delay > 0 else self.env.now_ns
         return self._set_timer(deadline_ns, callback, args, copy_context() if context is None else context)
 
     def call_at(
@@ -105,16 +167,6 @@ class VirtualLoop(PlainLoop):
     ) -> Callback:
         """Run the callback at that time in seconds; a time that has passed is now."""
         return self._set_timer(_nanoseconds(when), callback, args, copy_context() if context is None else context)
-
-    def call_at_ns(self, when_ns: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
-        """Run the callback at that time, as the world: nothing stops it, and what it raises ends the run."""
-        if self._closed:
-            raise RuntimeError(_CLOSED)
-        self.env.call_at(when_ns, callback, args)
-
-    def call_at_instant_end(self, callback: Callable[[], object]) -> None:
-        """Run the callback, as the world, once nothing else is left to do in this instant."""
-        self.env.call_at_instant_end(callback)
 
     def _set_timer(
         self, deadline_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context

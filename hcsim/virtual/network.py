@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 from hcsim.config import Tcp, Wifi
 from hcsim.rng import stream as random_stream
-from hcsim.virtual.environment import NS
+from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.links import Path
 from hcsim.virtual.sharing import Flow, Resource, Sharing
 from hcsim.virtual.stream import Stream
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace
-    from hcsim.virtual.loop import VirtualLoop
 
 
 class Network:
     """All streams, and the resources between them."""
 
-    def __init__(self, loop: VirtualLoop, tcp: Tcp, seed: int, trace: Trace) -> None:
-        self.loop = loop
+    def __init__(self, env: Environment, tcp: Tcp, seed: int, trace: Trace) -> None:
+        self.env = env
         self.tcp = tcp
         self.seed = seed
         self.trace = trace
@@ -113,7 +112,7 @@ class Network:
     def _touch(self) -> None:
         if not self._settling:
             self._settling = True
-            self.loop.call_at_instant_end(self._settle)
+            self.env.call_at_instant_end(self._settle)
 
     def _settle(self) -> None:
         """Once per instant: share anew, and tell the streams whose rate is new to them."""
@@ -140,7 +139,7 @@ class Gate:
 
     def __init__(self, net: Network, air: Resource, wifi: Wifi) -> None:
         self._net = net
-        self._loop = net.loop
+        self._env = net.env
         self._air = air
         self._wifi = wifi
         self._rng = random_stream(net.seed, "gate", wifi.name)
@@ -152,11 +151,11 @@ class Gate:
         """Somebody starts to transmit."""
         if self._armed:
             return
-        now = self._loop.now_ns
+        now = self._env.now_ns
         while self._until_ns <= now:
             self._draw()
         self._armed = True
-        self._loop.call_at_ns(max(self._from_ns, now), self._close)
+        self._env.call_at(max(self._from_ns, now), self._close)
 
     def _draw(self) -> None:
         self._from_ns = self._until_ns + round(self._rng.expovariate(1.0 / self._wifi.gate_every_s) * NS)
@@ -166,9 +165,9 @@ class Gate:
         if not self._net.sharing.is_used(self._air):
             self._armed = False
             return
-        self._net.trace.record((self._loop.now_ns, "gate", self._air.name, self._until_ns))
+        self._net.trace.record((self._env.now_ns, "gate", self._air.name, self._until_ns))
         self._net.shut(self._air)
-        self._loop.call_at_ns(self._until_ns, self._reopen)
+        self._env.call_at(self._until_ns, self._reopen)
 
     def _reopen(self) -> None:
         self._net.open(self._air)

@@ -1,7 +1,7 @@
 """Weighted max-min fair rates for flows over shared resources, kept up to date by local repair.
 
 Flow f has rate x_f ≤ bound b_f and weight w_f; one unit of it takes a_fr of resource r, which has
-capacity C_r. Progressive filling (`filling.py`) gives the only rates for which this certificate
+capacity C_r. Progressive filling (`fairness.py`) gives the only rates for which this certificate
 holds: no resource is over its capacity, and every flow is at its bound or has a full resource in
 which its level x_f/w_f is largest.
 
@@ -32,8 +32,18 @@ from math import inf
 from operator import attrgetter
 
 from hcsim.errors import UsageError
-from hcsim.virtual.filling import TOLERANCE, Flow, Resource, end_solitude, fill, fill_alone, offenders
-from hcsim.virtual.tightness import admit, dismiss, unfix
+from hcsim.virtual.fairness import (
+    TOLERANCE,
+    Flow,
+    Resource,
+    admit,
+    dismiss,
+    end_solitude,
+    fill,
+    fill_alone,
+    offenders,
+    unfix,
+)
 
 __all__ = ["Flow", "Resource", "Sharing"]
 

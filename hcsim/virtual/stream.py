@@ -56,17 +56,49 @@ class Stream:
     """One direction of a connection."""
 
     __slots__ = (
-        "_arrival_ns", "_at_half", "_began_ns", "_buffer_bytes", "_burst", "_cap", "_changed_ns", "_comes_from_ns",
-        "_comes_until_ns", "_congestion", "_delays", "_due", "_held", "_idle_since_ns", "_latency_ns", "_loop",
-        "_mss", "_net", "_not_before_ns", "_rate", "_remaining", "_rtt_s", "_unacknowledged", "_window_bytes",
-        "acks_blocked", "blocked", "dead", "flow", "gates", "interfaces", "name", "number", "on_pushed_dead",
-        "on_room", "outstanding", "queue", "queued_bytes",
+        "_arrival_ns",
+        "_at_half",
+        "_began_ns",
+        "_buffer_bytes",
+        "_burst",
+        "_cap",
+        "_changed_ns",
+        "_comes_from_ns",
+        "_comes_until_ns",
+        "_congestion",
+        "_delays",
+        "_due",
+        "_env",
+        "_held",
+        "_idle_since_ns",
+        "_latency_ns",
+        "_mss",
+        "_net",
+        "_not_before_ns",
+        "_rate",
+        "_remaining",
+        "_rtt_s",
+        "_unacknowledged",
+        "_window_bytes",
+        "acks_blocked",
+        "blocked",
+        "dead",
+        "flow",
+        "gates",
+        "interfaces",
+        "name",
+        "number",
+        "on_pushed_dead",
+        "on_room",
+        "outstanding",
+        "queue",
+        "queued_bytes",
     )  # fmt: skip
 
     def __init__(self, net: Network, number: int, name: str, there: Path, back: Path) -> None:
         tcp = net.tcp
         self._net = net
-        self._loop = net.loop
+        self._env = net.env
         self.name = name
         self.queue: deque[Message] = deque()
         self.queued_bytes = 0
@@ -135,7 +167,7 @@ class Stream:
         self.outstanding -= size_bytes
         if stalled and self.queue and self._has_room():
             # The news of the open window takes its time to get back to the sender.
-            self._loop.call_at_ns(self._loop.now_ns + self._latency_ns, self._resume)
+            self._env.call_at(self._env.now_ns + self._latency_ns, self._resume)
 
     def obstruct(self, *, data: bool, acks: bool) -> None:
         """Say what a partition holds back from now on: what we send, the acknowledgements of it, or both."""
@@ -146,13 +178,13 @@ class Stream:
             self._unacknowledged = self.outstanding if acks else 0
         self.blocked, self.acks_blocked = data, acks
         # TCP notices at its next retransmission.
-        when = self._loop.now_ns + round(RTO_S * NS)
+        when = self._env.now_ns + round(RTO_S * NS)
         if opened:
             self._not_before_ns = max(self._not_before_ns, self._arrival_ns, when)
             if self._held is not None:
                 self._let_go_in_time()
         if opened or acks_opened:
-            self._loop.call_at_ns(when, self._resume)
+            self._env.call_at(when, self._resume)
 
     def hold_until(self, when_ns: int) -> None:
         """Let nothing arrive before that time; whatever has left by then arrives at once."""
@@ -160,12 +192,12 @@ class Stream:
 
     def when_half_sent(self, act: Callable[[], None]) -> None:
         """Do something when part of a message has left: now, or half-way through the next of several packets."""
-        if self._rate > 0.0 and self._loop.now_ns > self._changed_ns and self.queue[0].size_bytes > self._mss:
+        if self._rate > 0.0 and self._env.now_ns > self._changed_ns and self.queue[0].size_bytes > self._mss:
             act()
         else:
             self._at_half = act
             if self._rate > 0.0:  # the one at the head begins in this very instant
-                self._set_half_time(self._loop.now_ns)
+                self._set_half_time(self._env.now_ns)
 
     @property
     def burst_bytes(self) -> float:
@@ -173,17 +205,17 @@ class Stream:
         if self._rate <= 0.0:
             return 0.0
         left = self.queue[0].size_bytes - self._remaining
-        return self._burst + left + self._rate * ((self._loop.now_ns - self._changed_ns) / NS)
+        return self._burst + left + self._rate * ((self._env.now_ns - self._changed_ns) / NS)
 
     @property
     def unfinished(self) -> bool:
         """Whether something waits to leave, or is under way."""
-        return bool(self.queue) or self._arrival_ns > self._loop.now_ns or self._held is not None
+        return bool(self.queue) or self._arrival_ns > self._env.now_ns or self._held is not None
 
     @property
     def is_in_message(self) -> bool:
         """Whether part of a message has come and the rest has not. What fits a packet comes whole."""
-        now_ns = self._loop.now_ns
+        now_ns = self._env.now_ns
         if self.dead or self._held is not None or now_ns < self._not_before_ns:
             return False
         if self._comes_from_ns <= now_ns < self._comes_until_ns:
@@ -249,7 +281,7 @@ class Stream:
             return
         if self._congestion is not None and self._net.tcp.restart_after_idle:
             self._restart_if_idle(self._congestion)
-        self._next(self._loop.now_ns)
+        self._next(self._env.now_ns)
         for gate in self.gates:
             gate.watch()
         self._net.start(self)
@@ -271,13 +303,13 @@ class Stream:
             return
         if self._remaining > 0.0:
             if self._rate == 0.0:
-                self._changed_ns = self._loop.now_ns
+                self._changed_ns = self._env.now_ns
                 self._net.start(self)
         else:
             self._begin()
 
     def _pause(self) -> None:
-        self._advance(self._loop.now_ns)
+        self._advance(self._env.now_ns)
         self._due += 1
         self._rate = 0.0
         assert self.flow is not None
@@ -285,26 +317,26 @@ class Stream:
 
     def rate_changed(self, rate: float) -> None:
         """Take a new rate from now on, and work out anew when the message will have left."""
-        loop = self._loop
-        now_ns = loop.now_ns
+        env = self._env
+        now_ns = env.now_ns
         self._advance(now_ns)
         self._rate = rate
         self._due += 1
         if rate > 0.0:
             if self._at_half is not None:
                 self._set_half_time(now_ns)
-            loop.call_at_ns(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
+            env.call_at(now_ns + ceil(self._remaining / rate * NS), Stream._sent, self, self._due)
             congestion = self._congestion
             if congestion is not None and congestion.is_opening and not congestion.ticking:
                 congestion.ticking = True
-                loop.call_at_ns(now_ns + round(self._rtt_s * NS), self._tick, congestion)
+                env.call_at(now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _set_half_time(self, now_ns: int) -> None:
         """Work out when half of the message has left, at this rate: anew whenever the rate changes."""
         size_bytes = self.queue[0].size_bytes
         if size_bytes > self._mss:
             to_go = max(self._remaining - size_bytes / 2, 0.0)
-            self._loop.call_at_ns(now_ns + ceil(to_go / self._rate * NS), self._half_sent, self._due)
+            self._env.call_at(now_ns + ceil(to_go / self._rate * NS), self._half_sent, self._due)
 
     def _half_sent(self, due: int) -> None:
         act = self._at_half
@@ -329,7 +361,7 @@ class Stream:
     def _left(self, message: Message) -> None:
         """The head's last byte is out: it will arrive; the next one follows at once."""
         net = self._net
-        now = self._loop.now_ns
+        now = self._env.now_ns
         self.queued_bytes -= message.size_bytes
         if self.on_room is not None:
             self.on_room()  # what it pushes goes on, since the head is still there
@@ -345,7 +377,7 @@ class Stream:
         if arrival < self._arrival_ns:
             arrival = self._arrival_ns
         self._arrival_ns = arrival
-        self._loop.call_at_ns(arrival, Stream._arrive, self, message)
+        self._env.call_at(arrival, Stream._arrive, self, message)
         if self.flow is None:
             return
         if message.size_bytes > self._mss:
@@ -358,7 +390,7 @@ class Stream:
             self._due += 1
             if self._at_half is not None:
                 self._set_half_time(now)
-            self._loop.call_at_ns(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
+            self._env.call_at(now + ceil(self._remaining / self._rate * NS), Stream._sent, self, self._due)
         else:
             self._rate = 0.0
             self._idle_since_ns = now
@@ -368,7 +400,7 @@ class Stream:
         if self.dead:
             return
         # Where the way is closed, what was in the air will have to be sent again.
-        if self.blocked or self._held is not None or self._loop.now_ns < self._not_before_ns:
+        if self.blocked or self._held is not None or self._env.now_ns < self._not_before_ns:
             if self._held is None:
                 self._held = deque()
                 if not self.blocked:
@@ -380,16 +412,16 @@ class Stream:
         if header is None:
             message.arrive()
         else:
-            self._net.trace.record(frame_event(self._loop.now_ns, "deliver", self.name, header))
+            self._net.trace.record(frame_event(self._env.now_ns, "deliver", self.name, header))
             message.arrive(header, message.payload)
 
     def _let_go_in_time(self) -> None:
         if self._not_before_ns < NEVER_NS:
-            self._loop.call_at_ns(self._not_before_ns, self._let_go)
+            self._env.call_at(self._not_before_ns, self._let_go)
 
     def _let_go(self) -> None:
         """What was held arrives, in its order, unless something holds it longer."""
-        if self._loop.now_ns < self._not_before_ns:
+        if self._env.now_ns < self._not_before_ns:
             self._let_go_in_time()
         elif not self.blocked and self._held is not None:
             held, self._held = self._held, None
@@ -413,17 +445,17 @@ class Stream:
             return
         sending = self._remaining > 0.0 and self._rate > 0.0
         if sending:
-            self._advance(self._loop.now_ns)
+            self._advance(self._env.now_ns)
             congestion.count(self._remaining)
         congestion.open()
         self._net.bound(self.flow, self._bound())
         # A stream held back by its share rather than by its window needs no further ticks.
         if sending and congestion.is_opening and self._rate * self._rtt_s * 2.0 >= congestion.size_bytes:
             congestion.ticking = True
-            self._loop.call_at_ns(self._loop.now_ns + round(self._rtt_s * NS), self._tick, congestion)
+            self._env.call_at(self._env.now_ns + round(self._rtt_s * NS), self._tick, congestion)
 
     def _restart_if_idle(self, congestion: CongestionWindow) -> None:
-        idle_s = (self._loop.now_ns - self._idle_since_ns) / NS
+        idle_s = (self._env.now_ns - self._idle_since_ns) / NS
         if idle_s > max(RTO_S, self._rtt_s):
             congestion.restart()
             assert self.flow is not None

@@ -94,4 +94,4 @@ class Tampering:
         return made
 
     def _note(self, channel: VirtualChannel, what: str) -> None:
-        self._trace.record((channel.host.loop.now_ns, "fault", what, channel.streams[0].name))
+        self._trace.record((channel.host.loop.env.now_ns, "fault", what, channel.streams[0].name))

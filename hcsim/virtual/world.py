@@ -19,11 +19,11 @@ from hcsim.runtime.frame import Header
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.virtual import faults
-from hcsim.virtual.datagrams import Datagrams
+from hcsim.virtual.hardware import machine_of
 from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.lan import Datagrams
 from hcsim.virtual.links import Topology
 from hcsim.virtual.loop import VirtualLoop
-from hcsim.virtual.machines import machine_of
 from hcsim.virtual.network import Network
 from hcsim.virtual.tampering import Tampering
 from hcsim.virtual.wiring import Wiring
@@ -54,7 +54,7 @@ class World:
         self.env = self.loop.env
         """SimPy's: plain processes live here, beside the hosts."""
         self.env.on_timer = lambda number: self.trace.record((self.env.now_ns, "timer", number))
-        self.net = Network(self.loop, scenario.tcp, scenario.seed, self.trace)
+        self.net = Network(self.env, scenario.tcp, scenario.seed, self.trace)
         self._program: Callable[[VirtualHost], Coroutine[Any, Any, Any]] | None = None
         self._outcomes: dict[str, asyncio.Future[Any]] = {}
         self.returns: dict[str, int] = {}
@@ -133,7 +133,7 @@ class World:
             from hcsim.telemetry.exposition import events
 
             for host in self.hosts:
-                self.trace.append(events(self.loop.now_ns, host.name, host.metrics))
+                self.trace.append(events(self.env.now_ns, host.name, host.metrics))
         return {host.name: host.metrics for host in self.hosts}
 
     def inject(self, fault: AnyFault) -> None:

@@ -19,7 +19,7 @@ from hcsim.scripts.failures import ended_how
 from hcsim.scripts.nursery import FORKS
 from hcsim.scripts.processes import Processes
 from hcsim.scripts.run import simulate_script
-from hcsim.virtual.machines import machine_of, seconds
+from hcsim.virtual.hardware import machine_of, seconds
 from tests.scripts.conftest import Runner
 from tests.switches import on_switch
 

@@ -155,6 +155,13 @@ def test_a_process_of_ones_own_lets_faults_happen_and_waits_for_them() -> None:
     assert log == {"a": [0.5, 1.0, 1.5, 6.5], "b": [0.5, 1.0, 3.2, 8.2]}
 
 
+def run_process(world: World, process: Generator[simpy.Event, Any, None]) -> None:
+    async def main() -> None:
+        await world.loop.event(world.env.process(process))
+
+    world.run(main())
+
+
 def test_traffic_beside_the_program_takes_its_part_of_the_line_and_a_process_waits_for_it() -> None:
     size_bytes = 12_500_000  # a tenth of a second on a line of 1 Gb/s
     alone, shared = World(on_switch(["a", "b", "c"])), World(on_switch(["a", "b", "c"]))
@@ -167,8 +174,7 @@ def test_traffic_beside_the_program_takes_its_part_of_the_line_and_a_process_wai
             arrived[world].append(world.env.now / 1e9)
 
     for world, sources in ((alone, "a"), (shared, "ab")):
-        copying = world.env.process(copies(world, sources))
-        world.env.run(until=copying)
+        run_process(world, copies(world, sources))
     assert arrived[alone] == [pytest.approx(0.1, rel=0.15)]
     assert arrived[shared] == [pytest.approx(0.2, rel=0.15)] * 2
 
@@ -185,5 +191,5 @@ def test_traffic_from_a_machine_that_goes_down_fails_and_what_waits_for_it_hears
             except HcsimError as error:
                 heard.append(str(error))
 
-    world.env.run(until=world.env.process(copies()))
+    run_process(world, copies())
     assert heard == ["the transfer from a to b was broken off", "a is down: nothing is transferred"]

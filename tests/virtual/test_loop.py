@@ -59,10 +59,10 @@ def test_float_integer_and_absolute_deadlines_share_one_order() -> None:
     async def main() -> Log:
         log: Log = []
         loop = the_loop()
-        loop.call_at_ns(300_000_000, log.append, "ns")
+        loop.env.call_at(300_000_000, log.append, "ns")
         loop.call_later(0.3, log.append, "later")
         loop.call_at(0.1 + 0.2, log.append, "at")
-        loop.call_at_ns(299_999_999, log.append, "earlier")
+        loop.env.call_at(299_999_999, log.append, "earlier")
         await asyncio.sleep(1)
         return log
 
@@ -73,7 +73,7 @@ def test_ten_sleeps_of_a_tenth_are_exactly_one_second() -> None:
     async def main() -> int:
         for _ in range(10):
             await asyncio.sleep(0.1)
-        return the_loop().now_ns
+        return the_loop().env.now_ns
 
     assert run(main()) == 1_000_000_000
 
@@ -82,7 +82,7 @@ def test_ten_sleeps_of_a_tenth_are_exactly_one_second() -> None:
 def test_a_fraction_of_a_nanosecond_is_rounded_up(delay_s: float) -> None:
     async def main() -> int:
         await asyncio.sleep(delay_s)
-        return the_loop().now_ns
+        return the_loop().env.now_ns
 
     assert run(main()) == math.ceil(delay_s * 1e9)
 
@@ -93,7 +93,7 @@ def test_a_deadline_that_has_passed_is_now() -> None:
         done = the_loop().create_future()
         the_loop().call_at(1.0, done.set_result, None)
         await done
-        return the_loop().now_ns
+        return the_loop().env.now_ns
 
     assert run(main()) == 5_000_000_000
 
@@ -102,10 +102,10 @@ def test_the_end_of_an_instant_comes_after_all_else_in_it() -> None:
     async def main() -> Log:
         log: Log = []
         loop = the_loop()
-        loop.call_at_instant_end(lambda: log.append(("end", loop.now_ns)))
+        loop.env.call_at_instant_end(lambda: log.append(("end", loop.env.now_ns)))
         loop.env.timeout(0).callbacks.append(lambda event: log.append("simpy"))
-        loop.call_at_ns(0, loop.call_soon, log.append, "timer")
-        loop.call_at_ns(1, log.append, "next instant")
+        loop.env.call_at(0, loop.call_soon, log.append, "timer")
+        loop.env.call_at(1, log.append, "next instant")
         loop.call_soon(log.append, "ready")
         await asyncio.sleep(1)
         return log
@@ -276,17 +276,17 @@ def test_timers_run_by_deadline_and_then_in_the_order_in_which_they_were_set_who
     ran: list[tuple[int, int]] = []
 
     def set_one(kind: str, delay_ns: int, further: bool) -> None:
-        entry = (loop.now_ns + delay_ns, len(expected))
+        entry = (loop.env.now_ns + delay_ns, len(expected))
         expected.append(entry)
 
         def runs() -> None:
-            assert loop.now_ns == entry[0]
+            assert loop.env.now_ns == entry[0]
             ran.append(entry)
             if further:
                 set_one(kind, delay_ns, False)
 
         if kind == "world":
-            loop.call_at_ns(entry[0], runs)
+            loop.env.call_at(entry[0], runs)
         elif kind == "task":
             loop.call_later(delay_ns / 1e9, runs)
         else:
@@ -329,7 +329,7 @@ def test_a_cancelled_timer_does_not_keep_the_world_alive() -> None:
 
     with pytest.raises(Deadlock):
         loop.run_to_end(main())
-    assert loop.now_ns == 0
+    assert loop.env.now_ns == 0
 
 
 def test_to_wait_for_ever_is_no_reason_to_go_on() -> None:
@@ -428,7 +428,7 @@ def test_a_frozen_host_stands_still_and_then_catches_up_in_order() -> None:
         async def beat(name: str, period_s: float) -> None:
             while True:
                 await asyncio.sleep(period_s)
-                log.append((name, loop.now_ns // 10**9))
+                log.append((name, loop.env.now_ns // 10**9))
 
         a, b = Machine("a"), Machine("b")
         for machine in (a, b):
@@ -512,7 +512,7 @@ def test_the_timers_of_a_crashed_host_do_not_keep_the_world_alive() -> None:
 
     with pytest.raises(Deadlock, match="1 task still"):
         loop.run_to_end(main())
-    assert loop.now_ns == 1_000_000_000
+    assert loop.env.now_ns == 1_000_000_000
 
 
 def test_the_network_goes_on_when_the_host_that_sent_has_crashed() -> None:
@@ -521,7 +521,7 @@ def test_the_network_goes_on_when_the_host_that_sent_has_crashed() -> None:
         machine = Machine("a")
 
         async def send() -> None:
-            the_loop().call_at_ns(5, log.append, "delivered")
+            the_loop().env.call_at(5, log.append, "delivered")
 
         await machine.spawn(send(), "send")
         the_loop().discard(machine)
@@ -569,14 +569,14 @@ def test_a_process_completes_a_future_and_calls_back() -> None:
 
         def process() -> Generator[simpy.Event, Any, Any]:
             yield loop.env.timeout(7)
-            loop.call_soon(log.append, loop.now_ns)
+            loop.call_soon(log.append, loop.env.now_ns)
             future.set_result("from simpy")
             yield loop.env.timeout(0)
             log.append("process goes on")
 
         loop.env.process(process())
         log.append(await future)
-        return [*log, loop.now_ns]
+        return [*log, loop.env.now_ns]
 
     assert run(main()) == [7, "from simpy", 7]
 
@@ -591,7 +591,7 @@ def test_a_coroutine_awaits_processes_and_events() -> None:
             return "result"
 
         process = env.process(compute())
-        results = [await loop.event(process), loop.now_ns, await loop.event(process)]
+        results = [await loop.event(process), loop.env.now_ns, await loop.event(process)]
         failing = env.event()
         loop.call_later(1e-9, failing.fail, ValueError("cable"))
         with pytest.raises(ValueError, match="cable"):
@@ -743,7 +743,7 @@ def test_without_a_handler_the_error_is_logged(caplog: pytest.LogCaptureFixture)
 
 def test_a_failing_callback_of_the_world_ends_the_run() -> None:
     async def main() -> None:
-        the_loop().call_at_ns(5, int, "x")
+        the_loop().env.call_at(5, int, "x")
         await asyncio.sleep(1)
 
     with pytest.raises(ValueError, match="invalid literal"):
@@ -833,7 +833,7 @@ def test_a_closed_loop_refuses_work() -> None:
     loop = VirtualLoop()
     loop.close()
     assert loop.is_closed()
-    for use in (loop.call_soon, lambda f: loop.call_later(1, f), lambda f: loop.call_at_ns(1, f)):
+    for use in (loop.call_soon, lambda f: loop.call_later(1, f)):
         with pytest.raises(RuntimeError, match="closed"):
             use(print)
 
@@ -866,7 +866,7 @@ def _execute(programs: list[list[Step]]) -> Log:
     numbers = itertools.count()
 
     def note(deadline_ns: int, number: int) -> None:
-        log.append((loop.now_ns, "timer", number))
+        log.append((loop.env.now_ns, "timer", number))
         deadlines[number] = (deadline_ns, number)
         fired.append(number)
 
@@ -880,12 +880,12 @@ def _execute(programs: list[list[Step]]) -> Log:
                 try:
                     async with asyncio.timeout(2e-9):
                         item = await queue.get()
-                    log.append((loop.now_ns, who, item))
+                    log.append((loop.env.now_ns, who, item))
                 except TimeoutError:
-                    log.append((loop.now_ns, who, "nothing"))
+                    log.append((loop.env.now_ns, who, "nothing"))
             else:
-                loop.call_at_ns(loop.now_ns + amount, note, loop.now_ns + amount, next(numbers))
-            log.append((loop.now_ns, who, action))
+                loop.env.call_at(loop.env.now_ns + amount, note, loop.env.now_ns + amount, next(numbers))
+            log.append((loop.env.now_ns, who, action))
 
     async def main() -> None:
         queue: asyncio.Queue[int] = asyncio.Queue()

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
 from hcsim.runtime.lan import Service, Sighting
-from hcsim.virtual.datagrams import LOST, PASSES, Datagram, Rule
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
 from hcsim.virtual.host import NO_NODES
+from hcsim.virtual.lan import LOST, PASSES, Datagram, Rule
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
@@ -192,7 +192,7 @@ class _Stranger:
         for host in self._hearers():
             datagram = Datagram("stranger", host.name, (self._fault.home, self._fault.home), question=False)
             for delay_s in self._world.datagrams.delays_s(datagram):
-                env.call_at(env.now_ns + round(delay_s * NS), _hear, (host, sighting))
+                env.call_at(env.now_ns + round(delay_s * NS), _hear, host, sighting)
 
     def _hearers(self) -> list[VirtualHost]:
         return [host for host in self._world.hosts if self._world.wiring.is_at_home(host, self._fault.home)]

@@ -23,7 +23,7 @@ from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note
 from hcsim.virtual.stream import NEVER_NS
 
 if TYPE_CHECKING:
-    from hcsim.virtual.changes import Change
+    from hcsim.virtual.wiring import Change
     from hcsim.virtual.world import World
 
 

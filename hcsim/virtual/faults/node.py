@@ -1,11 +1,24 @@
-"""Faults of machines: they crash and come back, hang, sleep, get slow, run out of room or of descriptors."""
+"""Faults of machines: crashes, sleep, heat, what hangs, what runs out, and clocks that are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hcsim.config import Crash, FewDescriptors, FullDisk, Leave, Lid, Pause, Restart, SlowDisk, StuckDevice, Throttle
+from hcsim.config import (
+    ClockDrift,
+    ClockJump,
+    Crash,
+    FewDescriptors,
+    FullDisk,
+    Leave,
+    Lid,
+    Pause,
+    Restart,
+    SlowDisk,
+    StuckDevice,
+    Throttle,
+)
 from hcsim.errors import ConfigError, UsageError
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note, prepare
@@ -223,3 +236,26 @@ def take_descriptors(fault: FewDescriptors, world: World) -> FaultProcess:
     note(world, "give", fault.node)
     limits.remove(fault.connections)
     world.host(fault.node).accept_waiting()
+
+
+@prepare.register(ClockJump)
+def be_wrong(fault: ClockJump, world: World) -> None:
+    """A clock that is wrong from the start is so before the first line of a program runs."""
+    if fault.at_s == 0.0:
+        world.host(fault.node).clock.offset_s += fault.by_s
+
+
+@apply.register(ClockJump)
+def jump(fault: ClockJump, world: World) -> None:
+    """The host's clock is set forward or back."""
+    if fault.at_s > 0.0:
+        world.host(fault.node).clock.offset_s += fault.by_s
+
+
+@apply.register(ClockDrift)
+def drift(fault: ClockDrift, world: World) -> FaultProcess:
+    """The host's clock runs fast or slow, and its timers with it."""
+    world.host(fault.node).clock.multiply_rate(fault.rate)
+    yield from lasting(world, fault.duration_s)
+    note(world, "steady", fault.node)
+    world.host(fault.node).clock.multiply_rate(1.0 / fault.rate)

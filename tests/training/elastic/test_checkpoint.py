@@ -18,7 +18,7 @@ from hcsim.training.elastic.checkpoint import Checkpoints, Origin, decode, encod
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds
-from hcsim.virtual.store import VirtualStore
+from hcsim.virtual.hardware import VirtualStore
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.training.elastic.script import train

@@ -1,20 +1,53 @@
-"""A modelled processor: the function is called at once, and its time is charged."""
+"""What a host is made of: a processor whose functions are called at once and whose time is charged, a clock, a disk.
+
+Work takes as long as the roofline says of Williams, Waterman and Patterson ("Roofline: an insightful visual performance
+model for multicore architectures", CACM 52:4, 2009): a kernel is bound either by
+arithmetic or by memory,
+
+    T = max(FLOPs / (η_c · peak), bytes / (η_b · bandwidth)) / throttle + kernels · overhead.
+
+η_c and η_b are the parts of the data-sheet figures that real kernels reach. A fanless machine
+counts at its sustained rate from the start, because training lasts much longer than its
+heat reserve. `overhead` is paid for each kernel that is launched.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from hcsim.config import Machine
+from hcsim.config import CATALOGUE, Machine, Node
+from hcsim.errors import ConfigError, UsageError
+from hcsim.runtime.clock import Limit
 from hcsim.runtime.device import Chip, Work
-from hcsim.virtual.machines import seconds
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost
     from hcsim.virtual.loop import VirtualLoop
+
+
+def machine_of(node: Node) -> Machine:
+    """The node's own profile, or the one it names."""
+    if isinstance(node.machine, Machine):
+        return node.machine
+    try:
+        return CATALOGUE.named(node.machine)
+    except ConfigError as error:
+        raise ConfigError(f'node "{node.name}": {error}') from None
+
+
+def seconds(machine: Machine, work: Work, throttle: float = 1.0) -> float:
+    """How long the work takes; `throttle` (0 to 1] is the part of its speed that the machine has left."""
+    if not 0 < throttle <= 1:
+        raise UsageError(f"a throttle of {throttle} is not in (0, 1]")
+    compute_s = work.flops / (machine.efficiency_compute * machine.peak_flops)
+    memory_s = work.moved_bytes / (machine.efficiency_memory * machine.memory_Bps)
+    steady = machine.sustained if machine.fanless else 1.0
+    return max(compute_s, memory_s) / (throttle * steady) + work.kernels * machine.overhead_s
+
 
 T = TypeVar("T")
 Spoiler: TypeAlias = Callable[[memoryview], bool]
@@ -183,3 +216,89 @@ class VirtualDevice:
         self._stuck = before._stuck
         self._pace.change(0.0 if self._stuck else self.throttle)
         self._spoilers = before._spoilers
+
+
+class VirtualClock:
+    """The world's time, seen through a clock that may drift and jump."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._rate = 1.0
+        self.offset_s = 0.0
+        self._elapsed_offset_s = 0.0
+        self._stood_at_s: float | None = None
+
+    def now(self) -> float:
+        """See `runtime.clock.Clock.now`."""
+        return self._loop.time() * self._rate + self.offset_s
+
+    def elapsed(self) -> float:
+        """See `runtime.clock.Clock.elapsed`."""
+        return self._loop.time() * self._rate + self._elapsed_offset_s
+
+    async def sleep(self, seconds: float) -> None:
+        """See `runtime.clock.Clock.sleep`."""
+        await asyncio.sleep(seconds / self._rate)
+
+    def timeout(self, seconds: float | None) -> Limit:
+        """See `runtime.clock.Clock.timeout`."""
+        return asyncio.timeout(None if seconds is None else seconds / self._rate)
+
+    # The world's side of a clock.
+
+    def multiply_rate(self, factor: float) -> None:
+        """Run faster or slower from now on; what it shows does not leap."""
+        faster = self._rate * factor
+        gained_s = self._loop.time() * (faster - self._rate)
+        self.offset_s -= gained_s
+        self._elapsed_offset_s -= gained_s
+        self._rate = faster
+
+    def stand_still(self) -> None:
+        """The machine sleeps: time passes, but not for what measures how long something takes."""
+        if self._stood_at_s is None:
+            self._stood_at_s = self.elapsed()
+
+    def go_on(self) -> None:
+        """The machine is awake again."""
+        if self._stood_at_s is not None:
+            self._elapsed_offset_s += self._stood_at_s - self.elapsed()
+            self._stood_at_s = None
+
+    def go_on_from(self, before: VirtualClock) -> None:
+        """Show what that clock shows: it is the same one, in the machine's next life."""
+        before.go_on()
+        self._rate, self.offset_s, self._elapsed_offset_s = before._rate, before.offset_s, before._elapsed_offset_s
+
+
+class VirtualStore:
+    """A host's disk, in one of the host's lives."""
+
+    def __init__(self, records: Mapping[str, bytes], before: VirtualStore | None = None) -> None:
+        self.records = dict(records)
+        self._at_start = dict(records)
+        self._copies: dict[float, dict[str, bytes]] = before._copies if before is not None else {}
+        self.before_saving: list[Callable[[str], None]] = before.before_saving if before is not None else []
+        """Called with the name of each record that is to be saved; what one raises is what saving comes to."""
+
+    def where(self, name: str) -> str:
+        """Nobody finds it but whoever has the world."""
+        return f"{name}, on a virtual disk"
+
+    def load(self, name: str) -> bytes | None:
+        """See `runtime.store.Store.load`."""
+        return self.records.get(name)
+
+    def save(self, name: str, data: bytes) -> None:
+        """See `runtime.store.Store.save`."""
+        for act in self.before_saving:
+            act(name)
+        self.records[name] = data
+
+    def keep_copy(self, as_of_s: float) -> None:
+        """Keep what is there now, for a life that will find an old state."""
+        self._copies[as_of_s] = dict(self.records)
+
+    def copy_of(self, as_of_s: float | None) -> dict[str, bytes]:
+        """What was there at that time, or at the start of this life."""
+        return self._at_start if as_of_s is None else self._copies[as_of_s]

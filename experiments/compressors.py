@@ -9,7 +9,7 @@ own, which other programs do not lengthen. "Over plain" is the median of the tur
 infinity wherever it is, but for random-k, which looks only at what it sends of so large a tensor; "over checked" is for
 a plain expression that refuses what ours does, by the quickest one for that.
 `copy` is `np.copyto` of the same array, the most that memory allows. The last two columns are what
-`hcsim/compressors/work.py` holds: bytes that a copy would have moved, for each byte of input.
+`hcsim/compressors/codec.py` holds: bytes that a copy would have moved, for each byte of input.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ from hcsim.telemetry.trace import Sink, Trace
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
 from hcsim.transport.admission import AdmittedHost
+from hcsim.transport.callers import Refusals
 from hcsim.transport.hello import Membership
-from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 from hcsim.virtual.census import Census
 from hcsim.virtual.deadlock import Standstill
@@ -420,6 +420,6 @@ def _serving(address: str | None, host: RealHost) -> AbstractAsyncContextManager
     """A host's metrics are served there meanwhile, if anywhere."""
     if address is None:
         return nullcontext()
-    from hcsim.real.scraping import serving_metrics
+    from hcsim.real.http import serving_metrics
 
     return serving_metrics(host.metrics, address)

@@ -22,7 +22,7 @@ from hcsim.config import (
     parse_scenario,
     shipped_scenarios,
 )
-from hcsim.config.fewer import first_nodes
+from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
 
 HOME = """

@@ -53,7 +53,7 @@ from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, _Taking
 from hcsim.training.elastic.standing import Era
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
-from hcsim.transport.refusals import one_line
+from hcsim.transport.callers import one_line
 from hcsim.transport.rpc import messages as rpc
 from hcsim.transport.wire import Wire
 

@@ -21,7 +21,7 @@ from experiments.hostile.parsers import RPC, Finding, Parse, Parser
 from hcsim.cluster.coordinator import Coordinator, Policy
 from hcsim.errors import ChannelError, HcsimError
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.scraping import serving_metrics
+from hcsim.real.http import serving_metrics
 from hcsim.runtime.address import split_address
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header, Kind, encode_header

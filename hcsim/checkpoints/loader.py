@@ -13,13 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hcsim.checkpoints.optimizer import restore_optimizer
-from hcsim.checkpoints.parts import Part, check_data, complete, data_file, parts_in, steps_in, write_part
+from hcsim.checkpoints.parts import (
+    Part,
+    as_tensor,
+    check_data,
+    complete,
+    data_file,
+    gathered,
+    parts_in,
+    place,
+    steps_in,
+    write_part,
+)
 from hcsim.checkpoints.plain import dtype_name, put_together
-from hcsim.checkpoints.random_numbers import restore_random_state
 from hcsim.checkpoints.ranges import Names, Range
-from hcsim.checkpoints.snapshot import HasState
+from hcsim.checkpoints.snapshot import HasState, restore_random_state
 from hcsim.checkpoints.tensors import Tensors
-from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError, NoCheckpoint
 
 

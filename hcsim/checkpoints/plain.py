@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hcsim.checkpoints.words import as_tensor
+from hcsim.checkpoints.parts import as_tensor
 from hcsim.errors import CheckpointError
 
 

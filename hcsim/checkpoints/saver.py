@@ -15,9 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hcsim.checkpoints.parts import Part, parts_in, remove_savings, remove_step, steps_in, write_part
+from hcsim.checkpoints.parts import (
+    Part,
+    as_tensor,
+    gathered,
+    parts_in,
+    place,
+    remove_savings,
+    remove_step,
+    steps_in,
+    write_part,
+)
 from hcsim.checkpoints.snapshot import HasState, Marks, Snapshot, State
-from hcsim.checkpoints.words import as_tensor, gathered, place
 from hcsim.errors import CheckpointError
 
 

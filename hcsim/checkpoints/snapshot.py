@@ -1,9 +1,13 @@
-"""A copy of what a rank has to save: its share of what is alike on all ranks, and what is its own."""
+"""A copy of what a rank has to save: its share of what is alike on all ranks, and what is its own.
+
+The generators that a program usually draws from: torch's, numpy's and Python's own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +16,47 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from hcsim.checkpoints.optimizer import optimizer_plain, optimizer_ranges
-from hcsim.checkpoints.parts import Part, Piece
+from hcsim.checkpoints.parts import Part, Piece, place
 from hcsim.checkpoints.plain import dtype_name, taken_apart
-from hcsim.checkpoints.random_numbers import random_state
 from hcsim.checkpoints.ranges import Names, Range
-from hcsim.checkpoints.words import place
 from hcsim.errors import CheckpointError
 from hcsim.training.elastic.fingerprint import fingerprint
+
+
+def random_state() -> dict[str, Any]:
+    """Where they are now."""
+    kind, words, at, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, cached = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": {"kind": kind, "words": torch.from_numpy(np.array(words, np.int64)), "rest": (at, has_gauss, gauss)},
+        "python": {"version": version, "words": torch.tensor(internal, dtype=torch.int64), "cached": cached},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Go on drawing where that was taken."""
+    torch.set_rng_state(state["torch"])
+    theirs = state["numpy"]
+    np.random.set_state((theirs["kind"], theirs["words"].numpy().astype(np.uint32), *theirs["rest"]))
+    theirs = state["python"]
+    random.setstate((theirs["version"], tuple(theirs["words"].tolist()), theirs["cached"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -15,10 +15,9 @@ from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.joining import Inviting, Knock, find, knock, thank
 from hcsim.cluster.once import Once
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.identity.invitation import Invitation
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import MOST_NAME, TrustRecord
+from hcsim.identity.trust_list import MOST_NAME, Invitation, TrustRecord
 from hcsim.launch import ask_cluster
 from hcsim.node import admitted
 from hcsim.real.host import RealHost, RealOptions

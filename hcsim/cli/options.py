@@ -14,7 +14,7 @@ from hcsim.cli.cluster import home
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.explain import explain
-from hcsim.config.fewer import first_nodes
+from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode
 from hcsim.real.tls import TlsFiles

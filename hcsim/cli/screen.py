@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hcsim.config import Job, parse_scenario, shipped_scenarios
-from hcsim.transport.refusals import one_line, plain
+from hcsim.transport.callers import one_line, plain
 
 if TYPE_CHECKING:
     from rich.status import Status

@@ -16,7 +16,7 @@ from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.config import Cluster, Scenario
 from hcsim.launch import RealNode
 from hcsim.real.keys import load_secret
-from hcsim.scripts.failures import ended_how
+from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.member import Ended, Script, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
 from hcsim.transport.wire import Wire

@@ -14,7 +14,7 @@ from hcsim.cli.options import look_s
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.messages import Link, Told
 from hcsim.errors import HcsimError
-from hcsim.identity.reasons import OTHER_CLUSTER
+from hcsim.identity.trust_list import OTHER_CLUSTER
 from hcsim.launch import ask_cluster
 from hcsim.runtime.address import hosts_of
 from hcsim.units import did_you_mean

@@ -26,12 +26,12 @@ import msgspec
 
 from hcsim.config.cluster import Cluster
 from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
-from hcsim.identity.reasons import OTHER_CLUSTER
+from hcsim.identity.trust_list import OTHER_CLUSTER
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 from hcsim.runtime.waiting import TokenBucket
-from hcsim.transport.refusals import one_line
+from hcsim.transport.callers import one_line
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]
 """Calls an address, for at most so long; the id of the node that answered."""

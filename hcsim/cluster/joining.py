@@ -22,17 +22,15 @@ from msgspec import Meta
 
 from hcsim.cluster.discovery import place_of
 from hcsim.errors import ConfigError, HcsimError, PeerRefused, RemoteProtocolError
-from hcsim.identity.invitation import Invitation
 from hcsim.identity.key import node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
-from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, PublicKey, TrustRecord
+from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, Invitation, PublicKey, TrustRecord
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind, decode_message
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
-from hcsim.transport.callers import Callers
-from hcsim.transport.refusals import one_line
+from hcsim.transport.callers import Callers, one_line
 
 _ANSWER_S = 10.0
 _LIMIT_BYTES = MOST_BYTES + 1024

@@ -34,8 +34,8 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
+from hcsim.transport.callers import one_line
 from hcsim.transport.reception import CHECK_S, echo_s
-from hcsim.transport.refusals import one_line
 
 _TICK_S = 0.001
 """A clock that drifts may wake us a little early: then we look again, but not at once."""

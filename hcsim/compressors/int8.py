@@ -18,11 +18,10 @@ import numpy as np
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Shape
-from hcsim.compressors.codec import ChunkedCompressor, Unpack
+from hcsim.compressors.codec import WORK, ChunkedCompressor, Factors, Unpack
 from hcsim.compressors.draws import bits, uniform16
 from hcsim.compressors.encoding import CHUNK, FLOAT_BYTES, HEADER_BYTES, Codec, not_finite
 from hcsim.compressors.kernels.plain import Multiples
-from hcsim.compressors.work import WORK, Factors
 from hcsim.errors import CompressionError
 
 LARGEST = 127

@@ -18,6 +18,7 @@ from typing import TypeAlias, get_args
 
 import msgspec
 
+from hcsim.config.check import check_known
 from hcsim.config.faults import (
     FAULTS,
     AnyFault,
@@ -56,7 +57,6 @@ from hcsim.config.faults import (
     WifiGate,
     WrongSize,
 )
-from hcsim.config.known import check_known
 from hcsim.config.media import AnyMedium, Thunderbolt, Wifi
 from hcsim.config.scenario import Node
 from hcsim.errors import UsageError

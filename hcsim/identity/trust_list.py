@@ -25,12 +25,26 @@ Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too,
 by union, and which of them count follows from the set.
 
 Pure: no file, no clock, no network.
+
+An invitation to a cluster: it expires, and admits a bounded number of machines.
+
+The machine that invites keeps it in memory alone, and counts its time with its own monotonic clock: no clock has to be
+right, and an invitation is over with the process that made it. A newcomer that has used it may ask again with the same
+key, since it may not have got the answer.
+
+Pure: keys and `now` in, objections out.
+
+Why a node is not admitted, in the words of both sides.
+
+A refusal crosses the wire as a number, so nothing that a stranger wrote gets into a log, and each side
+says it to its own person.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -39,8 +53,93 @@ from msgspec import Meta
 from hcsim.errors import ConfigError
 from hcsim.identity.key import NodeKey, is_signed, node_id_of
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import FULL
 from hcsim.runtime.frame import decode_message
+
+
+class Reason(IntEnum):
+    """The number is what the peer is told."""
+
+    MALFORMED = 1
+    WRONG_VERSION = 2
+    WRONG_ROLE = 3
+    OTHER_CLUSTER = 4
+    COPIED_IDENTITY = 5
+    REFLECTED = 6
+    FOREIGN_PROOF = 7
+    WRONG_SECRET = 8
+    TOO_MANY_FAILURES = 9
+    TOO_SLOW = 10
+    TOO_MANY_CALLERS = 11
+    UNLISTED = 12
+    EXPELLED = 13
+    WE_ARE_UNLISTED = 14
+    LIST_FULL = 15
+    UNKNOWN = 255
+
+
+_INVITE = "run `hcsim cluster invite` on a member of the cluster, and `hcsim cluster join` on the other machine"
+OTHER_CLUSTER = f"remove the cluster of one of the two (its files in ~/.hcsim/clusters), then {_INVITE}"
+_OTHER_CLUSTER = f"it belongs to another cluster: if the two belong together, {OTHER_CLUSTER}"
+_NEW_KEY = "to have it back, delete its file node_key, which makes it a new machine, and invite it"
+FULL = (
+    "the cluster's trust list is full: create a new cluster (`hcsim cluster create --name …`) and have its machines "
+    "join that"
+)
+WE_ARE_EXPELLED = (
+    "this machine was expelled from the cluster: it can come back with a new key (delete its file node_key) and an "
+    "invitation (`hcsim cluster invite` on a member)"
+)
+WE_ARE_UNLISTED = (
+    "this machine's key is not on the cluster's trust list: run `hcsim cluster invite` on a member and "
+    "`hcsim cluster join` here"
+)
+_COPIED = (
+    "the file node_key was copied from one machine to another: delete it on one of them, which makes a new one "
+    "when it starts again"
+)
+
+_OURS = {
+    Reason.MALFORMED: "it sent something that is not the admission handshake",
+    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    Reason.WRONG_ROLE: "it claims the same end of the connection as we have",
+    Reason.OTHER_CLUSTER: _OTHER_CLUSTER,
+    Reason.COPIED_IDENTITY: f"it presents our own identity: {_COPIED}",
+    Reason.REFLECTED: "it sent our own words back to us",
+    Reason.FOREIGN_PROOF: "its proof was not made for this connection (replayed, relayed or damaged)",
+    Reason.WRONG_SECRET: "it names our cluster, but does not know the secret",
+    Reason.TOO_MANY_FAILURES: "too many attempts from there have failed; it has to wait",
+    Reason.TOO_SLOW: "it did not finish the handshake in time",
+    Reason.TOO_MANY_CALLERS: "too many call from there at once, and have not said who they are",
+    Reason.UNLISTED: f"its key is not on the cluster's trust list: {_INVITE}",
+    Reason.EXPELLED: f"it was expelled from the cluster: {_NEW_KEY}",
+    Reason.WE_ARE_UNLISTED: f"our own key is not on the cluster's trust list: {_INVITE}",
+    Reason.LIST_FULL: f"its key is not on the list, and {FULL}",
+    Reason.UNKNOWN: "nobody knows why",
+}
+_THEIRS = {
+    Reason.MALFORMED: "it could not read our handshake: is it another version of hcsim?",
+    Reason.WRONG_VERSION: "it speaks another version of the handshake: install the same hcsim on both",
+    Reason.WRONG_ROLE: "it takes itself for the same end of the connection as we do",
+    Reason.OTHER_CLUSTER: _OTHER_CLUSTER,
+    Reason.COPIED_IDENTITY: f"it has the same identity as we: {_COPIED}",
+    Reason.REFLECTED: "it heard its own words from us: something between us sends them back",
+    Reason.FOREIGN_PROOF: "our proof did not fit its connection: something between us changes or relays it",
+    Reason.WRONG_SECRET: f"our secret is not that of its cluster: {_INVITE}",
+    Reason.TOO_MANY_FAILURES: "too many attempts from our address have failed; we have to wait",
+    Reason.TOO_SLOW: "we did not finish the handshake in time",
+    Reason.TOO_MANY_CALLERS: "too many call it at once from our address, and have not said who they are",
+    Reason.UNLISTED: f"our key is not on the cluster's trust list: {_INVITE}",
+    Reason.EXPELLED: WE_ARE_EXPELLED,
+    Reason.WE_ARE_UNLISTED: f"its own key is not on the cluster's trust list: {_INVITE}",
+    Reason.LIST_FULL: f"our key is not on its list, and {FULL}",
+    Reason.UNKNOWN: "for a reason that this version of hcsim does not know",
+}
+
+
+def told(peer: str, reason: Reason, *, by_them: bool) -> str:
+    """A sentence for the person on this side."""
+    return f"{peer} refused us: {_THEIRS[reason]}" if by_them else f"we refused {peer}: {_OURS[reason]}"
+
 
 MOST_STATEMENTS = 512
 MOST_BYTES = 128 * 1024
@@ -256,3 +355,36 @@ def _expel(rotations: Iterable[Rotation], expelled: dict[bytes, None]) -> list[R
                 expellers.setdefault(key, []).append(rotation.signer)
                 expelled[key] = None
     return counting
+
+
+class Invitation:
+    """Which keys may still use it."""
+
+    def __init__(self, uses: int, expires_at_s: float) -> None:
+        self.expires_at_s = expires_at_s
+        self._uses = uses
+        self._users: dict[bytes, bool] = {}
+        """Whether the newcomer has said that it got its answer."""
+
+    def use(self, public: bytes, now_s: float) -> str:
+        """Count a use by that key; returns what stands against it, if anything does."""
+        if now_s >= self.expires_at_s:
+            return "the invitation has expired"
+        if public not in self._users and len(self._users) >= self._uses:
+            return "the invitation has been used already"
+        self._users.setdefault(public, False)
+        return ""
+
+    def confirm(self, public: bytes) -> None:
+        """The newcomer with that key has got its answer."""
+        if public in self._users:
+            self._users[public] = True
+
+    def give_back(self, public: bytes) -> None:
+        """It could not be admitted after all: that was no use."""
+        if not self._users.get(public, True):
+            del self._users[public]
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nobody will use it any more."""
+        return now_s >= self.expires_at_s or sum(self._users.values()) >= self._uses

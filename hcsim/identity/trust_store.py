@@ -12,8 +12,16 @@ import msgspec
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
-from hcsim.identity.reasons import WE_ARE_EXPELLED, WE_ARE_UNLISTED
-from hcsim.identity.trust_list import Rotation, TrustList, TrustListFull, TrustRecord, decode_record, phrase_key
+from hcsim.identity.trust_list import (
+    WE_ARE_EXPELLED,
+    WE_ARE_UNLISTED,
+    Rotation,
+    TrustList,
+    TrustListFull,
+    TrustRecord,
+    decode_record,
+    phrase_key,
+)
 from hcsim.runtime.store import Store, keep, kept
 
 NO_DIGEST = bytes(32)

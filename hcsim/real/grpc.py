@@ -15,9 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from hcsim.errors import ConfigError, PeerRefused
+from hcsim.real.listener import MAX_UNACCEPTED, Unaccepted
 from hcsim.real.pieces import PiecewiseChannel
 from hcsim.real.tls import Tls, TlsFiles
-from hcsim.real.waiting import MAX_UNACCEPTED, Unaccepted
 from hcsim.runtime.address import join_address
 from hcsim.runtime.frame import HEADER_BYTES
 

@@ -5,6 +5,8 @@ deadline, and there is a cap on connections that nobody has accepted yet; those 
 the kernel's queue. One address can have only a part of them, so that it does not shut the others out. When there is no
 room, the oldest handshake of the address with the most of them is cut off. Where descriptors have run out, accepting
 pauses, and that is said once.
+
+Connections that a server has taken in and nobody has accepted yet, a bounded number of them.
 """
 
 from __future__ import annotations
@@ -20,10 +22,47 @@ from hcsim.real.direction import readable
 from hcsim.real.doors import Door, guest, received
 from hcsim.real.failures import translated
 from hcsim.real.forked import own
+from hcsim.real.pieces import PiecewiseChannel
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
+
+MAX_UNACCEPTED = 64
+
+
+class Unaccepted:
+    """A queue of channels that ends."""
+
+    def __init__(self) -> None:
+        self._channels: asyncio.Queue[PiecewiseChannel | None] = asyncio.Queue()
+        self.closed = False
+
+    @property
+    def full(self) -> bool:
+        """Whether further callers have to be sent away for now."""
+        return self.closed or self._channels.qsize() >= MAX_UNACCEPTED
+
+    def put(self, channel: PiecewiseChannel) -> None:
+        """Somebody has called."""
+        self._channels.put_nowait(channel)
+
+    async def get(self, address: str) -> PiecewiseChannel:
+        """The next channel."""
+        channel = await self._channels.get()
+        if channel is None:
+            self._channels.put_nowait(None)  # for the next who asks
+            raise ChannelClosed(f"the listener at {address} is closed", address)
+        return channel
+
+    async def close(self) -> None:
+        """Nobody will accept any more: hang up on those who wait."""
+        self.closed = True
+        while not self._channels.empty():
+            if channel := self._channels.get_nowait():
+                await channel.close()
+        self._channels.put_nowait(None)
+
 
 _MAX_UNACCEPTED = 64
 _MAX_HANDSHAKES_PER_ADDRESS = 32

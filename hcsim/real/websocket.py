@@ -18,10 +18,9 @@ import aiohttp
 from aiohttp import web
 
 from hcsim.errors import PeerRefused
-from hcsim.real.accepting import Acceptor, OneLine
-from hcsim.real.listener import listening_socket
+from hcsim.real.http import Acceptor, OneLine
+from hcsim.real.listener import MAX_UNACCEPTED, Unaccepted, listening_socket
 from hcsim.real.pieces import PiecewiseChannel
-from hcsim.real.waiting import MAX_UNACCEPTED, Unaccepted
 from hcsim.runtime.address import join_address
 from hcsim.runtime.frame import HEADER_BYTES
 

@@ -32,8 +32,8 @@ from hcsim.scripts.conversation import (
     Started,
     Stepped,
     Stored,
+    failure_of,
 )
-from hcsim.scripts.failures import failure_of
 from hcsim.scripts.lines import Lines
 from hcsim.scripts.processes import Process
 from hcsim.scripts.store import LINGER_S, StoreLine

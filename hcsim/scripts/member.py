@@ -30,10 +30,9 @@ from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
+from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored, ended_how, failure_of
 from hcsim.scripts.environment import environment
-from hcsim.scripts.failures import ended_how, failure_of
-from hcsim.scripts.losses import end_of, lost
+from hcsim.scripts.processes import end_of, lost
 from hcsim.scripts.store import LINGER_S, StoreLine, StoreService
 
 _BEGUN = "hcsim/begun"

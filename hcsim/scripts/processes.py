@@ -1,6 +1,11 @@
 """The ranks' processes, as the simulator sees them: started, ended, never left behind.
 
 All are children of one nursery (see there), which ends them when we are gone, however that came about.
+
+Machines that are lost while a script runs on them, as the cluster sees it: their ranks are not heard of again.
+
+A view ends also because a newcomer is lost, or was started otherwise, and it changes when somebody joins, or leaves
+after its script. None of that is a loss to the script.
 """
 
 from __future__ import annotations
@@ -10,13 +15,74 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from hcsim.cluster.messages import Ask, Told
+from hcsim.cluster.node import GONE, Node
+from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
+from hcsim.runtime.host import Host
 from hcsim.scripts.arena import Mapped, shared_file
-from hcsim.scripts.conversation import Conversation, HungUp, Message
+from hcsim.scripts.conversation import Conversation, Failed, HungUp, Message, Stored
 from hcsim.scripts.nursery import Birth, End, Seat, receive, transmit
+from hcsim.scripts.store import StoreLine
+
+_LOOK_S = 1.0
+_ASK_S = 5.0
+
+
+def end_of(rank: int) -> str:
+    """The key that a rank sets when its script has ended, well or not."""
+    return f"hcsim/ended/{rank}"
+
+
+async def lost(host: Host, node: Node, view: View, members: Sequence[Member], store: StoreLine) -> Failed:
+    """Once a member is lost before its script has ended there: its rank, and why."""
+    ended: dict[int, None] = {}
+    host.spawn(_note_end(store, ended), name="end of rank 0")
+    while True:
+        await host.clock.sleep(_LOOK_S)
+        if not node.over(view.epoch).done() and not node.superseded(view.epoch):
+            continue
+        told = node.asked(Ask())
+        for rank, member in enumerate(members):
+            why = _missing(member, told)
+            if why and rank not in ended:
+                has_ended = rank != 0 and await _has_ended(store, rank)
+                if has_ended is None and 0 in ended:  # the store has gone with rank 0, and nobody could say so there
+                    has_ended = why == GONE
+                if not has_ended:
+                    return Failed(rank, f"rank {rank} ({member.name}) was lost: {why}")
+                ended[rank] = None
+
+
+async def _note_end(store: StoreLine, ended: dict[int, None]) -> None:
+    """Rank 0 says that it has ended before the store goes with it."""
+    with suppress(HcsimError):
+        await store.do(Stored("wait", (end_of(0),)))
+        ended[0] = None
+
+
+async def _has_ended(store: StoreLine, rank: int) -> bool | None:
+    """None: the store does not say."""
+    try:
+        return bool((await store.do(Stored("check", (end_of(rank),), timeout_s=_ASK_S))).number)
+    except HcsimError:
+        return None
+
+
+def _missing(member: Member, told: Told) -> str:
+    """Why a member cannot be reached in the life that the script began in; empty: it can be."""
+    if member.node == told.status.us.node:
+        return ""
+    newest = told.view.member(member.node)
+    if newest is not None and newest.boot != member.boot:
+        return "it was started anew"
+    links = {link.node: link.suspected for link in told.links}
+    return links.get(member.node, "there is no connection to it")
+
 
 _ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread for each rank: the order in which several add up is not always the same."""

@@ -9,7 +9,7 @@ import numpy as np
 from hcsim.calls.call import Call
 from hcsim.errors import CollectiveTimeout, HcsimError
 from hcsim.torch_backend.engine import Line, Pending
-from hcsim.torch_backend.failures import CallTimedOut, translated
+from hcsim.torch_backend.work import CallTimedOut, translated
 
 _TAG = (1 << 32) - 1
 """Above what a torch program can say."""

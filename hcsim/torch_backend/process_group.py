@@ -24,8 +24,7 @@ from hcsim.torch_backend.barrier import monitored_barrier
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
 from hcsim.torch_backend.options import Options
 from hcsim.torch_backend.sparse import sum_sparse
-from hcsim.torch_backend.staging import Staging
-from hcsim.torch_backend.tensors import Factor, Flat
+from hcsim.torch_backend.tensors import Factor, Flat, Staging
 from hcsim.torch_backend.work import PendingWork
 
 Tensors: TypeAlias = list[Tensor] | Tensor

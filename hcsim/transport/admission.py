@@ -39,14 +39,13 @@ from hcsim.identity.handshake import (
     State,
     read_hello,
 )
-from hcsim.identity.reasons import Reason, told
+from hcsim.identity.trust_list import Reason, told
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.runtime.lan import Lan
 from hcsim.runtime.store import Store
-from hcsim.transport.callers import Callers
-from hcsim.transport.throttle import Throttle
+from hcsim.transport.callers import Callers, Throttle
 
 ADMISSION_TIMEOUT_S = 5.0
 MAX_HALF_OPEN_PER_SOURCE = 16

@@ -3,6 +3,10 @@
 When there are too many, the oldest of the source that has the most of them is hung up on: a source that holds many
 places does not keep a caller from elsewhere out. A source is the identity that a channel has proved, or else its
 address without the port.
+
+Makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
+
+Callers that were turned away: one of them may be whom somebody waits for.
 """
 
 from __future__ import annotations
@@ -12,6 +16,82 @@ from collections.abc import Callable
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import News
+
+FREE_FAILURES = 5
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 60.0
+FORGIVEN_AFTER_S = 300.0
+MAX_SOURCES = 4096
+"""A stranger with many addresses must not fill our memory: beyond this the source that failed longest ago goes."""
+
+
+class Throttle:
+    """Counts failures by source. It has no clock: `now_s` comes with every call."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, tuple[int, float]] = {}
+        """How many, and when the last one was; the order is that of the last failures."""
+
+    def wait_s(self, source: str, now_s: float) -> float:
+        """How long the source still has to wait; nothing, for most."""
+        count, last_s = self._failures.get(source, (0, now_s))
+        if count <= FREE_FAILURES or now_s - last_s > FORGIVEN_AFTER_S:
+            return 0.0
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - FREE_FAILURES - 1, 30))
+        return max(0.0, last_s + wait_s - now_s)
+
+    def failed(self, source: str, now_s: float) -> None:
+        """An attempt from there has failed."""
+        count, last_s = self._failures.pop(source, (0, now_s))
+        if now_s - last_s > FORGIVEN_AFTER_S:
+            count = 0
+        self._failures[source] = (count + 1, now_s)
+        if len(self._failures) > MAX_SOURCES:
+            del self._failures[next(iter(self._failures))]
+
+    def succeeded(self, source: str) -> None:
+        """Somebody from there is a member after all."""
+        self._failures.pop(source, None)
+
+
+LONGEST_LINE = 1000
+"""Of what a person is told of others."""
+_LONGEST = 300
+"""Of what a person is told of a stranger."""
+
+
+def plain(text: str) -> str:
+    """What a peer says, for people: a terminal would obey some of what cannot be printed."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """The same in one line of bounded length: part of it may be a member's or a stranger's own words."""
+    text = plain(text[: longest + 1]).replace("\n", " ")
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
+class Refusals:
+    """Keeps the last one, and passes each on."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
+        self._tell = tell
+        self._last = ""
+
+    def __call__(self, why: str) -> None:
+        """A caller was turned away."""
+        self._last = f"a caller was refused: {one_line(why, _LONGEST)}"
+        self._tell(self._last)
+
+    @property
+    def hint(self) -> str:
+        """What an error about somebody who did not call ends with."""
+        return f"; {self._last}" if self._last else ""
+
+    def forget(self) -> None:
+        """What comes next has nothing to do with those so far."""
+        self._last = ""
+
 
 MAX_STRANGERS = 64
 

@@ -9,7 +9,7 @@ import msgspec
 from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind, decode_message
-from hcsim.transport.refusals import Refusals
+from hcsim.transport.callers import Refusals
 from hcsim.transport.wire import Wire
 
 HELLO_LIMIT_BYTES = 4096

@@ -24,7 +24,7 @@ from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint
-from hcsim.transport.refusals import plain
+from hcsim.transport.callers import plain
 
 Tag: TypeAlias = tuple[int, int, int, int, int]
 """(group, operation, bucket, step, offset)"""

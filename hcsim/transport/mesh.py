@@ -5,12 +5,14 @@ higher rank dials and the lower one waits to be called. The first frame in each 
 hello; a caller that does not belong here is told why and let go, and one from a later epoch is asked
 to call again, while we learn that ours is over. Before its hello a caller may
 send at most a few KiB, within a deadline, and only so many callers may be at that stage.
+
+What crosses a mesh's links, told when somebody looks: the links count it anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -29,8 +31,9 @@ from hcsim.errors import (
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Kind
 from hcsim.runtime.host import Host
+from hcsim.runtime.metrics import Counter, Metrics
 from hcsim.runtime.waiting import disappoint, within
-from hcsim.transport.callers import Callers
+from hcsim.transport.callers import Callers, Refusals, plain
 from hcsim.transport.hello import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
@@ -45,9 +48,47 @@ from hcsim.transport.hello import (
 )
 from hcsim.transport.link import Link
 from hcsim.transport.reception import First, Reception
-from hcsim.transport.refusals import Refusals, plain
-from hcsim.transport.traffic import Traffic
 from hcsim.transport.wire import MAX_FRAME_BYTES
+
+_ANSWERS = {Kind.HELLO: "taken", Kind.ABORT: "refused", Kind.LATER: "later"}
+
+
+class Traffic:
+    """Brings a host's network figures up to date with the counts of a mesh's links."""
+
+    def __init__(self, metrics: Metrics, addresses: Sequence[str], links: Mapping[int, Link]) -> None:
+        self._metrics = metrics
+        self._addresses = addresses
+        self._links = links
+        self._told: dict[int, tuple[int, int, int, int]] = {}
+        self.end = metrics.collect(self._tell)
+        """The mesh is closed: what its links counted is told, and nothing more comes."""
+
+    def opened(self) -> None:
+        """A link is there."""
+        self._metrics.counter("hcsim_links_opened_total").add()
+
+    def greeted(self, answer: Kind) -> None:
+        """A caller has its answer."""
+        self._metrics.counter("hcsim_hellos_total", answer=_ANSWERS[answer]).add()
+
+    def _tell(self) -> None:
+        for rank, link in self._links.items():
+            counts = (link.sent_bytes, link.received_bytes, link.sent_frames, link.received_frames)
+            told = self._told.get(rank, (0, 0, 0, 0))
+            self._told[rank] = counts
+            for series, now, before in zip(self._series(self._addresses[rank]), counts, told, strict=True):
+                series.add(now - before)
+
+    def _series(self, peer: str) -> tuple[Counter, ...]:
+        counter = self._metrics.counter
+        return (
+            counter("hcsim_link_sent_bytes_total", peer=peer),
+            counter("hcsim_link_received_bytes_total", peer=peer),
+            counter("hcsim_link_sent_frames_total", peer=peer),
+            counter("hcsim_link_received_frames_total", peer=peer),
+        )
+
 
 ABORT_TIMEOUT_S = 0.25
 BYE_TIMEOUT_S = 30.0

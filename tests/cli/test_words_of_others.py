@@ -8,7 +8,7 @@ from hcsim.cli import screen, standing
 from hcsim.cluster.messages import Goodbye, Link, Status, Told
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.view import Member, View
-from hcsim.transport.refusals import LONGEST_LINE, one_line
+from hcsim.transport.callers import LONGEST_LINE, one_line
 from hcsim.virtual.host import VirtualHost
 from tests.cluster.nodes import Party
 

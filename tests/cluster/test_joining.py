@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hcsim.cluster.joining import Inviting, Knock, Welcome, find, knock, thank
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
-from hcsim.identity.invitation import Invitation
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
+from hcsim.identity.trust_list import Invitation
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport.admission import AdmittedHost

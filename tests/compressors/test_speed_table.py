@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.compressors import CASES, is_finite, rows
-from hcsim.compressors.work import WORK
+from hcsim.compressors.codec import WORK
 
 
 def test_every_compressor_is_measured():

@@ -15,7 +15,7 @@ from hcsim.errors import AdmissionRefused, ChannelBroken, ChannelClosed, Channel
 from hcsim.identity.handshake import MAX_MESSAGE_BYTES, Credentials, Handshake, Role
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import Reason
+from hcsim.identity.trust_list import Reason
 from hcsim.rng import stream
 from hcsim.runtime.frame import Header, Kind
 from hcsim.transport import admission

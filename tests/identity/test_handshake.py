@@ -16,7 +16,7 @@ from hcsim.errors import UsageError
 from hcsim.identity.handshake import NEXT, VERSION, Credentials, Handshake, Heard, Role, State, read_hello
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import Reason, told
+from hcsim.identity.trust_list import Reason, told
 from hcsim.rng import stream
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))

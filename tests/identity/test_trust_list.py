@@ -20,11 +20,11 @@ from hcsim.errors import ConfigError, HcsimError, RemoteProtocolError
 from hcsim.identity.handshake import Credentials, Handshake, Role
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import Reason
 from hcsim.identity.trust_list import (
     MOST_LISTINGS,
     MOST_STATEMENTS,
     Listing,
+    Reason,
     Rotation,
     TrustList,
     TrustListFull,

@@ -32,7 +32,7 @@ from hcsim.real.tls import ClusterTls, Tls
 from hcsim.rng import stream
 from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
-from hcsim.transport import throttle
+from hcsim.transport import callers
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.hello import Hello, Membership
 from hcsim.transport.mesh import Mesh
@@ -221,7 +221,7 @@ async def admission_port(*, tls: bool) -> AsyncIterator[tuple[Any, AdmittedHost]
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without the throttle, which would answer most of the callers before anything reads what they say."""
-    monkeypatch.setattr(throttle, "FREE_FAILURES", 10**9)
+    monkeypatch.setattr(callers, "FREE_FAILURES", 10**9)
     return None
 
 

@@ -24,8 +24,8 @@ from cryptography.x509.oid import NameOID
 from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.real import websocket
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.listener import MAX_UNACCEPTED
 from hcsim.real.tls import TlsFiles
-from hcsim.real.waiting import MAX_UNACCEPTED
 from hcsim.real.websocket import WebSocketListener
 from hcsim.runtime.frame import Header, encode_header
 from hcsim.runtime.target import parse

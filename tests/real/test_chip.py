@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hcsim.real.chip import parse_proc, parse_sysctl, this_chip
+from hcsim.real.device import parse_proc, parse_sysctl, this_chip
 from hcsim.runtime.device import Chip
 
 GIB = 1 << 30

@@ -20,11 +20,11 @@ from hcsim.cluster.coordinator.policy import Policy
 from hcsim.cluster.coordinator.service import FIRST_LIMIT_BYTES, LIMITS, Coordinator
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.real import scraping
+from hcsim.real import http
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.scraping import MOST_CONNECTIONS, serving_metrics
+from hcsim.real.http import MOST_CONNECTIONS, serving_metrics
+from hcsim.real.listener import MAX_UNACCEPTED
 from hcsim.real.tls import ClusterTls
-from hcsim.real.waiting import MAX_UNACCEPTED
 from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import Header, Kind, encode_header
 from hcsim.telemetry.metrics import HostMetrics
@@ -122,7 +122,7 @@ def test_idle_connections_to_the_metrics_port_are_bounded_and_a_scrape_gets_thro
 
 
 def test_a_connection_to_the_metrics_port_that_asks_for_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping, "LONGEST_S", 0.1)
+    monkeypatch.setattr(http, "LONGEST_S", 0.1)
 
     async def body() -> None:
         async with serving_metrics(HostMetrics(), "127.0.0.1:0") as address:

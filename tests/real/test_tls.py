@@ -28,7 +28,7 @@ from hcsim.errors import (
 )
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import Reason
+from hcsim.identity.trust_list import Reason
 from hcsim.real import certificates
 from hcsim.real.certificates import FOREVER, make_certificates
 from hcsim.real.failures import is_distrust

@@ -20,7 +20,7 @@ from hcsim.errors import AdmissionRefused, ChannelBroken, CollectiveError, PeerR
 from hcsim.identity.handshake import Credentials
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.reasons import Reason
+from hcsim.identity.trust_list import Reason
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import ClusterTls
 from hcsim.rng import stream

@@ -12,7 +12,7 @@ from hcsim.config import AnyFault, Crash, Partition, Restart
 from hcsim.errors import HcsimError
 from hcsim.runtime.channel import Listener
 from hcsim.scripts.conversation import Failed, Stored
-from hcsim.scripts.losses import end_of, lost
+from hcsim.scripts.processes import end_of, lost
 from hcsim.scripts.store import PORT, StoreLine, StoreService
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost

@@ -15,7 +15,7 @@ from torch import nn
 
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.device import Work
-from hcsim.scripts.failures import ended_how
+from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.nursery import FORKS
 from hcsim.scripts.processes import Processes
 from hcsim.scripts.run import simulate_script

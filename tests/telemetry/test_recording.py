@@ -16,7 +16,7 @@ from hcsim import Group, Options, Phantom, real_group, simulate, simulate_traini
 from hcsim.cli.app import app
 from hcsim.config import Crash, Training
 from hcsim.errors import CollectiveError, ConfigError
-from hcsim.real.scraping import serving_metrics
+from hcsim.real.http import serving_metrics
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Event
 from hcsim.units import Seconds

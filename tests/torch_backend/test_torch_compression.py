@@ -20,7 +20,7 @@ from hcsim.compressors.registry import make
 from hcsim.errors import HcsimError
 from hcsim.rng import generator
 from hcsim.torch_backend import Options
-from hcsim.torch_backend.failures import CallFailed
+from hcsim.torch_backend.work import CallFailed
 from hcsim.training.tasks.digits import digits, modules
 from tests.torch_backend.ranks import Meeting, Ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hcsim.torch_backend.failures import CallFailed, CallTimedOut
+from hcsim.torch_backend.work import CallFailed, CallTimedOut
 from tests.torch_backend.models import STEPS, batch, compare, loss_of, made, optimizer_of, weights_of
 from tests.torch_backend.ranks import Killed, Meeting, Ranks
 

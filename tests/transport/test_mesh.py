@@ -21,11 +21,10 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
-from hcsim.transport.callers import MAX_STRANGERS
+from hcsim.transport.callers import MAX_STRANGERS, Refusals
 from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
-from hcsim.transport.refusals import Refusals
 from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World

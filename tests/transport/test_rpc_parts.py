@@ -16,11 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.transport.rpc import RemoteRef
-from hcsim.transport.rpc.inbox import Inbox
+from hcsim.transport.rpc.boxes import Inbox, Outgoing
 from hcsim.transport.rpc.messages import OF_CALL, ArraySpec, Call, Limits, Parcel, decode, encode
-from hcsim.transport.rpc.outbox import Outgoing
-from hcsim.transport.rpc.refs import Refs
-from hcsim.transport.rpc.values import DTYPES, oversized, pack, unpack
+from hcsim.transport.rpc.references import DTYPES, Refs, oversized, pack, unpack
 
 
 async def nowhere(ref: RemoteRef[Any], kind: Any, deadline_s: float | None) -> None:

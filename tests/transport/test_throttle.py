@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcsim.transport import throttle
-from hcsim.transport.throttle import Throttle
+from hcsim.transport import callers
+from hcsim.transport.callers import Throttle
 
 
 def guesses_within(seconds: float) -> int:
@@ -20,8 +20,8 @@ def guesses_within(seconds: float) -> int:
 
 
 def test_a_day_of_guessing_is_not_even_two_thousand_guesses() -> None:
-    first = throttle.FREE_FAILURES + 7  # 0.5 + 1 + … + 32 s, then a minute each
-    assert guesses_within(86_400.0) <= first + 86_400 / throttle.LONGEST_WAIT_S + 1 < 2000
+    first = callers.FREE_FAILURES + 7  # 0.5 + 1 + … + 32 s, then a minute each
+    assert guesses_within(86_400.0) <= first + 86_400 / callers.LONGEST_WAIT_S + 1 < 2000
 
 
 def test_the_wait_doubles_up_to_a_minute() -> None:
@@ -39,14 +39,14 @@ def test_success_and_time_forgive() -> None:
         doors.failed("stranger", 0.0)
     assert doors.wait_s("another", 0.0) == 0.0
     assert doors.wait_s("stranger", 59.0) == 1.0
-    assert doors.wait_s("stranger", throttle.FORGIVEN_AFTER_S + 1) == 0.0
+    assert doors.wait_s("stranger", callers.FORGIVEN_AFTER_S + 1) == 0.0
     doors.succeeded("stranger")
     assert doors.wait_s("stranger", 0.0) == 0.0
 
 
-@given(st.lists(st.integers(0, 3 * throttle.MAX_SOURCES), max_size=50), st.integers(0, 2 * throttle.MAX_SOURCES))
+@given(st.lists(st.integers(0, 3 * callers.MAX_SOURCES), max_size=50), st.integers(0, 2 * callers.MAX_SOURCES))
 def test_many_addresses_do_not_fill_the_memory(again: list[int], many: int) -> None:
     doors = Throttle()
     for address in [*range(many), *again]:
         doors.failed(str(address), 0.0)
-    assert len(doors._failures) <= throttle.MAX_SOURCES
+    assert len(doors._failures) <= callers.MAX_SOURCES

@@ -11,8 +11,7 @@ import torch
 from hcsim.calls.call import ARRAYS, Call
 from hcsim.collectives.buffers import Array
 from hcsim.errors import DeadlineExceeded
-from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started
-from hcsim.scripts.failures import raised
+from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started, raised
 from hcsim.scripts.rank.simulator import Simulator
 from hcsim.torch_backend.engine import Place
 

@@ -10,8 +10,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from hcsim.errors import CallRefused, DeadlineExceeded, UsageError
-from hcsim.scripts.conversation import Answer, Stored
-from hcsim.scripts.failures import raised
+from hcsim.scripts.conversation import Answer, Stored, raised
 
 
 class Attendant(Protocol):

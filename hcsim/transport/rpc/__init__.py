@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-from hcsim.transport.rpc.endpoint import Endpoint
+from hcsim.transport.rpc.endpoint import Endpoint, serving_endpoint
 from hcsim.transport.rpc.messages import Limits
-from hcsim.transport.rpc.procedures import Procedure, Registry
-from hcsim.transport.rpc.refs import RemoteRef
-from hcsim.transport.rpc.serving import serving_endpoint
+from hcsim.transport.rpc.references import Procedure, Registry, RemoteRef
 
 __all__ = ["Endpoint", "Limits", "Procedure", "Registry", "RemoteRef", "serving_endpoint"]

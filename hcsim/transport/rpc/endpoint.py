@@ -10,24 +10,361 @@ the work at the other end is cancelled.
     arrays, piece by piece                  →
                                             ←   Result number, value; its arrays   or   Failure number, kind, text
     Cancel number                           →   the task is cancelled; there is no answer
+
+What calling and serving over one channel share.
+
+Calls of ours that wait for their answers.
+
+Calls of the peer's that are being answered, each in a task of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from contextlib import suppress
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
-from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError, HcsimError
+import msgspec
+
+from hcsim.errors import (
+    UNDECODABLE,
+    CallRefused,
+    ChannelBroken,
+    ChannelClosed,
+    ChannelError,
+    DeadlineExceeded,
+    HcsimError,
+    RemoteProtocolError,
+    UsageError,
+)
+from hcsim.runtime import waiting
 from hcsim.runtime.channel import Channel, Payload
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
-from hcsim.transport.rpc.calling import Calling, of_any_type
-from hcsim.transport.rpc.line import Line
-from hcsim.transport.rpc.messages import Call, Cancel, Failure, Limits, Release, Result, decode
-from hcsim.transport.rpc.procedures import Procedure, Registry
-from hcsim.transport.rpc.refs import RemoteRef
-from hcsim.transport.rpc.serving import FETCH, Serving
+from hcsim.runtime.waiting import within
+from hcsim.transport.rpc.boxes import Inbox, Incoming, Outbox, Outgoing
+from hcsim.transport.rpc.messages import (
+    MAX_DEPTH,
+    OF_CALL,
+    OF_RESULT,
+    Call,
+    Cancel,
+    Failure,
+    Limits,
+    Parcel,
+    Release,
+    Result,
+    decode,
+    describe,
+    revive,
+)
+from hcsim.transport.rpc.references import (
+    Fetch,
+    Procedure,
+    Refs,
+    Registry,
+    RemoteRef,
+    arrays_bytes,
+    oversized,
+    pack,
+    unlend,
+    unpack,
+)
+
+
+class Line:
+    """A channel with what is on its way over it, and what has been lent over it."""
+
+    def __init__(self, host: Host, channel: Channel, limits: Limits, fetch: Fetch) -> None:
+        self.host = host
+        self.channel = channel
+        self.limits = limits
+        self.ended: asyncio.Future[HcsimError] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, once the channel is of no more use."""
+        self.refs = Refs(channel.peer, limits.max_refs, self._dropped, fetch)
+        self.inbox = Inbox(channel.peer, lambda key: self.known(*key))
+        self.outbox = Outbox(channel)
+        self.last = {OF_CALL: 0, OF_RESULT: 0}
+        """The number of the peer's last call, and of ours, which its results answer."""
+
+    @property
+    def peer(self) -> str:
+        """The other end: who it has proved to be, or where it is."""
+        return self.channel.identity or self.channel.peer
+
+    def known(self, step: int, number: int) -> bool:
+        """Whether there has been a call of that number, theirs (OF_CALL) or ours (OF_RESULT)."""
+        return 0 < number <= self.last.get(step, 0)
+
+    def expect(self, right: bool, otherwise: str) -> None:
+        """The peer breaks the protocol unless this is right."""
+        if not right:
+            raise RemoteProtocolError(f"{self.peer} {otherwise}", self.channel.peer)
+
+    def too_much(self, parcel: Parcel) -> str:
+        """Why a parcel is not to be received, if it is not."""
+        objection = oversized(parcel, self.limits)
+        if not objection and self.inbox.held_bytes + arrays_bytes(parcel) > self.limits.max_held_bytes:
+            return f"more than {self.limits.max_held_bytes} bytes of arrays would be under way"
+        return objection
+
+    def over(self, name: str) -> HcsimError:
+        """What a call comes to when the channel has ended."""
+        reason = self.ended.result()
+        kind = type(reason) if isinstance(reason, ChannelError) else ChannelBroken
+        return kind(f"{name} at {self.peer} was not answered: {reason}", self.channel.peer)
+
+    def _dropped(self, number: int, times: int) -> None:
+        """Python has freed a reference of theirs, perhaps in the middle of something."""
+        with suppress(RuntimeError):  # the loop has ended, and so has the channel
+            asyncio.get_running_loop().call_soon(self.outbox.put, Outgoing(Release(number, times)))
+
+
+SHORTEST_S = 1e-9
+
+
+class Pending:
+    """A call that waits for its answer."""
+
+    def __init__(self, procedure: Procedure[Any], answer: asyncio.Future[Incoming | Failure]) -> None:
+        self.procedure = procedure
+        self.answer = answer
+
+
+class Calling:
+    """Our calls over one channel."""
+
+    def __init__(self, line: Line, registry: Registry) -> None:
+        self._line = line
+        self._errors = registry.errors
+        self._slots = asyncio.Semaphore(line.limits.max_calls)
+        self.pending: dict[int, Pending] = {}
+
+    async def call(self, procedure: Procedure[Any], args: tuple[Any, ...], deadline_s: float | None) -> Any:
+        """See `Endpoint.call`."""
+        within = being_served()
+        clock = self._line.host.clock
+        until_s = None if deadline_s is None else clock.elapsed() + deadline_s
+        if within is not None and within.until_s is not None:
+            until_s = within.until_s if until_s is None else min(until_s, within.until_s)
+        allowed_s = None if until_s is None else until_s - clock.elapsed()
+        late = f"{procedure.name} at {self._line.peer} was not answered within {allowed_s or 0:.3g} s"
+        if allowed_s is not None and allowed_s <= 0:
+            raise DeadlineExceeded(late)
+        async with waiting.within(clock, allowed_s, late):
+            if within is not None:
+                return await self._call(procedure, args, until_s, within.call.depth + 1)
+            async with self._slots:
+                return await self._call(procedure, args, until_s, 0)
+
+    async def _call(self, procedure: Procedure[Any], args: tuple[Any, ...], until_s: float | None, depth: int) -> Any:
+        line = self._line
+        if line.ended.done():
+            raise line.over(procedure.name)
+        packed = pack(args, line.refs, line.limits)
+        number = line.last[OF_RESULT] = line.last[OF_RESULT] + 1
+        left_s = None if until_s is None else max(until_s - line.host.clock.elapsed(), SHORTEST_S)
+        asked = Call(number, procedure.name, packed.parcel, left_s, depth)
+        outgoing = Outgoing(asked, OF_CALL, packed.arrays, line.limits.segment_bytes)
+        answer: asyncio.Future[Incoming | Failure] = asyncio.get_running_loop().create_future()
+        self.pending[number] = Pending(procedure, answer)
+        line.outbox.put(outgoing)
+        try:
+            return await self._value(number, procedure, answer)
+        finally:
+            outgoing.dropped = True
+            unfinished = self.pending.pop(number, None) is not None
+            line.inbox.forget((OF_RESULT, number))
+            if not outgoing.begun:
+                unlend(packed.parcel.loans, line.refs)
+            elif unfinished and not line.ended.done():
+                line.outbox.put(Outgoing(Cancel(number)))
+
+    async def _value(self, number: int, procedure: Procedure[Any], answer: asyncio.Future[Incoming | Failure]) -> Any:
+        line = self._line
+        answered = await answer
+        if isinstance(answered, Failure):
+            raise revive(answered.kind, answered.text, procedure.name, line.peer, self._errors)
+        try:
+            await answered.complete
+        except ChannelError:
+            raise line.over(procedure.name) from None
+        del self.pending[number]  # nothing is left to be cancelled
+        try:
+            return unpack(answered.parcel, answered.arrays, answered.taken, procedure.result)
+        except (*UNDECODABLE, CallRefused) as error:
+            raise RemoteProtocolError(
+                f"{procedure.name} at {line.peer} returned something else than it is known for: {error}", line.peer
+            ) from None
+
+    def answered(self, message: Result | Failure) -> None:
+        """An answer has come; the arrays of a result follow."""
+        line, number = self._line, message.number
+        line.expect(line.known(OF_RESULT, number), "answered a call that we did not make")
+        taken = line.refs.take(message.parcel) if isinstance(message, Result) else {}
+        pending = self.pending.get(number)
+        if pending is None or pending.answer.done():
+            return  # we gave up on it
+        if isinstance(message, Result):
+            objection = line.too_much(message.parcel)
+            if not objection:
+                pending.answer.set_result(line.inbox.announce((OF_RESULT, number), message.parcel, taken))
+                return
+            message = Failure(number, CallRefused.__name__, f"the result is refused: {objection}")
+        del self.pending[number]
+        pending.answer.set_result(message)
+
+    def end(self) -> None:
+        """The channel has ended, and with it every call."""
+        for pending in self.pending.values():
+            waiting.disappoint(pending.answer, self._line.over(pending.procedure.name))
+
+
+@lru_cache(1024)
+def of_any_type(name: str) -> Procedure[Any]:
+    """A procedure of which only the name is known."""
+    return Procedure(name, {}, Any)
+
+
+FETCH: Procedure[Any] = Procedure("ref.fetch", {"ref": RemoteRef}, Any)
+
+
+class Served:
+    """A call that is being answered."""
+
+    def __init__(self, endpoint: Endpoint, call: Call, until_s: float | None) -> None:
+        self.endpoint = endpoint
+        self.call = call
+        self.until_s = until_s
+        self.unwanted = False
+        """Whether the caller has given it up."""
+        self.over = False
+
+
+_BEING_SERVED: ContextVar[Served] = ContextVar("being_served")
+
+
+def being_served() -> Served | None:
+    """The call that this task is answering, if it is answering one."""
+    served = _BEING_SERVED.get(None)
+    return None if served is None or served.over else served
+
+
+def serving_endpoint() -> Endpoint:
+    """Over which endpoint the call came that is being answered; for functions that are called from afar."""
+    served = being_served()
+    if served is None:
+        raise UsageError("this is not being called from afar")
+    return served.endpoint
+
+
+class Serving:
+    """The peer's calls over one channel."""
+
+    def __init__(self, endpoint: Endpoint, line: Line, registry: Registry) -> None:
+        self._endpoint = endpoint
+        self._line = line
+        self._registry = registry
+        self.under_way: dict[int, tuple[Served, asyncio.Task[None]]] = {}
+
+    def called(self, call: Call) -> None:
+        """Answer a call, or refuse it."""
+        line = self._line
+        line.expect(call.number > line.last[OF_CALL], "used the number of a call twice")
+        line.last[OF_CALL] = call.number
+        line.expect(line.outbox.answers <= line.limits.max_unread, "calls and calls, and does not read our answers")
+        taken = line.refs.take(call.parcel)
+        objection = self._objection(call)
+        if objection:
+            line.outbox.put(Outgoing(Failure(call.number, CallRefused.__name__, objection)))
+            return
+        incoming = line.inbox.announce((OF_CALL, call.number), call.parcel, taken)
+        until_s = None if call.deadline_s is None else line.host.clock.elapsed() + call.deadline_s
+        served = Served(self._endpoint, call, until_s)
+        task = line.host.spawn(self._serve(served, incoming), name=f"{call.name} for {line.channel.peer}")
+        self.under_way[call.number] = (served, task)
+        task.add_done_callback(lambda _: self._done(served))
+
+    def cancelled(self, number: int) -> None:
+        """The caller does not want the answer any more."""
+        self._line.expect(self._line.known(OF_CALL, number), "cancelled a call that it did not make")
+        if number in self.under_way:
+            served, task = self.under_way[number]
+            served.unwanted = True
+            task.cancel()
+
+    def end(self) -> None:
+        """The channel has ended: nobody can be answered."""
+        here = asyncio.current_task()
+        for served, task in self.under_way.values():
+            served.unwanted = True
+            if task is not here:
+                task.cancel()
+
+    def _objection(self, call: Call) -> str:
+        if call.name != FETCH.name and self._registry.find(call.name) is None:
+            return f"there is no function {call.name!r} to be called here"
+        if call.depth > MAX_DEPTH:
+            return f"{call.name}: calls within calls, {call.depth} deep"
+        if len(self.under_way) >= self._line.limits.max_served:
+            return f"{call.name}: {len(self.under_way)} calls are under way already"
+        objection = self._line.too_much(call.parcel)
+        return f"{call.name}: {objection}" if objection else ""
+
+    async def _serve(self, served: Served, incoming: Incoming) -> None:
+        call, outbox = served.call, self._line.outbox
+        _BEING_SERVED.set(served)
+        try:
+            outgoing = self._result(call, await self._value(call, incoming))
+        except asyncio.CancelledError:
+            if not served.unwanted and not self._line.ended.done():
+                outbox.put(Outgoing(Failure(call.number, "CancelledError", f"{call.name} was cancelled")))
+            raise
+        except Exception as error:
+            outgoing = Outgoing(Failure(call.number, *describe(error)))
+        outbox.put(outgoing)
+
+    async def _value(self, call: Call, incoming: Incoming) -> Any:
+        late = f"{call.name} did not end within {call.deadline_s or 0:.3g} s"
+        async with within(self._line.host.clock, call.deadline_s, late):
+            await incoming.complete
+            found = self._registry.find(call.name)
+            procedure, function = found if found is not None else (FETCH, _value_of)
+            value = function(*_arguments(procedure, incoming))
+            return await value if inspect.isawaitable(value) else value
+
+    def _result(self, call: Call, value: Any) -> Outgoing:
+        line = self._line
+        try:
+            packed = pack(value, line.refs, line.limits)
+        except UsageError as error:
+            raise CallRefused(f"what {call.name} returned is not sent: {error}") from None
+        if line.outbox.results_bytes + arrays_bytes(packed.parcel) > line.limits.max_held_bytes:
+            unlend(packed.parcel.loans, line.refs)
+            raise CallRefused(f"what {call.name} returned is not sent: too much of what we returned waits to be read")
+        result = Result(call.number, packed.parcel)
+        return Outgoing(result, OF_RESULT, packed.arrays, line.limits.segment_bytes, value)
+
+    def _done(self, served: Served) -> None:
+        served.over = True
+        self.under_way.pop(served.call.number, None)
+        self._line.inbox.forget((OF_CALL, served.call.number))
+
+
+def _arguments(procedure: Procedure[Any], incoming: Incoming) -> tuple[Any, ...]:
+    try:
+        read = unpack(incoming.parcel, incoming.arrays, incoming.taken, procedure.arguments)
+    except (*UNDECODABLE, CallRefused) as error:
+        raise CallRefused(f"{procedure.name}: wrong arguments: {error}") from None
+    return msgspec.structs.astuple(read)
+
+
+def _value_of(ref: RemoteRef[Any]) -> Any:
+    return ref.value
+
 
 R = TypeVar("R")
 

@@ -82,7 +82,13 @@ class Fate:
         """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
         self.skipped: RemoteProtocolError | None = None
         """What shows that this rank had left out what was waited for, if anything does."""
-        self._running: dict[Work, None] = {}
+        self.standing_s = 0.0
+        """How long that operation had been under way then; or, if none was waiting, how long ago the last one ended
+        here."""
+        self._ended_s = mesh.host.clock.elapsed()
+        """When the last operation ended, or else when there was none yet."""
+        self._running: dict[Work, float] = {}
+        """Operations, and when they began."""
         self.followers: list[Follower] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -150,7 +156,7 @@ class Fate:
     ) -> T:
         ticket, blame = work.ticket, work.blame
         began_s, sent_bytes = self._meter.begin(), None
-        self._running[work] = None
+        self._running[work] = began_s
         try:
             async with self.mesh.host.clock.timeout(timeout_s):
                 if before is not None:
@@ -161,7 +167,7 @@ class Fate:
                     peer = self.error.peer if isinstance(self.error, CollectiveError) else None
                     raise CollectiveError(f"{ticket} was not started: {self.error}", peer=peer) from self.error
                 await work.run()
-            sent_bytes = work.sent_bytes
+            sent_bytes, self._ended_s = work.sent_bytes, self.mesh.host.clock.elapsed()
         except CollectiveError as error:
             reason = await self._heard_out(ticket, error)
             await self._broken(reason)
@@ -233,8 +239,10 @@ class Fate:
         """Break the group, for this reason; only the first one counts."""
         if self.error is None:
             self.error = error
-            waits = ((work.ticket, *work.blame()) for work in self._running)
-            ticket, self.waited_for, phase = next((each for each in waits if each[1] is not None), (None, None, ""))
+            waits = ((work.ticket, began_s, *work.blame()) for work, began_s in self._running.items())
+            idle = None, self._ended_s, None, ""
+            ticket, since_s, self.waited_for, phase = next((each for each in waits if each[2] is not None), idle)
+            self.standing_s = self.mesh.host.clock.elapsed() - since_s
             self.skipped = None if ticket is None else self._skipped(ticket, self.waited_for, phase)
             self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))

@@ -135,6 +135,13 @@ def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_
     assert list(culprits(made, now=16.0)) == blamed
 
 
+@pytest.mark.parametrize(("standing_s", "blamed"), [(1.6, []), (9.5, ["c"])])
+def test_a_member_that_was_held_up_in_the_operation_before_is_not_blamed(standing_s: float, blamed: list[str]) -> None:
+    theirs = {"b": found(), "c": replace(found(), standing_s=standing_s), "d": found()}
+    made = diagnosis(Failure("late", late=True, waited_for="c", standing_s=10.0), {}, theirs)
+    assert list(culprits(made)) == blamed
+
+
 @pytest.mark.parametrize(("surveyed", "lasted_s"), [(True, 5.0), (False, 0.0)])
 def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
     surveyed: bool, lasted_s: float

@@ -25,7 +25,8 @@ An accusation is an edge between two members, or three with a witness, and each 
 broken network card accuses everybody. So the members that are left out are a smallest set that has an end of every
 edge, and among equal sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges
 are kept until a view makes progress: a member that fails with one peer after the other is found although each time only
-a pair knows.
+a pair knows. One that was left out, and found since that it can work with all others, begins anew: what it knew of them
+was perhaps its own trouble, which is over, and it would go with whoever is sick when it is let in.
 
 A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
 
@@ -149,6 +150,10 @@ class Diagnosis:
         """The epoch of the view that we work in, and since when."""
         self._surveyed = -1
         """The epoch of the last view whose links we measured to the end."""
+
+    def qualified(self) -> None:
+        """We can work with all members of the view that we are to join: what we found before is settled."""
+        self._fruitless, self._accusations = 0, ()
 
     def began(self, epoch: int, now: float) -> None:
         """Our work in the view of that epoch begins."""

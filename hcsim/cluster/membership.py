@@ -198,6 +198,7 @@ class Membership:
         """We can work with the members of that lineage."""
         if lineage == self._qualifying and not self._is_qualified:
             self._is_qualified = True
+            self._diagnosis.qualified()
             for node in self.roster.working(lineage):
                 self._send(node, Qualified(lineage, self.us.boot), now)
             self._review(now)

@@ -158,6 +158,23 @@ def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
     assert made.ours.lasted_s == lasted_s
 
 
+@pytest.mark.parametrize(("qualified", "blamed"), [(False, ["a", "d"]), (True, ["d"])])
+def test_whoever_found_since_that_it_can_work_with_all_has_nothing_against_them(
+    qualified: bool, blamed: list[str]
+) -> None:
+    """Only then `a`, whose own cable had been pulled, is not left out again beside the one that is sick."""
+    made = diagnosis(LATE, {"b": "no answer", "c": "no answer"}, {})
+    made.entered()
+    if qualified:
+        made.qualified()
+    made.failed(LINEAGE, EPOCH, Failure("d talks nonsense", violator="d"), 20.0)
+    theirs = replace(found({"d": "it talks nonsense"}, checking=False), checked=True)
+    for node in "bc":
+        made.heard(node, theirs, LINEAGE, EPOCH, 20.0)
+    made.checked(EPOCH, [])
+    assert sorted(culprits(made, now=21.0)) == blamed
+
+
 def test_the_slowest_of_a_slow_view_is_left_out() -> None:
     theirs = {"b": found(work_s=0.1), "c": found(work_s=2.0), "d": found(work_s=0.2)}
     made = diagnosis(Failure("slow", late=True, slow=True, work_s=0.1), {}, theirs)

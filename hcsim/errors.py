@@ -51,6 +51,10 @@ class PeerRefused(ChannelError):
     """Nobody listens there, or the peer answered and said no."""
 
 
+class GradientsRefused(PeerRefused):
+    """The parameter server took none of a worker's last gradients: it is not well, or this worker is not."""
+
+
 class AdmissionRefused(PeerRefused):
     """We and the peer do not take each other for members of one cluster. `reason` is one of `identity.reasons`."""
 

@@ -228,6 +228,7 @@ CONTROL: tuple[messages.Message, ...] = (
     messages.Probe(),
     messages.Told(_STATUS, VIEW, (messages.Link("a1", "a", "a:1", "a:2", 0.1, ""),), ()),
     messages.Qualified("a1.1", 1),
+    messages.LastCall("a1.1"),
     messages.TrustUpdate(TrustRecord()),
     Prepare((9, "b1"), VIEW),
     Promise((9, "b1"), _B, ("a1",), ((8, "c1"), _NEXT)),

@@ -17,14 +17,16 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
 3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for
     nobody: it has not come to the operation at all. One that came to the view later than others had less time for that,
     and is not blamed: it may have been at the last step of the view before. Nor is one that still measured links, which
-    takes long where another one is slow to answer, and ends in time.
+    takes long where another one is slow to answer, and ends in time. Nor is one that has ended its last operation well
+    after the other began to wait: who was cut off in it may be well again by now, and then nobody is left out.
 4.  Elimination. If nothing of this tells, members are left out in turn until a view works.
 
 An accusation is an edge between two members, or three with a witness, and each may be the sick one: a machine with a
 broken network card accuses everybody. So the members that are left out are a smallest set that has an end of every
 edge, and among equal sets one of the accused rather than of the accusers, and of juniors rather than of seniors. Edges
 are kept until a view makes progress: a member that fails with one peer after the other is found although each time only
-a pair knows.
+a pair knows. One that was left out, and found since that it can work with all others, begins anew: what it knew of them
+was perhaps its own trouble, which is over, and it would go with whoever is sick when it is let in.
 
 A member that was left out is in quarantine, longer each time, and is then let in again if it qualifies: see `Roster`.
 
@@ -52,7 +54,7 @@ ELIMINATE = 3
 SLOWER = 4.0
 """A member is too slow for the others if its work for a step, or a check, takes so many times as long as expected."""
 _CAME_LATE_S = 1.0
-"""A member came late to a view if others had worked in it for so much longer when it failed."""
+"""A member came late to a view, or to an operation, if others had been in it for so much longer when it failed."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _FEW = 12
@@ -91,6 +93,8 @@ class Failure(msgspec.Struct, frozen=True):
     accusations: tuple[Accusation, ...] = ()
     """What checks found before it ended."""
     votes_seen: VotesSeen | None = None
+    standing_s: float = 0.0
+    """How long the operation that waited had been under way; or, if none waited, how long ago the last one ended."""
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -127,6 +131,8 @@ class Findings(msgspec.Struct, frozen=True, tag="findings"):
     late: bool = False
     """Whether a deadline passed here."""
     votes_seen: VotesSeen | None = None
+    standing_s: float = 0.0
+    """As of its `Failure`."""
 
 
 class Diagnosis:
@@ -144,6 +150,10 @@ class Diagnosis:
         """The epoch of the view that we work in, and since when."""
         self._surveyed = -1
         """The epoch of the last view whose links we measured to the end."""
+
+    def qualified(self) -> None:
+        """We can work with all members of the view that we are to join: what we found before is settled."""
+        self._fruitless, self._accusations = 0, ()
 
     def began(self, epoch: int, now: float) -> None:
         """Our work in the view of that epoch begins."""
@@ -165,7 +175,7 @@ class Diagnosis:
         checking = (failure.late and not failure.violator) or self._fruitless >= FRUITLESS
         told = Findings(
             lineage, epoch, self._fruitless, checking, ended=True, waited_for=failure.waited_for, slow=failure.slow,
-            work_s=failure.work_s, late=failure.late, votes_seen=failure.votes_seen,
+            work_s=failure.work_s, late=failure.late, votes_seen=failure.votes_seen, standing_s=failure.standing_s,
         )  # fmt: skip
         return self._tell(told, now)
 
@@ -195,6 +205,7 @@ class Diagnosis:
             before.lasted_s,
             news.late or before.late,
             news.votes_seen or before.votes_seen,
+            news.standing_s or before.standing_s,
         )
         self._reconcile()
         return checking and not before.checking
@@ -322,8 +333,13 @@ def _waits(known: Mapping[str, Findings]) -> dict[_Edge, str]:
     return {
         (node, findings.waited_for): "the others waited for it, and it waited for nobody"
         for node, findings in known.items()
-        if findings.waited_for in ends
+        if findings.waited_for in ends and not _was_held_up(known[findings.waited_for], findings.standing_s)
     }
+
+
+def _was_held_up(findings: Findings, waited_s: float) -> bool:
+    """Whether a member was still in the operation before when another one began to wait for it."""
+    return findings.ended and findings.standing_s < waited_s - _CAME_LATE_S
 
 
 def _eliminated(known: Mapping[str, Findings], nodes: Sequence[str]) -> dict[_Edge, str]:

@@ -47,6 +47,8 @@ class Membership:
         """What we have told the other members of what we found."""
         self._tried_without: list[str] = []
         """Members that the present view has left out: if it does not work either, they were not the reason."""
+        self._left: dict[str, int] = {}
+        """By node that has left in an orderly way, the epoch of the last view with it, which may still be at work."""
         self._departed: dict[int, tuple[float, str]] = {}
         """By epoch: when a view ends, and why, that a member has left which is gone now."""
         self._qualifying = ""
@@ -144,8 +146,8 @@ class Membership:
             member = self.view.member(node)
             if member is not None and self.view.rank(self.us) is not None:
                 self._fail(f"{member.name} was lost: {why}")
-            elif node in self.view.left:
-                self._departed[self.view.previous] = now + DEPARTED_S, f"{peer.status.us.name} has left: {why}"
+            elif node in self._left:
+                self._departed[self._left.pop(node)] = now + DEPARTED_S, f"{peer.status.us.name} has left: {why}"
             self._review(now)
 
     def found(self, node: str, now: float) -> None:
@@ -196,6 +198,7 @@ class Membership:
         """We can work with the members of that lineage."""
         if lineage == self._qualifying and not self._is_qualified:
             self._is_qualified = True
+            self._diagnosis.qualified()
             for node in self.roster.working(lineage):
                 self._send(node, Qualified(lineage, self.us.boot), now)
             self._review(now)
@@ -522,6 +525,8 @@ class Membership:
         self._diagnosis.entered()
         self._told = None
         self._needed_since_s = None
+        self._left = {node: epoch for node, epoch in self._left.items() if view.member(node) is None}
+        self._left |= dict.fromkeys(view.left, view.previous)
         self._stance.waits = False
         self._stance.begun = self._stance.begun or (view.formed and view.rank(self.us) is not None)
         self._acceptor.adopt(view)

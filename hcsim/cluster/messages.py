@@ -100,6 +100,12 @@ class Qualified(msgspec.Struct, frozen=True, tag="qualified"):
     boot: int
 
 
+class LastCall(msgspec.Struct, frozen=True, tag="last_call"):
+    """All work of that lineage is done: whoever prepares to join it has to come soon."""
+
+    lineage: str
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """We close this channel, for that reason."""
 
@@ -167,6 +173,7 @@ Message: TypeAlias = (
     | Declined
     | Findings
     | Qualified
+    | LastCall
     | TrustUpdate
 )
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.conductor import Checker
+from hcsim.cluster.conductor import LAST_CALL_S, Checker
 from hcsim.cluster.diagnosis import SLOWER, Accusation, Failure
 from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.effects import Adopted, Check, Over, Qualify, Send, Waiting
@@ -21,7 +21,7 @@ from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse, Watch
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
-from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, Link, Message, Status, Told, TrustUpdate
+from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, LastCall, Link, Message, Status, Told, TrustUpdate
 from hcsim.cluster.once import Once
 from hcsim.cluster.rules import Rules
 from hcsim.cluster.terms import Terms, refusal, unlike
@@ -115,7 +115,7 @@ class Node:
         self._disqualified_s = 0.0
         """How long we wait before we check again whether we can join; longer each time."""
         self._last_call = asyncio.Event()
-        """Our work is done: what we wait for has to come soon."""
+        """Our work is done, or that of those whom we would like to join: what we wait for has to come soon."""
         self._qualifying: asyncio.Task[None] | None = None
         """Finds out whether we can join; what was asked before it is of no interest any more."""
         self._lines = Lines(host, self)
@@ -200,13 +200,18 @@ class Node:
         """Whether a machine in sight is still preparing to join that epoch's view, after the last step, or we alone
         another one.
 
-        Those in quarantine may try too: there is no step left that they could keep from being done. For the same reason
-        we ourselves try again soon."""
+        Those in quarantine may try too: there is no step left that they could keep from being done. Whoever fails has
+        the rest of its time before it, which is waited for if it ends soon. For the same reason we ourselves try again
+        soon, and tell those who prepare to do so."""
         membership, now = self._membership, self._now()
         membership.roster.release(now)
         self._last_call.set()
-        ended = self.superseded(epoch) or self.over(epoch).done()
-        return not ended and (membership.asks or membership.roster.preparing(membership.view, now))
+        if self.superseded(epoch) or self.over(epoch).done():
+            return False
+        preparing = membership.roster.preparing(membership.view, now + LAST_CALL_S / 2)
+        for node in preparing:
+            self._lines.send(node, LastCall(membership.view.lineage))
+        return membership.asks or bool(preparing)
 
     def will_be_let_in(self, epoch: int) -> bool:
         """Whether we are alone in that epoch's view and a cluster in sight will let us in."""
@@ -332,6 +337,9 @@ class Node:
                 pulse.echoed(now - self._sent[message.number])
         elif isinstance(message, TrustUpdate):
             self._hear_trust(message)
+        elif isinstance(message, LastCall):
+            if message.lineage == self._membership.status.joins:
+                self._last_call.set()
         else:
             self._membership.message(node, message, now)
         pulse.sign(now)
@@ -500,7 +508,7 @@ class Node:
         self._carry_out()
 
     async def _pause_before_trying_again(self) -> None:
-        """Longer each time, unless our work is done."""
+        """Longer each time, unless all work is done."""
         self._disqualified_s = min(2 * self._disqualified_s or QUALIFY_AGAIN_S, QUALIFY_AGAIN_MOST_S)
         with suppress(TimeoutError):
             async with self._host.clock.timeout(self._disqualified_s):

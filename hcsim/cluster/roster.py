@@ -57,8 +57,8 @@ class Roster:
         """Nodes that were let in at once since there was progress."""
         self._let_in_s: dict[str, float] = {}
         """When nodes were last let in to a view that worked."""
-        self._released: dict[str, None] = {}
-        """Nodes whose quarantine was ended early."""
+        self._released: dict[str, Quarantine] = {}
+        """By node, the quarantine that was ended early."""
         self._qualified: dict[str, tuple[str, int]] = {}
         """By node: the lineage that it can work with, and its boot when it found that out."""
 
@@ -75,9 +75,14 @@ class Roster:
         self._given_up[member.node] = member
 
     def quarantine(self, node: str, stalled_s: float, now: float) -> Quarantine:
-        """A member is left out, because a view did not work with it. Returns for how long."""
-        self._quarantined[node] = Quarantine.after(self._quarantined.get(node), stalled_s, now)
-        return self._quarantined[node]
+        """A member is left out, because a view did not work with it. Returns for how long.
+
+        One whose last quarantine was ended early has the rest of that before it: it may be well by then."""
+        early = self._released.get(node)
+        if early is None or now >= early.until_s:
+            early = Quarantine.after(self._quarantined.get(node), stalled_s, now)
+        self._quarantined[node] = early
+        return early
 
     def let_in(self, node: str, now: float) -> None:
         """A node has become a member of a view that worked before."""
@@ -90,10 +95,10 @@ class Roster:
             self.quarantine(node, 0.0, now)
 
     def release(self, now: float) -> None:
-        """End all quarantines, of each node once: whoever keeps another view from working waits its time."""
+        """End all quarantines, of each node once: whoever keeps another view from working waits its time after all."""
         for node, quarantine in self._quarantined.items():
             if node not in self._released and now < quarantine.until_s:
-                self._released[node] = None
+                self._released[node] = quarantine
                 self._quarantined[node] = msgspec.structs.replace(quarantine, until_s=now)
 
     def pardon(self, node: str) -> None:
@@ -162,16 +167,17 @@ class Roster:
             and (not view.formed or self._may_work(peer.status.us, view, now))
         ]
 
-    def preparing(self, view: View, now: float) -> bool:
-        """Whether a node would like to be in the view and has not found out yet whether it qualifies, or has just been
-        left out and is about to ask."""
-        return any(
-            peer.status.joins == view.lineage
-            or (peer.status.lineage == view.lineage and peer.status.epoch < view.epoch)
+    def preparing(self, view: View, by_s: float) -> list[str]:
+        """Nodes that would like to be in the view and have not found out yet whether they qualify, or have just been
+        left out and are about to ask; without those that will still be in quarantine then."""
+        return [
+            node
             for node, peer in self.peers.items()
             if not peer.suspected and not peer.status.leaving and view.member(node) is None
-            if not self._is_quarantined(node, now)
-        )
+            if not self._is_quarantined(node, by_s)
+            if peer.status.joins == view.lineage
+            or (peer.status.lineage == view.lineage and peer.status.epoch < view.epoch)
+        ]
 
     def _is_quarantined(self, node: str, now: float) -> bool:
         return node in self._quarantined and now < self._quarantined[node].until_s

@@ -55,8 +55,13 @@ class FailureDomain:
         """The rank that the oldest operation was waiting for when the group failed, if it was waiting."""
         self.skipped: RemoteProtocolError | None = None
         """What shows that this rank had left out what was waited for, if anything does."""
-        self.in_flight: dict[Operation, None] = {}
-        """In the order in which their tasks began."""
+        self.standing_s = 0.0
+        """How long that operation had been under way then; or, if none was waiting, how long ago the last one ended
+        here."""
+        self.ended_s = mesh.host.clock.elapsed()
+        """When the last operation ended, or else when there was none yet."""
+        self.in_flight: dict[Operation, float] = {}
+        """When they began, in the order in which their tasks did."""
         self.observers: list[LinkObserver] = []
         self._failing = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -92,8 +97,10 @@ class FailureDomain:
         """Break the group, for this reason; only the first one counts."""
         if self.error is None:
             self.error = error
-            waits = ((operation.id, *operation.waiting_for()) for operation in self.in_flight)
-            waiting, self.waited_for, phase = next((each for each in waits if each[1] is not None), (None, None, ""))
+            waits = ((each.id, began_s, *each.waiting_for()) for each, began_s in self.in_flight.items())
+            idle = None, self.ended_s, None, ""
+            waiting, since_s, self.waited_for, phase = next((each for each in waits if each[2] is not None), idle)
+            self.standing_s = self.mesh.host.clock.elapsed() - since_s
             self.skipped = None if waiting is None else self._skipped(waiting, self.waited_for, phase)
             self._failing.set()
             self.mesh.host.trace("group failed", self.mesh.us.rank, str(error))

@@ -170,6 +170,12 @@ class Group:
         return self._domain.waited_for
 
     @property
+    def standing_s(self) -> float:
+        """How long that operation had been under way then; or, if none was waiting, how long ago the last one ended
+        here."""
+        return self._domain.standing_s
+
+    @property
     def skipped(self) -> RemoteProtocolError | None:
         """What shows that this rank had left out what was waited for, if anything does."""
         return self._domain.skipped

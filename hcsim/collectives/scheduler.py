@@ -209,7 +209,7 @@ class Scheduler:
     ) -> T:
         domain = self._domain
         began_s, sent_bytes = domain.metrics.begin(), None
-        domain.in_flight[operation] = None
+        domain.in_flight[operation] = began_s
         try:
             async with domain.mesh.host.clock.timeout(timeout_s):
                 if operation.ahead is not None:
@@ -226,7 +226,7 @@ class Scheduler:
                     await execute(operation, activity)
                     activity.rest()
                     operation.check_complete()
-            sent_bytes = operation.sent_bytes
+            sent_bytes, domain.ended_s = operation.sent_bytes, domain.mesh.host.clock.elapsed()
         except CollectiveError as error:
             reason = await domain.reason(operation, error)
             await domain.broken(reason)

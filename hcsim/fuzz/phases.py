@@ -19,8 +19,10 @@ the sick depends on the views of that moment, so it is read from the trace (`exc
     forming     Work begins with `nodes` members at once. So either it has begun in a lineage that a member of the core
                 is in, or the core has as many. Where all of the core were left out of that lineage, those who are in it
                 alone can let them in again; that may happen as the last fault is noticed.
-    ending      A machine that has come to the end is not there any more for one that is started after that. Nor is one
-                that has ended since replicas differ, as they may where a machine sends noise for numbers.
+    ending      A machine that has come to the end is not there any more for one that is started after that. Nor is it
+                for one that was broken until then, if it has waited as long as members do at the end: nobody can know
+                that something will end, and it may not wait for ever. Nor is one that has ended since replicas differ,
+                as they may where a machine sends noise for numbers.
     strategy    Any member of a view may be its first, which has the parameter server, and the standby is the second.
                 All of the core can be either, so nothing further is needed, whichever strategy.
 
@@ -52,6 +54,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from hcsim.cluster.conductor import LAST_CALL_S
 from hcsim.cluster.diagnosis import CHECKS_S, FINDINGS_S
 from hcsim.cluster.rules import ASTRAY_S, DEPARTED_S, PATIENCE_S
 from hcsim.cluster.view import Quorum
@@ -233,9 +236,12 @@ def excuse(phases: Phases, cluster: Cluster, lives: Lives) -> str:
 
 def _without_those_who_ended(phases: Phases, lives: Lives) -> Phases:
     """Without the machines of the core that ended since replicas differ, or that had come to the end before another
-    one of it was last started."""
+    one of it was last started, or before all was well, although they waited after the last step."""
     last_s = max((lives.started_s.get(name, 0.0) for name in phases.core), default=0.0)
     done = [n for n in phases.core if lives.started_s.get(n, 0.0) < lives.ended_s.get(n, last_s) < last_s]
+    waited = [n for n in phases.core if lives.done_s + LAST_CALL_S <= lives.ended_s.get(n, 0.0) < phases.liveness_s]
+    if len(waited) < len(phases.core):
+        done += waited
     core = tuple(name for name in phases.core if name not in (*done, *lives.diverged))
     ended = [name for name in phases.core if name not in core]
     return msgspec.structs.replace(phases, core=core, sick=(*phases.sick, *ended))

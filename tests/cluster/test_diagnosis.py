@@ -135,6 +135,13 @@ def test_a_member_that_came_late_to_a_view_is_not_blamed_for_coming_late(lasted_
     assert list(culprits(made, now=16.0)) == blamed
 
 
+@pytest.mark.parametrize(("standing_s", "blamed"), [(1.6, []), (9.5, ["c"])])
+def test_a_member_that_was_held_up_in_the_operation_before_is_not_blamed(standing_s: float, blamed: list[str]) -> None:
+    theirs = {"b": found(), "c": replace(found(), standing_s=standing_s), "d": found()}
+    made = diagnosis(Failure("late", late=True, waited_for="c", standing_s=10.0), {}, theirs)
+    assert list(culprits(made)) == blamed
+
+
 @pytest.mark.parametrize(("surveyed", "lasted_s"), [(True, 5.0), (False, 0.0)])
 def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
     surveyed: bool, lasted_s: float
@@ -149,6 +156,23 @@ def test_whoever_still_measures_the_links_of_a_view_has_not_begun_to_work_in_it(
     made.failed(LINEAGE, EPOCH, Failure("b gave up"), 15.5)
     assert made.ours is not None
     assert made.ours.lasted_s == lasted_s
+
+
+@pytest.mark.parametrize(("qualified", "blamed"), [(False, ["a", "d"]), (True, ["d"])])
+def test_whoever_found_since_that_it_can_work_with_all_has_nothing_against_them(
+    qualified: bool, blamed: list[str]
+) -> None:
+    """Only then `a`, whose own cable had been pulled, is not left out again beside the one that is sick."""
+    made = diagnosis(LATE, {"b": "no answer", "c": "no answer"}, {})
+    made.entered()
+    if qualified:
+        made.qualified()
+    made.failed(LINEAGE, EPOCH, Failure("d talks nonsense", violator="d"), 20.0)
+    theirs = replace(found({"d": "it talks nonsense"}, checking=False), checked=True)
+    for node in "bc":
+        made.heard(node, theirs, LINEAGE, EPOCH, 20.0)
+    made.checked(EPOCH, [])
+    assert sorted(culprits(made, now=21.0)) == blamed
 
 
 def test_the_slowest_of_a_slow_view_is_left_out() -> None:

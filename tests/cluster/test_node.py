@@ -414,6 +414,28 @@ def test_a_machine_whose_work_is_done_soon_sees_that_it_can_join():
     assert 40 < party.when_s["b", party.views["b"][-1].epoch] < 44
 
 
+def test_a_machine_that_waits_before_it_checks_again_hears_that_the_work_of_the_others_is_done():
+    party = Party("ab")
+    party.config = Cluster(nodes=1, preset="low_latency")
+
+    async def well_late(node: Node) -> None:
+        async def check(peers: Sequence[tuple[str, float]]) -> tuple[str, list[str]]:
+            return "" if party.world.loop.time() > 33 else "too hot", ["" for _ in peers]
+
+        node.check_with(check)
+        await party.world.host("b").clock.sleep(60)
+
+    async def done(node: Node) -> None:
+        await party.world.host("a").clock.sleep(35)
+        while node.preparing(party.views["a"][-1].epoch):
+            await party.world.host("a").clock.sleep(0.5)
+
+    party.meanwhile = {"a": done, "b": well_late}
+    party.run(60)
+    assert party.members("a") == [("a",), ("a", "b")]
+    assert 35 < party.when_s["a", party.views["a"][-1].epoch] < 39
+
+
 def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():
     flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
     party, most = Party(ABC, flaps), [0, 0]

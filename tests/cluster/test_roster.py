@@ -24,6 +24,16 @@ def test_one_that_has_just_been_left_out_is_about_to_ask_until_it_has_had_its_ch
     assert not roster.preparing(AFTER, 11.0)
 
 
+def test_one_that_was_let_in_early_and_failed_has_the_rest_of_its_time_before_it_and_then_a_longer_one() -> None:
+    roster = Roster(A)
+    roster.heard(Status(B, "b:0", "b:1.1", 6, 1, formed=False, joins="line"))
+    roster.quarantine("b", 0.0, 10.0)
+    roster.release(11.0)
+    assert roster.quarantine("b", 0.0, 12.0).until_s == 15.0
+    assert [bool(roster.preparing(AFTER, by_s)) for by_s in (14.9, 15.0)] == [False, True]
+    assert roster.quarantine("b", 0.0, 16.0).until_s == 26.0
+
+
 def test_of_several_sick_members_each_is_the_pardon_of_another_only_once() -> None:
     roster = Roster(A)
     roster.heard(Status(B, "b:0", "b:1.1", 6, 1, formed=False, joins="line", reaches=("a",)))

@@ -176,6 +176,20 @@ def test_a_machine_that_is_started_when_the_others_have_ended_need_not_begin_alo
 
 
 @pytest.mark.parametrize(
+    ("broken_s", "ended_s", "must"), [(40.0, 21.0, False), (40.0, 15.0, True), (20.0, 21.0, True), (40.0, 41.0, True)]
+)
+def test_a_machine_that_is_broken_until_the_others_have_waited_for_it_and_ended_need_not_begin_alone(
+    broken_s: float, ended_s: float, must: bool
+) -> None:
+    scenario = home(Misbehave(T, "m-4", "noise", duration_s=PositiveSeconds(broken_s - T)))
+    assert scenario.cluster is not None
+    names = ("m-1", "m-2", "m-3", "m-4")
+    views, work = [Sighting(1.0, name, "L", 2, names) for name in names], [Work(1.0, name, 2) for name in names]
+    lives = Lives(views, work, {}, {}, dict.fromkeys(names[:3], ended_s), done_s=10.0)
+    assert (excuse(phases_of(scenario), scenario.cluster, lives) == "") == must
+
+
+@pytest.mark.parametrize(
     ("diverged", "must"), [("m-4", True), ("m-3 m-4", False), ("m-1 m-2 m-3 m-4", False)], ids=lambda each: str(each)
 )
 def test_those_who_ended_since_replicas_differ_are_counted_on_by_nobody(diverged: str, must: bool) -> None:

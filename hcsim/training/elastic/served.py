@@ -7,7 +7,8 @@ whatever a worker was told is known to both. When the server is lost, the first 
 whoever holds the newest state; workers ask again what was not answered, and a push that had counted is answered
 as it was, while one that had not is counted then. With both lost at once, the newest model that a worker has pulled is
 what is left: its later updates are lost, and what the optimizer remembered. A server that runs out of patience, or one
-that a worker does not reach, costs the view and no more: the next one's server goes on, with the same workers.
+that a worker does not reach, costs the view and no more: the next one's server goes on, with the same workers. Where it
+refuses a worker's gradients again and again, either of the two is not well, and is left out for a while.
 
 In sync mode the batches of a view are dealt out among its members; a push that was under way when the members changed
 is of the old ones. In the other modes a step is as many updates as there are members.
@@ -38,12 +39,20 @@ from hcsim.collectives.options import Options
 from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
-from hcsim.errors import CollectiveError, ConfigError, Diverged, RemoteProtocolError
+from hcsim.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineExceeded,
+    Diverged,
+    GradientsRefused,
+    RemoteProtocolError,
+)
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import fitting
+from hcsim.training.elastic.echo import Contradiction, Doubt
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.keeper import Keeper, Start
 from hcsim.training.elastic.pact import ATTEMPTS
@@ -210,9 +219,8 @@ class Served:
                 return
             self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
             await self._host.clock.sleep(LOOK_S)
-        if (why := self._working.unreached) is not None:
-            failure = CollectiveError(str(why), peer=standby.SERVER)
-            failure.__cause__ = why.__cause__
+        if (why := self._working.gave_up) is not None:
+            failure = _failure(why, group.rank)
             group.fail(failure)  # whoever stands by would go on doing so
             raise failure
 
@@ -319,6 +327,15 @@ class Served:
         if following is not None:
             following.result()
         return await self._ended(group, view)
+
+
+def _failure(why: DeadlineExceeded | GradientsRefused, us: int) -> CollectiveError:
+    """What ends a view in which our worker gave up."""
+    if isinstance(why, GradientsRefused):
+        return Contradiction(str(why), peer=standby.SERVER, doubts=(Doubt(standby.SERVER, us, str(why)),))
+    failure = CollectiveError(str(why), peer=standby.SERVER)
+    failure.__cause__ = why.__cause__
+    return failure
 
 
 def _policy(settings: Training) -> Policy:

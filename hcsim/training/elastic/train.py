@@ -179,6 +179,7 @@ class _Progress:
             self._work_s(),
             tuple(accusations),
             self._part.votes_seen,
+            group.standing_s,
         )
 
     def _work_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hcsim.collectives.group import Group
-from hcsim.errors import DeadlineExceeded
+from hcsim.errors import DeadlineExceeded, GradientsRefused
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.keeper import Pulled, Start, State
@@ -51,10 +51,11 @@ class Working:
         return task.result() if task is not None and task.done() and task.exception() is None else None
 
     @property
-    def unreached(self) -> DeadlineExceeded | None:
-        """Why it gave up, if its server was out of reach: it begins anew with the next one that it is told of."""
+    def gave_up(self) -> DeadlineExceeded | GradientsRefused | None:
+        """Why, if its server was out of reach or one of the two is not well: it begins anew with the next one that it
+        is told of."""
         error = self.task.exception() if self.task is not None and self.task.done() else None
-        return error if isinstance(error, DeadlineExceeded) else None
+        return error if isinstance(error, DeadlineExceeded | GradientsRefused) else None
 
     @property
     def pulled(self) -> Pulled:
@@ -71,7 +72,7 @@ class Working:
     async def call(self, address: str) -> None:
         """Go on with the server that is there; empty: there is none for now."""
         await self.worker.redirect(address)
-        if address and (self.task is None or self.unreached):
+        if address and (self.task is None or self.gave_up):
             self.task = self._host.spawn(self.worker.run(address, self._batch, self._counted), name="worker")
 
     def pull_again(self) -> None:

@@ -18,6 +18,7 @@ from hcsim.errors import (
     ChannelError,
     CompressionError,
     DeadlineExceeded,
+    GradientsRefused,
     HcsimError,
     PeerRefused,
     RemoteProtocolError,
@@ -169,7 +170,7 @@ class Worker:
                 case Refused(_, reason):
                     refusals += 1
                     if refusals == MAX_REFUSALS:
-                        raise PeerRefused(f"the parameter server refused {refusals} gradients in a row: {reason}")
+                        raise GradientsRefused(f"the parameter server refused {refusals} gradients in a row: {reason}")
 
     async def _pull(self) -> None:
         with self.learner.ledger.spent_on("exchange"):

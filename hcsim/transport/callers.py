@@ -123,6 +123,12 @@ class Callers:
         if self._strangers.pop(channel, None) is not None:
             self._news.tell()
 
+    async def close(self) -> None:
+        """Hang up on those who are still strangers: a task that was to greet one may have been ended before it began."""
+        for channel in tuple(self._strangers):
+            self.known(channel)
+            await channel.close()
+
     def _hang_up_on_one(self) -> None:
         sources: dict[str, list[Channel]] = {}
         for channel, source in self._strangers.items():

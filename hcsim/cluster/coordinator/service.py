@@ -65,6 +65,7 @@ class Coordinator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._strangers.close()
 
     # Connections.
 

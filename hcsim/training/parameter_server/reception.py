@@ -98,6 +98,7 @@ class Reception:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._strangers.close()
 
     @property
     def answering(self) -> bool:

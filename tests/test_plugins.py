@@ -284,7 +284,7 @@ def test_without_plugins_the_tree_is_as_ever() -> None:
 
 
 def test_what_the_page_about_plugins_shows_works(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "plugins.md").read_text(encoding="utf-8")
     half, street_, checks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "half.py").write_text(half)
     (tmp_path / "street.py").write_text(street_)

@@ -19,7 +19,7 @@ from hcsim.config import FAULTS, Training, parse_scenario
 from tests.torch_backend.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {file.stem: file.read_text(encoding="utf-8") for file in FILES}
 LIMIT_S = 60
 

@@ -19,7 +19,9 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ from hcsim.cli.app import app
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"# ([\w-]+\.(?:py|toml))(, continued)?\n")
-UsageError, ClickException = typer.BadParameter.__mro__[1:3]
+UsageError: Any = typer.BadParameter.__mro__[1]
 """Of the click that typer uses, which may be its own."""
 MENTIONED = re.compile(r"(?<!`)`(hcsim(?: [^`]*)?)`(?!`)")
 
@@ -85,6 +87,13 @@ def parse(command: str, *, mentioned: bool = False) -> None:
     """There are such a command and such options; one that is only mentioned need not be complete."""
     words = shlex.split(command)[1:]
     known: Any = get_command(app)
+    if words and words[0].startswith("-"):  # options like --install-completion act while they are parsed
+        if not any(words[0] in option.opts for option in known.params):
+            raise UsageError(f"no such option: {words[0]}")
+        return
+    for option, setting in pairwise(words):
+        if option == "--set" and setting.partition("=")[0] not in settings():
+            raise UsageError(f"no such setting: {setting}")
     context = None
     try:
         while True:
@@ -93,12 +102,16 @@ def parse(command: str, *, mentioned: bool = False) -> None:
             if not hasattr(known, "resolve_command") or not rest:
                 return
             _, known, words = known.resolve_command(context, rest)
-    except typer.Exit as ended:  # of --version
-        if ended.exit_code:
-            raise
     except UsageError as error:
         if not mentioned or type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
             raise
+
+
+@cache
+def settings() -> frozenset[str]:
+    """The keys that `--set` takes, short and in full."""
+    full = re.findall(r"^ *(\w+\.\w+)\b", invoke(["list", "settings"]), re.MULTILINE)
+    return frozenset(full) | {key.partition(".")[2] for key in full}
 
 
 def invoke(words: list[str]) -> str:
@@ -175,8 +188,8 @@ def parse_page(page: str) -> None:
 def _parse_at(line: int, command: str, *, mentioned: bool) -> None:
     try:
         parse(command, mentioned=mentioned)
-    except ClickException as error:
-        raise Wrong(f"line {line}: {command}: {error.format_message()}") from error  # type: ignore[attr-defined]
+    except UsageError as error:
+        raise Wrong(f"line {line}: {command}: {error.format_message()}") from error
 
 
 def is_run(page: str) -> bool:

@@ -73,7 +73,12 @@ def test_what_is_wrong_on_a_page_is_found(
 
 @pytest.mark.parametrize(
     "page",
-    ["Try `hcsim nonsense`.", "Try `hcsim fuzz --nonsense 3`.", "```console\nmini$ hcsim evaluate\n```"],
+    [
+        "Try `hcsim nonsense`.",
+        "Try `hcsim fuzz --nonsense 3`.",
+        "`hcsim run --set nonsense=1`",
+        "```console\nmini$ hcsim evaluate\n```",
+    ],
 )
 def test_a_command_that_there_is_not_is_found(page: str) -> None:
     with pytest.raises(Wrong, match="line 1: hcsim"):

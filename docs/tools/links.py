@@ -12,6 +12,7 @@ from pathlib import Path
 from posixpath import dirname, relpath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -54,6 +55,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{image}[{text}]({there}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(changed, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that fetches something from elsewhere when it is read."""
+    fetched = re.findall(r'<(?:script|img|link)\b[^>]*\b(?:src|href)="?((?:https?:)?//[^">\s]+)', output)
+    if fetched:
+        raise PluginError(f"{page.file.src_uri} would fetch {fetched[0]}")
+    return output
 
 
 def _outside(source: Path, target: str, config: MkDocsConfig) -> Path | None:

@@ -7,7 +7,7 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 # The tests start hundreds of processes, and each would compile hcsim anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install sweep test soak check clean
+.PHONY: install sweep test soak check docs clean
 
 install: $(READY)  ## hcsim into .venv
 
@@ -29,6 +29,13 @@ check: $(READY)  ## lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(READY)  ## the documentation, into site/
+	$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[docs]'
+	$(BIN)/python docs/tools/architecture.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # compat: a plain path entry, so that a folder called hcsim beside somebody's script does not stand before the package.
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.[ch])
 	@$(BIN)/python $(NEW_ENOUGH) || $(PYTHON) $(NEW_ENOUGH) || \
@@ -39,4 +46,4 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/k
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -281,17 +280,3 @@ def test_without_plugins_the_tree_is_as_ever() -> None:
     assert type(load_scenario("four-macs-1gbe")).__module__ == "hcsim.config.scenario"
     with pytest.raises(ConfigError, match="is no compressor"):
         make("int4", seed=0, rank=0)
-
-
-def test_what_the_page_about_plugins_shows_works(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    half, street_, checks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "half.py").write_text(half)
-    (tmp_path / "street.py").write_text(street_)
-    ended = run(sys.executable, "-c", checks, folder=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    home = HOME.replace("neighbourhood.py:evening_backup", "street.py:film").replace("int4+ef", "half+ef")
-    file = street(tmp_path, home.replace('"int4.py"', '"half.py"'))
-    ended = hcsim("run", str(file))
-    assert ended.returncode == 0, ended.stderr
-    assert "half+ef" in ended.stdout

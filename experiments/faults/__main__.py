@@ -4,7 +4,7 @@
     python -m experiments.faults --seed 17            one of them, with all that its nodes say
     python -m experiments.faults --figure             how long until a loss is noticed, and until training goes on
 
-What a seed is, what must hold, and how a finding is made small: hcsim/fuzz/ and docs/fuzz.md.
+What a seed is, what must hold, and how a finding is made small: hcsim/fuzz/ and docs/howto/fuzz.md.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Cluster(Table, frozen=True):
     max_retries: Count = 3
     """Attempts in a row to reach a peer."""
     quorum: Literal["majority", "tiebreak", "any"] = "tiebreak"
-    """Who may go on when a cluster is split; see docs/clusters.md."""
+    """Who may go on when a cluster is split; see docs/howto/cluster.md."""
     preset: Literal["home", "low_latency", "wifi"] = "home"
     """Which heartbeats."""
     heartbeat: Heartbeat | None = None
@@ -80,7 +80,7 @@ class Cluster(Table, frozen=True):
     """How many of its checkpoints a member keeps: when the newest is damaged, it goes on from the one before."""
 
     measure: Literal["nothing", "links", "order"] = "links"
-    """What members of a view measure of the links between them, once for each pair; see docs/clusters.md.
+    """What members of a view measure of the links between them, once for each pair; see docs/howto/cluster.md.
 
     - nothing: the first address that answers is dialled.
     - links: of several addresses the fastest is dialled, and `hcsim cluster status` says how fast it is.

@@ -303,7 +303,7 @@ def _only_culprit(faults: Sequence[AnyFault]) -> str | None:
 # Resources.
 
 DIALS = 16
-"""Announced addresses that are called at once; see docs/clusters.md."""
+"""Announced addresses that are called at once; see docs/howto/cluster.md."""
 LINES_PER_MINUTE = 120
 TASKS_PER_MEMBER = 40
 BUFFERED_BYTES = (4 << 20) + (64 << 10)

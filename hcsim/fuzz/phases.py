@@ -35,9 +35,9 @@ it cannot work with, were left out in its place, since two that cannot work toge
 single machine, any machine is enough, for the same reason. Where this does not hold, the run is *excused* from that:
 members wait, and must still not disagree.
 
-Where any side of a split may go on (`quorum = "any"`, see docs/clusters.md), machines of the core end with the same
-parameters if they end after that moment and without a sick machine in their last view: those they see, and so they are
-one cluster or ask to be. Whoever ended before, or with a machine that others do not reach, may hold its own.
+Where any side of a split may go on (`quorum = "any"`, see docs/howto/cluster.md), machines of the core end with the
+same parameters if they end after that moment and without a sick machine in their last view: those they see, and so they
+are one cluster or ask to be. Whoever ended before, or with a machine that others do not reach, may hold its own.
 
 How long it may take follows from what is configured. A sick member that is alive costs a view each time that it is let
 in: until a deadline passes (`timeout`, or the heartbeats'), until all have told what their checks found, and until the

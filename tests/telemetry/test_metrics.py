@@ -24,7 +24,7 @@ def test_names_follow_the_conventions(metric) -> None:
 
 
 def test_the_document_is_the_table() -> None:
-    assert markdown() in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert markdown() in (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 
 
 def test_every_name_in_the_code_is_in_the_table() -> None:

@@ -1,4 +1,4 @@
-"""What of torch.distributed works with hcsim, beside gloo: found by the probes, and shown in docs/torch.md.
+"""What of torch.distributed works with hcsim, beside gloo: found by the probes, and shown in docs/reference/torch.md.
 
 `python -m tests.torch_backend.matrix` writes it there.
 """
@@ -15,7 +15,7 @@ from tests.torch_backend.ranks import Ranks
 Found: TypeAlias = Mapping[tuple[str, str], str]
 """What went wrong, by row and variant; nothing where all was well."""
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "torch.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "torch.md"
 BEGIN, END = "<!-- torch.distributed: python -m tests.torch_backend.matrix -->\n", "<!-- torch.distributed ends -->"
 BACKENDS = ("hcsim", "gloo")
 SIZE = 4

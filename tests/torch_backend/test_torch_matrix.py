@@ -1,4 +1,4 @@
-"""The backend does what gloo does, and docs/torch.md says so."""
+"""The backend does what gloo does, and docs/reference/torch.md says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_works_with_gloo_works_with_hcsim(found: dict[str, Found]) -> None:
 
 
 def test_the_readme_has_the_table(found: dict[str, Found]) -> None:
-    assert shown() == table(found), "python -m tests.torch_backend.matrix writes the table into docs/torch.md"
+    assert shown() == table(found), "python -m tests.torch_backend.matrix writes the table into docs/reference/torch.md"
 
 
 def test_three_ranks_can_do_what_four_can(ranks: Ranks, found: dict[str, Found]) -> None:

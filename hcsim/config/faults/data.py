@@ -51,7 +51,7 @@ Misbehaviour: TypeAlias = Literal[
     "duplicate", "other_epoch", "old_epoch", "huge_operation", "huge_step", "huge_offset", "giant_total", "unasked",
     "raw_bytes", "wrong_signature", "short", "noise", "lie",
 ]  # fmt: skip
-"""How a member can break the protocol; docs/scenarios.md says what each one is."""
+"""How a member can break the protocol; docs/reference/scenarios.md says what each one is."""
 
 
 class Misbehave(Fault, frozen=True, tag="misbehave"):

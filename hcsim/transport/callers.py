@@ -124,7 +124,7 @@ class Callers:
             self._news.tell()
 
     async def close(self) -> None:
-        """Hang up on those who are still strangers: a task that was to greet one may have been ended before it began."""
+        """Hang up on those who are still strangers: the task that was to greet one may never have begun."""
         for channel in tuple(self._strangers):
             self.known(channel)
             await channel.close()

@@ -147,7 +147,7 @@ def _terminated_as_interrupted() -> Iterator[list[int]]:
 
 def main(
     what: Annotated[
-        str | None, typer.Argument(help="A sweep file, or a shipped sweep; left out, all of those.")
+        str | None, typer.Argument(metavar="[SWEEP]", help="A sweep file, or a shipped sweep; left out, all of those.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Each grid's quick table: fewer points.")] = False,
     out: Annotated[

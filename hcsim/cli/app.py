@@ -30,38 +30,38 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command(cls=Command)
 @taking(Run)
-def run(asked: Run) -> None:
+def run(options: Run) -> None:
     """Train, or run a torch script: on a virtual cluster, or for real.
 
     A scenario without anything to learn has a job, which is done instead."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.run(asked)
+        done = request.run(options)
     _end(done)
 
 
 @app.command(cls=Command)
 @taking(Bench)
-def bench(asked: Bench) -> None:
+def bench(options: Bench) -> None:
     """Time and check one collective operation on a virtual cluster."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.bench(asked)
+        done = request.bench(options)
     _end(done)
 
 
 @app.command(cls=Command)
 @taking(Rank)
-def rank(asked: Rank) -> None:
+def rank(options: Rank) -> None:
     """Be one rank of several that are started by hand, for real.
 
     They do one collective operation, or train (--task). In clusters, machines find each other: `hcsim run --real`."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.rank(asked)
+        done = request.rank(options)
     _end(done)
 
 
@@ -70,6 +70,7 @@ def list_names(
     kind: Annotated[
         str | None,
         typer.Argument(
+            metavar="[KIND]",
             help="scenarios, machines, media, strategies, compressors, algorithms, tasks, faults or settings.",
             autocompletion=names_of("kinds"),
         ),
@@ -101,7 +102,12 @@ def sweep(context: typer.Context) -> None:
 @app.command()
 def topology(
     scenario: Annotated[
-        str, typer.Argument(help="A scenario file, or the name of a shipped one.", autocompletion=names_of("scenarios"))
+        str,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A scenario file, or the name of a shipped one.",
+            autocompletion=names_of("scenarios"),
+        ),
     ],
     picture: Annotated[Path | None, typer.Option(help="Draw it into this file (png, svg, pdf).")] = None,
 ) -> None:
@@ -160,7 +166,9 @@ def fuzz(
 
 
 @app.command()
-def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model that `hcsim run --save` wrote.")],
+) -> None:
     """Score a saved model on data that it was not trained on."""
     with errors_told():
         from hcsim.cli.ranks import evaluate_model

@@ -155,9 +155,8 @@ def taking(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]
     return as_command
 
 
-_NOW = {"--metrics-port": "metrics", "--remote-hcsim": "remote_hcsim"}
+_NOW = {"--metrics-port": "metrics"}
 """Options whose setting is called otherwise."""
-_REAL = "is what `hcsim rank` always is: leave it out"
 
 
 class Command(TyperCommand):
@@ -170,7 +169,8 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:  # typer has a copy of click, and which class this is depends on its version
             option = getattr(error, "option_name", None)
-            words = None if option is None else _elsewhere(ctx, str(option), given)
+            own = [name for parameter in self.params for name in parameter.opts]
+            words = None if option is None or option in own else _elsewhere(ctx, str(option), given)
             if words is None:
                 raise
         raise _refused(words)
@@ -188,7 +188,7 @@ def _elsewhere(ctx: Any, option: str, args: list[str]) -> str | None:
     from hcsim.cli.settings import setting_names, value_word
 
     if (option, ctx.info_name) == ("--real", "rank"):
-        return f"{option} {_REAL}"
+        return "--real is what `hcsim rank` always is: leave it out"
     key = _NOW.get(option, option.removeprefix("--").replace("-", "_"))
     commands = ctx.parent.command.commands
     has = [

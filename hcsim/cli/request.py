@@ -34,62 +34,63 @@ _NO_SCRIPT = "without a script (what a script is given stands after --)"
 _BY_ITSELF = "with `hcsim run --real`"
 
 
-def run(asked: Run) -> bool:
+def run(options: Run) -> bool:
     """`hcsim run`; whether all went well."""
-    _load(asked.plugin)
-    learned = {f"training.{name}": getattr(asked, name) for name in ("task", "strategy", "compressor", "steps")}
-    if asked.what is not None and asked.what.endswith(".py"):
+    _load(options.plugin)
+    learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
+    if options.what is not None and options.what.endswith(".py"):
         trained = {f"--{name.removeprefix('training.')}": value for name, value in learned.items()}
-        only(_NO_SCRIPT, {**trained, "--save": asked.save})
-        return (_script_for_real if asked.real else _script)(asked, Settings(asked.set))
-    only("with a script (a file that ends with .py)", {"--scenario": asked.scenario, "--": asked.arguments or None})
-    text, attended = _standard_input(asked.what)
-    chosen = _scenario(asked.what, text, asked.seed) if asked.what or not asked.real else None
-    settings = Settings(asked.set, {**learned, "cluster.nodes": asked.nodes})
+        only(_NO_SCRIPT, {**trained, "--save": options.save})
+        return (_script_for_real if options.real else _script)(options, Settings(options.set))
+    given = {f"-- {' '.join(options.arguments)}": True} if options.arguments else {}
+    only("with a script (a file that ends with .py)", {"--scenario": options.scenario, **given})
+    text, attended = _standard_input(options.what)
+    chosen = _scenario(options.what, text, options.seed) if options.what or not options.real else None
+    settings = Settings(options.set, {**learned, "cluster.nodes": options.nodes})
     training = _training(chosen, settings)
-    if asked.real:
-        return _cluster_for_real(asked, chosen, settings, training, attended=attended)
+    if options.real:
+        return _cluster_for_real(options, chosen, settings, training, attended=attended)
     assert chosen is not None  # it was needed
-    return _virtual(asked, chosen, settings, training)
+    return _virtual(options, chosen, settings, training)
 
 
-def bench(asked: Bench) -> bool:
+def bench(options: Bench) -> bool:
     """`hcsim bench`; whether all results were right."""
     from hcsim.cli.ranks import run_virtual
 
-    _load(asked.plugin)
+    _load(options.plugin)
     names = ("operation", "size", "dtype", "repeat", "algorithm")
-    settings = Settings(asked.set, {f"job.{name}": getattr(asked, name) for name in names})
-    text, _ = _standard_input(asked.scenario)
-    chosen = _scenario(asked.scenario, text, asked.seed)
+    settings = Settings(options.set, {f"job.{name}": getattr(options, name) for name in names})
+    text, _ = _standard_input(options.scenario)
+    chosen = _scenario(options.scenario, text, options.seed)
     chosen = replace(chosen, job=settings.take("job", chosen.job))
-    chosen, wire, files = _modelled(chosen, settings, {"--trace": asked.trace})
+    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
     settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
     return run_virtual(chosen, wire, files)
 
 
-def rank(asked: Rank) -> bool:
+def rank(options: Rank) -> bool:
     """`hcsim rank`; whether all went well."""
     from hcsim.cli.ranks import run_real, train_real
 
-    _load(asked.plugin)
-    settings = Settings(asked.set, {"job.operation": asked.operation, "training.task": asked.task})
-    text, _ = _standard_input(asked.job)
-    chosen = _scenario(asked.job, text, asked.seed) if asked.job is not None else None
+    _load(options.plugin)
+    settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
+    text, _ = _standard_input(options.job)
+    chosen = _scenario(options.job, text, options.seed) if options.job is not None else None
     training = _training(chosen, settings)
-    files = tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
-    wire = _wire(settings, _WAIT_S if asked.wait is None else seconds("--wait", asked.wait))
+    files = tls(options.tls_cert, options.tls_key, options.tls_ca)
+    wire = _wire(settings, _WAIT_S if options.wait is None else seconds("--wait", options.wait))
     if training is not None:
         here = settings.take("machine", ThisMachine(), ("device", "metrics"))
         settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
-        place = _place(asked, files, here)
-        return train_real(training, _seed(asked.seed, chosen), place, wire, here.device, asked.save)
+        place = _place(options, files, here)
+        return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save)
     job = _checked_real(chosen.name if chosen else "--set", settings.take("job", chosen.job if chosen else Job()))
     here = settings.take("machine", ThisMachine(), ("metrics",))
     learned = "where something is learned (--task)"
     settings.finish({"machine": _BY_ITSELF, "machine.device": learned, "cluster": _BY_ITSELF})
-    only(learned, {"--save": asked.save, "--seed": asked.seed})
-    return run_real(job, _place(asked, files, here), wire)
+    only(learned, {"--save": options.save, "--seed": options.seed})
+    return run_real(job, _place(options, files, here), wire)
 
 
 def shipped_scenario(name: str | None) -> Scenario:
@@ -123,91 +124,91 @@ def only(where: str, given: Mapping[str, object]) -> None:
         raise ConfigError(f"{', '.join(names)}: only {where}")
 
 
-def _script(asked: Run, settings: Settings) -> bool:
+def _script(options: Run, settings: Settings) -> bool:
     """A torch script on a scenario's machines: all of them, or the first."""
     from hcsim.cli.script import run_script
 
-    only("with --real", {"--hosts": asked.hosts, "--state": asked.state})
-    if asked.scenario is None:
+    only("with --real", {"--hosts": options.hosts, "--state": options.state})
+    if options.scenario is None:
         screen.scenarios(stderr=True)
         raise ConfigError("on which cluster? Give --scenario: one of these names, or a TOML file")
-    chosen = _scenario(asked.scenario, None, asked.seed)
-    if asked.nodes is not None and asked.nodes > len(chosen.nodes):
-        raise ConfigError(f"--nodes {asked.nodes}: {chosen.name} has {len(chosen.nodes)}")
-    if asked.nodes is not None and asked.nodes < len(chosen.nodes):
-        chosen = first_nodes(chosen, asked.nodes)
-    chosen, wire, files = _modelled(chosen, settings, {"--trace": asked.trace})
+    chosen = _scenario(options.scenario, None, options.seed)
+    if options.nodes is not None and options.nodes > len(chosen.nodes):
+        raise ConfigError(f"--nodes {options.nodes}: {chosen.name} has {len(chosen.nodes)}")
+    if options.nodes is not None and options.nodes < len(chosen.nodes):
+        chosen = first_nodes(chosen, options.nodes)
+    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
     settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "cluster": "with --real"})
-    return run_script(Path(str(asked.what)), asked.arguments or [], chosen, wire, files)
+    return run_script(Path(str(options.what)), options.arguments or [], chosen, wire, files)
 
 
-def _script_for_real(asked: Run, settings: Settings) -> bool:
+def _script_for_real(options: Run, settings: Settings) -> bool:
     """This machine's rank of a torch script on a real cluster."""
     from hcsim.cli.script import run_script_for_real
 
-    only("in a virtual run", {"--scenario": asked.scenario, "--trace": asked.trace})
-    only("in a virtual run, or without a script", {"--seed": asked.seed})
+    only("in a virtual run", {"--scenario": options.scenario, "--trace": options.trace})
+    only("in a virtual run, or without a script", {"--seed": options.seed})
     everywhere = "without a script; start it on every machine"
-    only(everywhere, {"--hosts": asked.hosts, "--state": asked.state})
+    only(everywhere, {"--hosts": options.hosts, "--state": options.state})
     cluster = settings.take("cluster", Cluster())
-    if asked.nodes is not None:
-        cluster = replace(cluster, nodes=asked.nodes)
+    if options.nodes is not None:
+        cluster = replace(cluster, nodes=options.nodes)
     machine = settings.take("machine", ThisMachine(device="cpu"), ("cluster", "name", "at", "metrics"))
     settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "machine": everywhere})
-    return run_script_for_real(_here(machine, None), cluster, Path(str(asked.what)), asked.arguments or [])
+    return run_script_for_real(_here(machine, None), cluster, Path(str(options.what)), options.arguments or [])
 
 
 def _cluster_for_real(
-    asked: Run, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
+    options: Run, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
 ) -> bool:
     """Train with the machines that find each other."""
     from hcsim.cli.elastic import Others, train_for_real
     from hcsim.node import Plan
 
-    others = Others(_hosts(asked.hosts))
+    others = Others(_hosts(options.hosts))
     cluster = settings.take("cluster", (chosen.cluster if chosen else None) or Cluster())
     if cluster.nodes is None and others.hosts:  # those that are started from here are waited for
         cluster = replace(cluster, nodes=1 + len(others.hosts))
     wire = _wire(settings, _WAIT_S)
     names = [name for name in ThisMachine.__struct_fields__ if name != "remote_hcsim" or others.hosts]
     machine = settings.take("machine", ThisMachine(), names)
-    here = _here(machine, asked.state)
+    here = _here(machine, options.state)
     if training is None:
         raise ConfigError(
             "what is to be trained? Give --task, or a file with a [training] table; "
             "for one operation among ranks that you start by hand, `hcsim rank --peers`"
         )
     settings.finish({"machine": "with --hosts"})
-    _apart({"--save": asked.save, "--trace": asked.trace})
-    plan = Plan(cluster, training, _seed(asked.seed, chosen), wire)
+    _apart({"--save": options.save, "--trace": options.trace})
+    plan = Plan(cluster, training, _seed(options.seed, chosen), wire)
     others = replace(others, program=machine.remote_hcsim)
-    return train_for_real(here, plan, asked.trace, asked.save, others, attended=attended)
+    return train_for_real(here, plan, options.trace, options.save, others, attended=attended)
 
 
-def _virtual(asked: Run, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
+def _virtual(options: Run, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
     """A scenario's own machines: its job, its training, or its cluster."""
-    only("with --real", {"--hosts": asked.hosts, "--state": asked.state})
+    only("with --real", {"--hosts": options.hosts, "--state": options.state})
     if training is None:
-        only("with a script, or where something is learned (--task)", {"--nodes": asked.nodes})
-        only("where something is learned (--task)", {"--save": asked.save})
+        only("with a script, or where something is learned (--task)", {"--nodes": options.nodes})
+        only("where something is learned (--task)", {"--save": options.save})
         from hcsim.cli.ranks import run_virtual
 
         chosen = replace(chosen, job=settings.take("job", chosen.job))
-        chosen, wire, files = _modelled(chosen, settings, {"--trace": asked.trace})
+        chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
         settings.finish({"cluster": "where something is learned (--task)"})
         return run_virtual(chosen, wire, files)
     forming = chosen.cluster is not None or settings.has("cluster")
     if forming:
         chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
-    chosen, wire, files = _modelled(chosen, settings, {"--save": asked.save, "--trace": asked.trace})
+    chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
     settings.finish()
     if forming:
         from hcsim.cli.elastic import train_virtual_cluster
 
-        return train_virtual_cluster(chosen, training, wire, files, asked.save)
+        return train_virtual_cluster(chosen, training, wire, files, options.save)
     from hcsim.cli.ranks import train_virtual
 
-    return train_virtual(chosen, training, wire, files, asked.save)
+    return train_virtual(chosen, training, wire, files, options.save)
 
 
 def _load(plugins: Sequence[str] | None) -> None:
@@ -288,14 +289,14 @@ def _wire(settings: Settings, wait_s: float) -> Wire:
     return Wire(stripes=travel.stripes, segment_bytes=int(travel.segment_bytes), connect_timeout_s=wait_s)
 
 
-def _place(asked: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
+def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
     """Where a rank stands that is started by hand."""
     from hcsim.cli.ranks import Place
 
-    peers = tuple(part.strip() for part in (asked.peers or "").split(","))
+    peers = tuple(part.strip() for part in (options.peers or "").split(","))
     if not all(peers):
         raise ConfigError("give --peers: the addresses of all ranks in order, such as mini.local,studio.local")
-    return Place(peers, asked.rank, files, asked.insecure, _metrics_at(here.metrics))
+    return Place(peers, options.rank, files, options.insecure, _metrics_at(here.metrics))
 
 
 def _here(machine: ThisMachine, state: Path | None) -> RealNode:

@@ -150,6 +150,8 @@ class Settings:
         if given.table:
             known = list(_keys(TABLES[given.table]))
             where, hint = f"[{given.table}] has no such key", did_you_mean(given.keys[0], known)
+        elif key in TABLES:
+            return f"{given.word}: this is a table, whose keys are set one by one: --set {key}.KEY=VALUE"
         else:
             known = [each for keys in self._taken.values() for each in keys]
             where = "there is no such setting"

@@ -48,6 +48,7 @@ MEMBER = ("run", "--real", "--task", "convex", "--set")
         ((*VIRTUAL, "--set", "quorum=any"), ["--set quorum: only where something is learned"]),
         ((*VIRTUAL, "--trace", "/nowhere/at/all"), ["/nowhere/at/all", "cannot be written"]),
         ((*VIRTUAL, "--hosts", "a", "--state", "s"), ["--hosts, --state", "--real"]),
+        ((*LEARNED, "training=3"), ["--set training: this is a table", "--set training.KEY=VALUE"]),
         ((*LEARNED, "bach=3"), ["--set bach: there is no such setting (did you mean batch?)", "momentum"]),
         ((*LEARNED, "training.bach=3"), ["[training] has no such key (did you mean batch?)", "momentum"]),
         ((*LEARNED, "trainin.lr=3"), ["--set trainin.lr: there is no such setting (did you mean training?)"]),
@@ -106,6 +107,10 @@ MEMBER = ("run", "--real", "--task", "convex", "--set")
         (("rank", "--peers", "192.0.2.1,localhost", "--rank", "1"), ["192.0.2.1", "plaintext", "insecure"]),
         (("rank", "--peers", "ws://[2001:db8::1],localhost", "--rank", "1"), ["2001:db8::1", "plaintext"]),
         (("rank", "eight-macs-2.5gbe", *PEERS[1:], "--rank", "0"), ["phantom"]),
+        (("rank", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
+        (("bench", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
+        ((*VIRTUAL, "more"), ["-- more: only with a script"]),
+        ((*VIRTUAL, "--set"), ["'--set' requires an argument"]),
         (("list", "scenario"), ["there is no such list (did you mean scenarios?)", "settings"]),
     ],
 )

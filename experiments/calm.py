@@ -44,7 +44,7 @@ def steps_per_s(checkout: Path, nodes: int, folder: Path) -> float:
     with lan(folder, "abcdefgh"[:nodes]) as machines:
         join(*machines)
         members = [
-            machine.start(*python, "run", "--real", str(job), "--name", machine.name, "--device", "cpu")
+            machine.start(*python, "run", "--real", str(job), *_options(checkout, name=machine.name, device="cpu"))
             for machine in machines
         ]
         for member in members:
@@ -53,6 +53,13 @@ def steps_per_s(checkout: Path, nodes: int, folder: Path) -> float:
         told = re.search(r"^(\d+) steps in ([\d.]+) s", members[0].text, re.MULTILINE)
     assert told is not None, members[0].text
     return int(told[1]) / float(told[2])
+
+
+def _options(checkout: Path, **settings: str) -> list[str]:
+    """Settings as that checkout's command takes them: an older one has an option for each."""
+    if (checkout / "hcsim" / "cli" / "settings.py").exists():
+        return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
 def main() -> None:

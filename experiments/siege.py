@@ -240,8 +240,8 @@ def start(machine: Machine, job: Path) -> Process:
     """Have a machine take part, with few descriptors."""
     return machine.start(
         "prlimit", f"--nofile={DESCRIPTORS}", sys.executable, "-c", "import hcsim.cli; hcsim.cli.main()",
-        "run", "--real", str(job), "--name", machine.name, "--device", "cpu",
-        "--metrics-port", str(METRICS),
+        "run", "--real", str(job), "--set", f"name={machine.name}", "--set", "device=cpu",
+        "--set", f"metrics={METRICS}",
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@
     python -m experiments.sweep crossover          one study (see experiments/sweeps/), in results/crossover/
     python -m experiments.sweep mine.toml --out D  a file of one's own
 
+`hcsim sweep` is the same where hcsim is installed. Outside of a checkout of the project --out has to be given.
+
 Cells run in parallel processes. Each finished one is kept in OUT/.cells, so a sweep can be interrupted and goes
 on where it was; a cell is run again only when it failed, or when the code or a library has changed.
 
@@ -37,6 +39,7 @@ from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.registry import load_plugin
 
+_OF_A_CHECKOUT = ("pyproject.toml", "hcsim/__init__.py", "experiments/sweep.py")
 TERMINATED = 143
 """The exit status that shells give it."""
 
@@ -89,7 +92,17 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
 
 
 def _folder(what: str | None, quick: bool) -> Path:
-    """Where results go that nobody has said a place for; a sweep of one's own does not take a shipped one's."""
+    """Where results go that nobody has said a place for, which is in a checkout of the project only; a sweep of one's
+    own does not take a shipped one's."""
+    folder = _usual_folder(what, quick)
+    if not all(Path(file).is_file() for file in _OF_A_CHECKOUT):
+        raise ConfigError(
+            f"--out FOLDER is needed: only in a checkout of hcsim do results go to {folder} by themselves"
+        )
+    return folder
+
+
+def _usual_folder(what: str | None, quick: bool) -> Path:
     parts = ["results", *(["quick"] if quick else [])]
     if what is None:
         return Path(*parts)
@@ -134,12 +147,12 @@ def _terminated_as_interrupted() -> Iterator[list[int]]:
 
 def main(
     what: Annotated[
-        str | None, typer.Argument(help="A sweep file, or a shipped sweep; left out, all of those.")
+        str | None, typer.Argument(metavar="[SWEEP]", help="A sweep file, or a shipped sweep; left out, all of those.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Each grid's quick table: fewer points.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where tables and figures go; left out: results/, results/NAME, results/quick for --quick."),
+        typer.Option(help="Where tables and figures go; in a checkout of hcsim, left out: results/, results/NAME, …"),
     ] = None,
     plugin: Annotated[
         list[str] | None, typer.Option(help="A plugin to load, a module or a file; may be given several times.")

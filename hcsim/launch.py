@@ -49,6 +49,7 @@ from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
 if TYPE_CHECKING:
+    from hcsim.cluster.coordinator import Policy
     from hcsim.node import Plan  # what only clusters need, and only they wait for
 
 DEFAULT_PORT = 52416
@@ -315,6 +316,30 @@ async def ask_cluster(home: Path, cluster: str, peers: Sequence[str], look_s: fl
         survey = Survey(admitted, secret.namespace.hex(), _ANSWER_S, forget)
         await survey.run([with_port(peer, Cluster().discovery_port) for peer in peers], look_s)
         return survey
+
+
+async def serve_coordinator(
+    listen: str,
+    policy: Policy,
+    tell: Callable[[str], None],
+    *,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+    state: Path | None = None,
+) -> None:
+    """Be the place where workers meet, until cancelled; `tell` hears what happens."""
+    from hcsim.cluster.coordinator import Coordinator
+
+    async with RealHost(RealOptions("coordinator", tls=tls, insecure=insecure, state=state)) as host:
+        coordinator = Coordinator(host, policy, note=tell)
+        listener = await host.listen(listen)
+        tell(f"coordinator at {listener.address}: waiting for {policy.workers} workers")
+        coordinator.open(listener)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await coordinator.close()
+            await listener.close()
 
 
 @asynccontextmanager

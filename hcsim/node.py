@@ -98,8 +98,8 @@ def _terms(plan: Plan) -> dict[str, str]:
     """What no member can have otherwise than the rest; settings of the training are compared when it begins."""
     wire, usual = plan.wire, Plan(Cluster(), plan.training, plan.seed)
     given = {
-        "--segment": (f"{wire.segment_bytes} B", f"{usual.wire.segment_bytes} B"),
-        "--stripes": (str(wire.stripes), str(usual.wire.stripes)),
+        "wire.segment": (f"{wire.segment_bytes} B", f"{usual.wire.segment_bytes} B"),
+        "wire.stripes": (str(wire.stripes), str(usual.wire.stripes)),
         "quorum": (plan.cluster.quorum, usual.cluster.quorum),
     }
     return {name: ours for name, (ours, default) in given.items() if ours != default}

@@ -39,6 +39,11 @@ class Dimension(NamedTuple):
     """Of what is more than zero."""
     most: float = math.inf
 
+    @property
+    def base(self) -> str:
+        """The unit in which code has it."""
+        return next(unit for unit, scale in self.units.items() if scale == 1)
+
 
 TIME = Dimension(
     "a time",

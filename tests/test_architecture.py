@@ -168,7 +168,7 @@ def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hcsim", "hcsim.launch", "hcsim.cli", "hcsim.cli.train", "hcsim.training.tasks.shapes"]
+    "module", ["hcsim", "hcsim.launch", "hcsim.cli", "hcsim.cli.ranks", "hcsim.training.tasks.shapes"]
 )
 def test_the_ways_in_do_not_wait_for_heavy_libraries(module: str) -> None:
     heavy = ("torch", "matplotlib", "pandas", "networkx", "cryptography.x509")

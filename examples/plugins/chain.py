@@ -3,7 +3,7 @@
 Each line carries each element once each way, as in a ring, and the two ends of the chain are not joined: for machines
 that stand in a row of Thunderbolt cables. Long messages are cut, so that all links work at once.
 
-    hcsim run mixed-home --plugin examples/plugins/chain.py --algorithm chain
+    hcsim bench mixed-home --plugin examples/plugins/chain.py --algorithm chain
 """
 
 from hcsim.collectives.plan import Finish, Plan, Recv, Reduce, Send

@@ -218,7 +218,7 @@ _NEXT = View("a1.1", 4, (_A, _B), 3, formed=True, abrupt=True, left=("c1",), rea
 _STATUS = messages.Status(_B, "b:1", "a1.1", 3, 3, True, reaches=("a1", "c1"), contacts=("a:1", "c:1"),
                           past=(("b1.1", 0),))  # fmt: skip
 CONTROL: tuple[messages.Message, ...] = (
-    messages.Hello(_STATUS, {"--stripes": "2"}),
+    messages.Hello(_STATUS, {"wire.stripes": "2"}),
     messages.Beat(7, _STATUS),
     messages.Beat(8, msgspec.structs.replace(_STATUS, broken=3, reason="b was lost", joins="a1.1", leaving=True)),
     messages.Echo(7),

@@ -62,9 +62,9 @@ class Member:
         """Take part, again."""
         trace = self.machine.folder / f"trace-{len(self.lives)}.jsonl"
         self.traces.append(trace)
-        ours = ("--name", self.machine.name, "--state", str(self.disk), "--trace", str(trace))
+        ours = ("--set", f"name={self.machine.name}", "--state", str(self.disk), "--trace", str(trace))
         program = (sys.executable, "-m", "experiments.soak.member")
-        self.lives.append(self.machine.start(*program, "run", "--real", str(self._job), "--device", "cpu", *ours))
+        self.lives.append(self.machine.start(*program, "run", "--real", str(self._job), "--set", "device=cpu", *ours))
 
     def look(self) -> None:
         """Note how much it holds at the most."""

@@ -39,8 +39,11 @@ def manifest(table: pd.DataFrame, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _git(*words: str) -> str | None:
-    """What git says; None outside a repository."""
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parents[2]), *words]
+    """What git says; None outside a checkout: what is installed may lie in the repository of another project."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():
+        return None
+    git = ["git", "--no-optional-locks", "-C", str(checkout), *words]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

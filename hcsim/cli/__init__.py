@@ -6,7 +6,11 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+FAILED = 1
+BAD_INPUT = 2
 INTERRUPTED = 130
 """The exit status that shells give it."""
 
@@ -23,8 +27,6 @@ def main() -> None:
     spell()
     try:
         from hcsim.cli.app import app
-        from hcsim.cli.plainly import FAILED
-        from hcsim.cli.screen import complain
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     try:
@@ -32,6 +34,35 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+        from hcsim.cli.screen import complain
+
         complain(f"{error.filename or 'the output'}: cannot be written: {error.strerror}")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python would try once more when it ends)
         sys.exit(FAILED)
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Tell a person what is wrong in a line. A programming error keeps its traceback."""
+    import typer
+
+    from hcsim.errors import ConfigError, HcsimError, UsageError
+
+    try:
+        yield
+        return
+    except (ConfigError, UsageError) as error:
+        status, words = BAD_INPUT, str(error)
+    except HcsimError as error:
+        status, words = FAILED, str(error)
+    except MemoryError as error:
+        status, words = FAILED, f"there is not enough memory for this: {error}".removesuffix(" for this: ")
+    except KeyboardInterrupt:
+        status, words = INTERRUPTED, ""
+    from hcsim.cli.screen import complain, note
+
+    if words:
+        complain(words)
+    else:
+        note("interrupted")
+    raise typer.Exit(status)

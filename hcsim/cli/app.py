@@ -7,20 +7,16 @@ from typing import Annotated
 
 import typer
 
-from hcsim.cli import cluster, screen
-from hcsim.cli.asked import Asked, asking
-from hcsim.cli.panels import Sectioned
-from hcsim.cli.plainly import FAILED, plainly
+from hcsim.cli import FAILED, cluster, errors_told
+from hcsim.cli.options import Bench, Command, Commands, Rank, Run, names_of, taking
 
 app = typer.Typer(
+    cls=Commands,
     help="Training and collectives on a home cluster: in a simulated one, or on your own machines.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-app.add_typer(cluster.app, name="cluster")
 
 
 @app.callback(invoke_without_command=True)
@@ -32,34 +28,108 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
-def scenarios() -> None:
-    """List the scenarios that come with hcsim."""
-    screen.scenarios()
+@app.command(cls=Command)
+@taking(Run)
+def run(options: Run) -> None:
+    """Train, or run a torch script: on a virtual cluster, or for real.
+
+    A scenario without anything to learn has a job, which is done instead."""
+    with errors_told():
+        from hcsim.cli import request
+
+        done = request.run(options)
+    _end(done)
 
 
-@app.command(cls=Sectioned)
-@asking
-def run(asked: Asked) -> None:
-    """Run a job, train, or run a torch script: in a scenario's virtual cluster; or with --real on real machines."""
-    with plainly():
-        from hcsim.cli.request import perform
+@app.command(cls=Command)
+@taking(Bench)
+def bench(options: Bench) -> None:
+    """Time and check one collective operation on a virtual cluster."""
+    with errors_told():
+        from hcsim.cli import request
 
-        done = perform(asked)
-    if not done:
-        raise typer.Exit(FAILED)
+        done = request.bench(options)
+    _end(done)
+
+
+@app.command(cls=Command)
+@taking(Rank)
+def rank(options: Rank) -> None:
+    """Be one rank of several that are started by hand, for real.
+
+    They do one collective operation, or train (--task). In clusters, machines find each other: `hcsim run --real`."""
+    with errors_told():
+        from hcsim.cli import request
+
+        done = request.rank(options)
+    _end(done)
+
+
+@app.command("list")
+def list_names(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[KIND]",
+            help="scenarios, machines, media, strategies, compressors, algorithms, tasks, faults or settings.",
+            autocompletion=names_of("kinds"),
+        ),
+    ] = None,
+    plugin: Annotated[list[str] | None, typer.Option(help="Load a module or a file of yours; may be repeated.")] = None,
+) -> None:
+    """List scenarios, strategies, settings and all else that has a name.
+
+    What installed plugins bring is among them."""
+    with errors_told():
+        from hcsim.cli.names import show_names
+        from hcsim.registry import load_plugin
+
+        for each in plugin or ():
+            load_plugin(each)
+        show_names(kind)
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def sweep(context: typer.Context) -> None:
+    """Run a sweep of simulated runs; write tables and figures."""
+    from experiments.sweep import main
+
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command()(main)
+    alone(args=context.args, prog_name=context.command_path)
 
 
 @app.command()
 def topology(
-    scenario: Annotated[str, typer.Argument(help="A scenario file, or the name of a shipped one.")],
+    scenario: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A scenario file, or the name of a shipped one.",
+            autocompletion=names_of("scenarios"),
+        ),
+    ],
     picture: Annotated[Path | None, typer.Option(help="Draw it into this file (png, svg, pdf).")] = None,
 ) -> None:
-    """Have a scenario's machines measure themselves and the lines between them."""
-    with plainly():
-        from hcsim.cli.topology import show_topology
+    """Have machines measure themselves and the lines between them."""
+    with errors_told():
+        from hcsim.cli import screen
+        from hcsim.cli.request import shipped_scenario
+        from hcsim.cluster.picture import draw, table
+        from hcsim.errors import ConfigError
+        from hcsim.launch import measure_topology
 
-        show_topology(scenario, picture)
+        formats = (".png", ".svg", ".pdf")
+        if picture is not None and picture.suffix not in formats:
+            raise ConfigError(f"--picture {picture}: give a file that ends in {', '.join(formats)}")
+        found = measure_topology(shipped_scenario(scenario))
+        screen.say(table(found))
+        if picture is not None:
+            try:
+                draw(found, picture)
+            except OSError as error:
+                raise ConfigError(f"{picture}: cannot be written: {error.strerror}") from None
+            screen.note(f"drawn in {picture}")
 
 
 @app.command()
@@ -75,32 +145,33 @@ def fuzz(
     out: Annotated[Path, typer.Option(help="The folder for small scenarios that break something.")] = Path("findings"),
     json: Annotated[Path | None, typer.Option(help="Write all that was found to this file.")] = None,
 ) -> None:
-    """Put random virtual clusters under random faults, and hold them to what must always hold."""
-    with plainly():
-        from hcsim.cli import options
+    """Search random faults for one that breaks what must hold."""
+    with errors_told():
         from hcsim.cli.fuzz import Search, replay_file, replay_seed, search
+        from hcsim.cli.request import only
 
-        options.only(
+        only(
             "without --seed and --replay",
             {} if seed is None and replay is None
             else {"--seeds": seeds, "--minutes": minutes, "--state": state, "--json": json, "--workers": workers},
         )  # fmt: skip
         if seed is not None:
-            options.only("without --seed", {"--replay": replay})
+            only("without --seed", {"--replay": replay})
             done = replay_seed(seed, shrink, out)
         elif replay is not None:
             done = replay_file(replay)
         else:
             done = search(Search(seeds, first, minutes, workers, shrink, state, out, json))
-    if not done:
-        raise typer.Exit(FAILED)
+    _end(done)
 
 
 @app.command()
-def evaluate(model: Annotated[Path, typer.Argument(help="A model that `hcsim run --save` wrote.")]) -> None:
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model that `hcsim run --save` wrote.")],
+) -> None:
     """Score a saved model on data that it was not trained on."""
-    with plainly():
-        from hcsim.cli.train import evaluate_model
+    with errors_told():
+        from hcsim.cli.ranks import evaluate_model
 
         evaluate_model(model)
 
@@ -118,10 +189,21 @@ def coordinator(
     tls_ca: Annotated[Path | None, typer.Option(help="The authority that signed all members' certificates.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plaintext beyond this machine.")] = False,
 ) -> None:
-    """Be the place where workers register, meet and report checkpoints, until interrupted."""
-    with plainly():
-        from hcsim.cli import options
-        from hcsim.cli.coordinator import serve
+    """Be the place where workers register, meet and checkpoint."""
+    with errors_told():
+        import asyncio
 
-        policy = options.coordinator_policy(workers, least, heartbeat, silence)
-        serve(listen, policy, options.tls(tls_cert, tls_key, tls_ca), insecure, state)
+        from hcsim.cli.request import coordinator_policy, tls
+        from hcsim.cli.screen import say
+        from hcsim.launch import serve_coordinator
+
+        policy, files = coordinator_policy(workers, least, heartbeat, silence), tls(tls_cert, tls_key, tls_ca)
+        asyncio.run(serve_coordinator(listen, policy, say, tls=files, insecure=insecure, state=state))
+
+
+app.add_typer(cluster.app, name="cluster")
+
+
+def _end(done: bool) -> None:
+    if not done:
+        raise typer.Exit(FAILED)

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hcsim.cli import screen
-from hcsim.cli.plainly import plainly
+from hcsim.cli import errors_told
 
 app = typer.Typer(help="Say which machines belong together.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -28,7 +27,8 @@ def home() -> Path:
 @app.command()
 def create(name: Name = DEFAULT_NAME) -> None:
     """Make a new cluster with this machine in it, and print the phrase by which other machines join it."""
-    with plainly():
+    with errors_told():
+        from hcsim.cli import screen
         from hcsim.real.interfaces import host_name
         from hcsim.real.keys import load_node_key, load_trust, new_secret, save_secret
 
@@ -68,14 +68,14 @@ def join(
     """Make this machine a member, by an invitation or the phrase.
 
     Without PHRASE it is asked for: so it is in no shell history, and no list of processes shows it."""
-    with plainly():
-        from hcsim.cli import members
+    with errors_told():
+        from hcsim.cli import membership
 
         if phrase == ["-"]:
             text = sys.stdin.readline()
         else:
             text = " ".join(phrase) if phrase else typer.prompt("invitation or phrase", err=True)
-        members.join(text, home(), name, tuple(peer or ()), look)
+        membership.join(text, home(), name, tuple(peer or ()), look)
 
 
 @app.command()
@@ -88,8 +88,8 @@ def invite(
     ] = INVITATION_PORT,
 ) -> None:
     """Print an invitation to the cluster, and wait until the other machine has joined by it."""
-    with plainly():
-        from hcsim.cli import members as work
+    with errors_told():
+        from hcsim.cli import membership as work
 
         work.invite(home(), name, expires, uses, port)
 
@@ -97,8 +97,8 @@ def invite(
 @app.command()
 def members(name: Name = DEFAULT_NAME) -> None:
     """Print who belongs to the cluster, and who was expelled, as far as this machine knows."""
-    with plainly():
-        from hcsim.cli import members as work
+    with errors_told():
+        from hcsim.cli import membership as work
 
         work.list_members(home(), name)
 
@@ -111,8 +111,8 @@ def expel(
     look: Look = "3 s",
 ) -> None:
     """Expel a machine for good, and replace the secret: its key is never admitted again."""
-    with plainly():
-        from hcsim.cli import members as work
+    with errors_told():
+        from hcsim.cli import membership as work
 
         work.rotate(home(), name, tuple(peer or ()), look, machine)
 
@@ -120,8 +120,8 @@ def expel(
 @app.command()
 def rotate(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
     """Replace the cluster's secret: the old phrase admits nobody any more. Members stay members."""
-    with plainly():
-        from hcsim.cli import members as work
+    with errors_told():
+        from hcsim.cli import membership as work
 
         work.rotate(home(), name, tuple(peer or ()), look)
 
@@ -129,8 +129,8 @@ def rotate(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") ->
 @app.command()
 def phrase(name: Name = DEFAULT_NAME) -> None:
     """Print the phrase by which machines can join without an invitation."""
-    with plainly():
-        from hcsim.cli import members as work
+    with errors_told():
+        from hcsim.cli import membership as work
 
         work.show_phrase(home(), name)
 
@@ -138,8 +138,8 @@ def phrase(name: Name = DEFAULT_NAME) -> None:
 @app.command()
 def status(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
     """Ask the nodes that run now: who is there, who leads, and how they are connected."""
-    with plainly():
-        from hcsim.cli.standing import show_status
+    with errors_told():
+        from hcsim.cli.membership import show_status
 
         show_status(home(), name, tuple(peer or ()), look)
 
@@ -152,7 +152,7 @@ def forget(
     look: Look = "3 s",
 ) -> None:
     """Tell the nodes that run now that a machine is gone for good: they no longer wait for its word."""
-    with plainly():
-        from hcsim.cli.standing import forget_machine
+    with errors_told():
+        from hcsim.cli.membership import forget_machine
 
         forget_machine(machine, home(), name, tuple(peer or ()), look)

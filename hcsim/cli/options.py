@@ -1,237 +1,223 @@
-"""From what a person typed to what the program needs; every refusal says what would be valid."""
+"""The options of `hcsim run`, `bench` and `rank`, each once; and where those are now that one of them had before.
+
+What has no option here is set by `--set` (see settings.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
+import typer
+from typer.core import TyperCommand, TyperGroup
 
-from hcsim.cli import screen
-from hcsim.cli.cluster import home
-from hcsim.cluster.coordinator.policy import Policy
-from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
-from hcsim.config.explain import explain
-from hcsim.config.scenario import first_nodes
-from hcsim.errors import ConfigError
-from hcsim.launch import RealNode
-from hcsim.real.tls import TlsFiles
-from hcsim.runtime.address import split_address
-from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
-from hcsim.units import PositiveBytes, PositiveSeconds, decode_quantity, did_you_mean
-
-_WAIT_S = 300.0
-
-T = TypeVar("T")
-TableT = TypeVar("TableT", Job, Training)
+from hcsim.cli import BAD_INPUT
 
 
-class Others(msgspec.Struct, frozen=True):
-    """Machines that are started from here."""
+def names_of(kind: str) -> Callable[[str], Iterable[str]]:
+    """Completes what can be named, in a shell."""
 
-    hosts: tuple[str, ...] = ()
-    program: str = "hcsim"
-    """What hcsim is called there."""
+    def complete(incomplete: str) -> list[str]:
+        from hcsim.cli.names import completions
 
+        return [name for name in completions(kind) if name.startswith(incomplete)]
 
-def scenario(
-    name: str | None, seed: int | None, changes: Mapping[str, object], *, needed: bool, text: str | None = None
-) -> Scenario | None:
-    """The scenario of that name, file or text, with what the options change in it; a real run can do without."""
-    if name is None and not needed:
-        return None
-    if name is None:
-        screen.scenarios(stderr=True)
-        raise ConfigError("give a scenario: one of these names, or a TOML file")
-    try:
-        loaded = load_scenario(name) if text is None else parse_scenario(text, "standard input")
-    except ConfigError:
-        if text is None and not Path(name).exists():
-            screen.scenarios(stderr=True)
-            hint = did_you_mean(name, shipped_scenarios())
-            raise ConfigError(f"{name}: there is no such file, and none of these is called so{hint}") from None
-        raise
-    return replace(loaded, seed=loaded.seed if seed is None else seed, job=_changed(loaded.job, changes))
+    return complete
 
 
-def script_scenario(name: str | None, seed: int | None, nodes: int | None) -> Scenario:
-    """The cluster that a script runs on: all of a scenario's nodes, or the first of them, with what happens to them."""
-    if name is None:
-        screen.scenarios(stderr=True)
-        raise ConfigError("on which cluster? Give --scenario: one of these names, or a TOML file")
-    chosen = scenario(name, seed, {}, needed=True)
-    assert chosen is not None
-    if nodes is None or nodes == len(chosen.nodes):
-        return chosen
-    if nodes > len(chosen.nodes):
-        raise ConfigError(f"--nodes {nodes}: {chosen.name} has {len(chosen.nodes)}")
-    return first_nodes(chosen, nodes)
+def _option(text: str, *names: str, kind: str = "", least: int | None = None, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, min=least, metavar=metavar, autocompletion=names_of(kind) if kind else None)
 
 
-def training(loaded: Training | None, changes: Mapping[str, object], further: Mapping[str, object]) -> Training | None:
-    """What is to be learned: what a scenario says, with what the options change in it; None where neither does."""
-    if loaded is None and all(value is None for value in changes.values()):
-        return None
-    return _changed(loaded or Training(), {**changes, **further})
+Text = str | None
+Number = int | None
+File = Path | None
+
+Plugins = Annotated[
+    list[str] | None, _option("Load a module or a file of yours; may be repeated.", metavar="MODULE|FILE")
+]
+Set = Annotated[
+    list[str] | None,
+    _option("Any other setting, see `hcsim list settings`; may be repeated.", kind="set", metavar="KEY=VALUE"),
+]
+Task = Annotated[Text, _option("What is learned: digits, text, gpt2, …", kind="tasks", metavar="NAME")]
+Seed = Annotated[Number, _option("Of the model, its batches, jitter, loss and faults.", metavar="N")]
+Save = Annotated[File, _option("Write the model that was learned to this file.", metavar="FILE")]
+Trace = Annotated[File, _option("Write every event to this file, as JSON lines.", metavar="FILE")]
+Operation = Annotated[Text, _option("all_reduce, broadcast, all_gather, …", kind="operations", metavar="NAME")]
 
 
-def real_job(chosen: Scenario | None, changes: Mapping[str, object]) -> Job:
-    """The job for a real run; of a scenario, that is all that a real machine can use."""
-    if chosen is None:
-        return _changed(Job(), changes)
-    if chosen.job.payload == "phantom":
-        raise ConfigError(f"{chosen.name}: its job has phantoms for a payload, which cannot cross a real network")
-    if chosen.job.compute is not None:
-        raise ConfigError(f"{chosen.name}: its job computes, which is modelled: a real machine has nothing to do there")
-    return chosen.job
+class Run(msgspec.Struct, frozen=True):
+    """The arguments and options of `hcsim run`."""
 
+    what: Annotated[
+        Text,
+        typer.Argument(
+            metavar="[SCENARIO|SCRIPT.py]",
+            help="A scenario or job file, a shipped scenario's name, - for standard input, or a torch script.",
+            autocompletion=names_of("scenarios"),
+        ),
+    ] = None
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]", help="What a script is given, after --.", show_default=False),
+    ] = None
 
-def wire(stripes: int | None, segment: str | None, wait: str | None) -> Wire:
-    """How messages travel."""
-    default = Wire()
-    segment_bytes = default.segment_bytes if segment is None else int(_quantity("--segment", segment, PositiveBytes))
-    if segment_bytes > MAX_FRAME_BYTES:
-        raise ConfigError(f'--segment = "{segment}": a piece has at most {MAX_FRAME_BYTES >> 20} MiB')
-    return Wire(
-        stripes=default.stripes if stripes is None else stripes,
-        segment_bytes=segment_bytes,
-        connect_timeout_s=_WAIT_S if wait is None else float(_quantity("--wait", wait, PositiveSeconds)),
+    real: Annotated[bool, _option("On real machines, this one among them.", "--real")] = False
+    scenario: Annotated[
+        Text, _option("For a script: the cluster that it runs on.", kind="scenarios", metavar="NAME|FILE")
+    ] = None
+    nodes: Annotated[Number, _option("How many nodes work begins with, or a script runs on.", least=1, metavar="N")] = (
+        None
     )
+    plugin: Plugins = None
+    task: Task = None
+    strategy: Annotated[Text, _option("ddp, local_sgd:8, diloco:16, …", kind="strategies", metavar="NAME")] = None
+    compressor: Annotated[Text, _option("none, topk:0.01+ef, int8, …", kind="compressors", metavar="NAME")] = None
+    steps: Annotated[Number, _option("How many steps are trained.", metavar="N")] = None
+    seed: Seed = None
+    set: Set = None
+    hosts: Annotated[Text, _option("Real: machines to start the same on, over ssh.", metavar="A,B,…")] = None
+    state: Annotated[File, _option("Real: a folder for what outlives a crash.", metavar="FOLDER")] = None
+    save: Save = None
+    trace: Trace = None
 
 
-def look_s(text: str) -> float:
-    """How long to look around."""
-    return float(_quantity("--look", text, PositiveSeconds))
+class Bench(msgspec.Struct, frozen=True):
+    """The argument and options of `hcsim bench`."""
+
+    scenario: Annotated[
+        Text,
+        typer.Argument(
+            metavar="[SCENARIO]",
+            help="A scenario file, or the name of a shipped one.",
+            autocompletion=names_of("scenarios"),
+        ),
+    ] = None
+
+    operation: Operation = None
+    size: Annotated[Text, _option('Bytes of each rank, such as "64 MiB".', metavar="SIZE")] = None
+    dtype: Annotated[Text, _option("float32, bfloat16, int64, …", kind="dtypes", metavar="NAME")] = None
+    repeat: Annotated[Number, _option("How many times it is done.", metavar="N")] = None
+    algorithm: Annotated[Text, _option("ring, tree, … or auto.", kind="algorithms", metavar="NAME")] = None
+    seed: Annotated[Number, _option("Of jitter, loss and faults.", metavar="N")] = None
+    plugin: Plugins = None
+    set: Set = None
+    trace: Trace = None
 
 
-def expires_s(text: str) -> float:
-    """How long an invitation is good for."""
-    return float(_quantity("--expires", text, PositiveSeconds))
+class Rank(msgspec.Struct, frozen=True):
+    """The argument and options of `hcsim rank`."""
 
+    job: Annotated[
+        Text, typer.Argument(metavar="[JOB FILE]", help="What is done, a [job] or [training]; - for standard input.")
+    ] = None
 
-def peers(text: str | None) -> tuple[str, ...]:
-    """The addresses of all ranks."""
-    addresses = tuple(part.strip() for part in (text or "").split(","))
-    if not all(addresses):
-        raise ConfigError("--real needs --peers: the addresses of all ranks in order, such as mini.local,studio.local")
-    return addresses
-
-
-def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
-    """The TLS files, all or none."""
-    if cert is None and key is None and ca is None:
-        return None
-    if cert is None or key is None or ca is None:
-        raise ConfigError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
-    return TlsFiles(cert, key, ca)
-
-
-def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -> Policy:
-    """How a coordinator treats its workers."""
-    return Policy(
-        workers=workers,
-        least=least,
-        heartbeat_s=float(_quantity("--heartbeat", heartbeat, PositiveSeconds)),
-        silence_s=float(_quantity("--silence", silence, PositiveSeconds)),
+    peers: Annotated[Text, _option("host:port of all ranks in order; the default port is 52416.", metavar="A,B,…")] = (
+        None
     )
+    rank: Annotated[Number, _option("Which of the peers we are, from 0.", metavar="N")] = None
+    wait: Annotated[Text, _option('How long to wait for the others (default "5 min").', metavar="TIME")] = None
+    tls_cert: Annotated[File, _option("Our certificate (PEM).", metavar="FILE")] = None
+    tls_key: Annotated[File, _option("Its key.", metavar="FILE")] = None
+    tls_ca: Annotated[File, _option("The authority that signed all ranks' certificates.", metavar="FILE")] = None
+    insecure: Annotated[bool, _option("Allow plaintext beyond this machine.", "--insecure")] = False
+    operation: Operation = None
+    task: Task = None
+    seed: Annotated[Number, _option("Of the model and its batches.", metavar="N")] = None
+    plugin: Plugins = None
+    set: Set = None
+    save: Save = None
 
 
-def metrics_at(text: str | None) -> str | None:
-    """Where metrics are served: at a port of this machine alone, or where `host:port` says."""
-    if text is None:
-        return None
-    try:
-        split_address(address := f"127.0.0.1:{text}" if text.isdecimal() else text)
-    except ConfigError:
-        raise ConfigError(f"--metrics-port {text}: give a port, or host:port such as 0.0.0.0:9400") from None
-    return address
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def cluster(table: Cluster | None, nodes: int | None, others: int = 0) -> Cluster:
-    """Who is waited for, with what the options change in it; where others are started from here, for all of them."""
-    given = table or Cluster()
-    if nodes is None and given.nodes is None and others:
-        nodes = 1 + others
-    return given if nodes is None else replace(given, nodes=nodes)
+def taking(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function of such a struct, as typer wants it: with a parameter for each field."""
+
+    def as_command(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            function(kind(**given))
+
+        hints = get_type_hints(kind, include_extras=True)
+        defaults = zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True)
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+             for name, default in defaults]
+        )  # fmt: skip
+        return command
+
+    return as_command
 
 
-def others(hosts: str | None, program: str | None) -> Others:
-    """Who is started from here."""
-    names = tuple(part.strip() for part in hosts.split(",")) if hosts is not None else ()
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"--hosts {hosts}: give each machine once, as ssh knows it, such as mini.local,studio.local")
-    return Others(names, program or "hcsim")
+_NOW = {"--metrics-port": "metrics"}
+"""Options whose setting is called otherwise."""
 
 
-def clustered(scenario: Scenario, nodes: int | None) -> Scenario:
-    """A scenario whose nodes find each other; without a figure, all of them are waited for."""
-    given = cluster(scenario.cluster, nodes)
-    there = len(scenario.nodes)
-    given = given if given.nodes is not None else replace(given, nodes=there)
-    if given.needed > there:
-        real = "" if there else "; to train on the machines of your cluster, say --real"
-        raise ConfigError(f"work begins with {given.needed} nodes, and {scenario.name} has {there} [[node]]{real}")
-    return replace(scenario, cluster=given)
+class Command(TyperCommand):
+    """A command that refuses an option which it does not have with where that is: a setting, or another command's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has a copy of click, and which class this is depends on its version
+            option = getattr(error, "option_name", None)
+            own = [name for parameter in self.params for name in parameter.opts]
+            words = None if option is None or option in own else _elsewhere(ctx, str(option), given)
+            if words is None:
+                raise
+        raise _refused(words)
 
 
-def to_learn(settings: Training | None) -> Training:
-    """What a cluster that finds itself trains."""
-    if settings is None:
-        raise ConfigError(
-            "what is to be trained? Give --task, or a file with a [training] table; "
-            "for a collective among fixed ranks, give --peers and --rank"
-        )
-    return settings
+def _refused(words: str) -> typer.Exit:
+    from hcsim.cli.screen import complain
+
+    complain(words)
+    return typer.Exit(BAD_INPUT)
 
 
-def here(
-    cluster: str | None, name: str | None, at: str | None, state: Path | None, device: str | None, metrics: str | None
-) -> RealNode:
-    """This machine's place in a real cluster."""
-    if name is not None and not (name.strip() and name.isprintable()):
-        raise ConfigError(f"--name {name!r}: give a name that the others can read")
-    hosts = tuple(part.strip() for part in at.split(",")) if at is not None else ()
-    for host in hosts:
-        if host.count(":") == 1 or "]:" in host:
-            raise ConfigError(
-                f"--at {host}: give a host; its ports are the job's discovery_port and gradient_port of [cluster]"
-            )
-        split_address(f"[{host}]:1" if ":" in host else f"{host}:1")
-    return RealNode(home(), cluster or "home", name or "", hosts, device or "auto", state, metrics_at(metrics))
+def _elsewhere(ctx: Any, option: str, args: list[str]) -> str | None:
+    """Where an option is that this command does not have; None if it is nowhere."""
+    from hcsim.cli.settings import setting_names, value_word
+
+    if (option, ctx.info_name) == ("--real", "rank"):
+        return "--real is what `hcsim rank` always is: leave it out"
+    key = _NOW.get(option, option.removeprefix("--").replace("-", "_"))
+    commands = ctx.parent.command.commands
+    has = [
+        f"`hcsim {name}`" for name in ("run", "bench", "rank")
+        if name != ctx.info_name and any(option in parameter.opts for parameter in commands[name].params)
+    ]  # fmt: skip
+    of = f"an option of {' and '.join(has)}" if has else ""
+    setting = ""
+    if key in setting_names():
+        setting = f"a setting{' here' if has else ''}: {value_word(key, _value(option, args))}"
+    where = ", and ".join(filter(None, (of, setting)))
+    return f"{option} is {where}" if where else None
 
 
-def only(where: str, given: Mapping[str, object]) -> None:
-    """Refuse what was given of these options: they do something only there."""
-    names = [name for name, value in given.items() if value is not None]
-    if names:
-        raise ConfigError(f"{', '.join(names)}: only {where}")
+def _value(option: str, args: list[str]) -> str | None:
+    """What it was given, if anything."""
+    for word, following in zip(args, [*args[1:], "-"], strict=True):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option:
+            return None if following.startswith("-") else following
+    return None
 
 
-def apart(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse two that would be written over each other; a device, such as /dev/null, takes any number."""
-    taken: dict[Path, str] = {}
-    for option, path in outputs.items():
-        if path is not None and (path.is_file() or not path.exists()):
-            other = taken.setdefault(path.resolve(), option)
-            if other != option:
-                raise ConfigError(f"{other}, {option}: both are {path}; give each a file of its own")
+class Commands(TyperGroup):
+    """The commands; one that has another name now says it."""
 
-
-def _quantity(option: str, text: str, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(text, kind, dec_hook=decode_quantity)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f'{option} = "{text}": {error}') from None
-
-
-def _changed(table: TableT, changes: Mapping[str, object]) -> TableT:
-    given = {key: value for key, value in changes.items() if value is not None}
-    kind = type(table)
-    try:
-        read = msgspec.convert(given, kind, dec_hook=decode_quantity)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--{explain(error, given, kind)}") from None
-    attributes = [field.name for field in msgspec.structs.fields(kind) if field.encode_name in given]
-    return replace(table, **{name: getattr(read, name) for name in attributes})
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Which command the words name."""
+        if args[:1] == ["scenarios"] and not ctx.resilient_parsing:
+            raise _refused("`hcsim scenarios` is now `hcsim list scenarios`")
+        return super().resolve_command(ctx, args)

@@ -1,145 +1,351 @@
-"""`hcsim run`: from all that was asked for to the one kind of run that it means.
+"""From what a person typed to the one kind of run that it means; every refusal says what would be valid.
 
-Each kind takes its options and refuses by name those that only another one has.
+Each kind of run takes the options and settings that it has a use for, and refuses by name those that are left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hcsim.cli import options
-from hcsim.cli.asked import Asked
-from hcsim.cli.attended import read_job
-from hcsim.cli.recording import Files
-from hcsim.config import Scenario, Training
+from msgspec.structs import replace
+
+from hcsim.cli import screen
+from hcsim.cli.settings import Settings, ThisMachine, WireSettings, seconds
+from hcsim.cluster.coordinator.policy import Policy
+from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
+from hcsim.config.scenario import first_nodes
+from hcsim.errors import ConfigError
+from hcsim.real.tls import TlsFiles
 from hcsim.registry import load_plugin
+from hcsim.runtime.address import split_address
 from hcsim.transport.wire import Wire
+from hcsim.units import did_you_mean
 
-_JOB = ("operation", "size", "dtype", "repeat")
-_EXCHANGE = ("algorithm", "timeout")
-_LEARNED = ("task", "strategy", "compressor", "steps", "batch", "lr")
-_IN_CLUSTER = ("cluster", "name", "at", "state", "hosts")
-_TLS = ("tls_cert", "tls_key", "tls_ca")
-_BY_HAND = (*_TLS, "wait", "insecure")
-_VIRTUAL = ("trace", "metrics")
-_REAL = (*_IN_CLUSTER, "remote_hcsim", "metrics_port")
+if TYPE_CHECKING:
+    from hcsim.cli.options import Bench, Rank, Run
+    from hcsim.cli.ranks import Place
+    from hcsim.cli.recording import Files
+    from hcsim.launch import RealNode
+
+_WAIT_S = 300.0
+_NO_SCRIPT = "without a script (what a script is given stands after --)"
+_BY_ITSELF = "with `hcsim run --real`"
 
 
-def perform(asked: Asked) -> bool:
-    """Do it; whether all went well."""
-    for plugin in asked.plugin or ():
-        load_plugin(plugin)
-    options.apart({"--save": asked.save, "--trace": asked.trace, "--metrics": asked.metrics})
-    wire = options.wire(asked.stripes, asked.segment, asked.wait)
-    if asked.scenario is not None and asked.scenario.endswith(".py"):
-        theirs = (*_JOB, *_EXCHANGE, *_LEARNED, "save", "device", "rank", "peers")
-        _only(asked, "without a script (what a script is given stands after --)", *theirs)
-        return _script_together(asked) if asked.real else _script(asked, wire)
-    options.only(
-        "with a script (a file that ends with .py)", {"--scenario": asked.where, "--": asked.arguments or None}
+def run(options: Run) -> bool:
+    """`hcsim run`; whether all went well."""
+    _load(options.plugin)
+    learned = {f"training.{name}": getattr(options, name) for name in ("task", "strategy", "compressor", "steps")}
+    if options.what is not None and options.what.endswith(".py"):
+        trained = {f"--{name.removeprefix('training.')}": value for name, value in learned.items()}
+        only(_NO_SCRIPT, {**trained, "--save": options.save})
+        return (_script_for_real if options.real else _script)(options, Settings(options.set))
+    given = {f"-- {' '.join(options.arguments)}": True} if options.arguments else {}
+    only("with a script (a file that ends with .py)", {"--scenario": options.scenario, **given})
+    text, attended = _standard_input(options.what)
+    chosen = _scenario(options.what, text, options.seed) if options.what or not options.real else None
+    settings = Settings(options.set, {**learned, "cluster.nodes": options.nodes})
+    training = _training(chosen, settings)
+    if options.real:
+        return _cluster_for_real(options, chosen, settings, training, attended=attended)
+    assert chosen is not None  # it was needed
+    return _virtual(options, chosen, settings, training)
+
+
+def bench(options: Bench) -> bool:
+    """`hcsim bench`; whether all results were right."""
+    from hcsim.cli.ranks import run_virtual
+
+    _load(options.plugin)
+    names = ("operation", "size", "dtype", "repeat", "algorithm")
+    settings = Settings(options.set, {f"job.{name}": getattr(options, name) for name in names})
+    text, _ = _standard_input(options.scenario)
+    chosen = _scenario(options.scenario, text, options.seed)
+    chosen = replace(chosen, job=settings.take("job", chosen.job))
+    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+    settings.finish({"training": "with `hcsim run`", "cluster": "with `hcsim run`"})
+    return run_virtual(chosen, wire, files)
+
+
+def rank(options: Rank) -> bool:
+    """`hcsim rank`; whether all went well."""
+    from hcsim.cli.ranks import run_real, train_real
+
+    _load(options.plugin)
+    settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
+    text, _ = _standard_input(options.job)
+    chosen = _scenario(options.job, text, options.seed) if options.job is not None else None
+    training = _training(chosen, settings)
+    files = tls(options.tls_cert, options.tls_key, options.tls_ca)
+    wire = _wire(settings, _WAIT_S if options.wait is None else seconds("--wait", options.wait))
+    if training is not None:
+        here = settings.take("machine", ThisMachine(), ("device", "metrics"))
+        settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
+        place = _place(options, files, here)
+        return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save)
+    job = _checked_real(chosen.name if chosen else "--set", settings.take("job", chosen.job if chosen else Job()))
+    here = settings.take("machine", ThisMachine(), ("metrics",))
+    learned = "where something is learned (--task)"
+    settings.finish({"machine": _BY_ITSELF, "machine.device": learned, "cluster": _BY_ITSELF})
+    only(learned, {"--save": options.save, "--seed": options.seed})
+    return run_real(job, _place(options, files, here), wire)
+
+
+def shipped_scenario(name: str | None) -> Scenario:
+    """The scenario of that name or file."""
+    return _scenario(name, None, None)
+
+
+def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -> Policy:
+    """How a coordinator treats its workers."""
+    return Policy(
+        workers=workers,
+        least=least,
+        heartbeat_s=seconds("--heartbeat", heartbeat),
+        silence_s=seconds("--silence", silence),
     )
-    text, attended = read_job() if asked.scenario == "-" else (None, False)
-    changes = asked.these(*_JOB, *_EXCHANGE)
-    chosen = options.scenario(asked.scenario, asked.seed, changes, needed=not asked.real, text=text)
-    given = chosen.training if chosen else None
-    settings = options.training(given, asked.these(*_LEARNED), asked.these(*_EXCHANGE))
-    if settings is None:
-        _only(asked, "where something is learned (--task)", "save", "device")
-    else:
-        _only(asked, "where nothing is learned", *_JOB)
-    if asked.hosts is None:
-        _only(asked, "with --hosts", "remote_hcsim")
-    if not asked.real:
-        assert chosen is not None  # it was needed
-        return _virtual(asked, chosen, settings, wire)
-    _only(asked, "in a virtual run", "metrics")
-    if asked.rank is None and asked.peers is None:
-        return _together(asked, chosen, settings, wire, attended)
-    _only(asked, "in a virtual run, or where machines find each other", "trace")
-    return _by_hand(asked, chosen, settings, wire)
 
 
-def _script(asked: Asked, wire: Wire) -> bool:
-    """A torch script on a scenario's machines."""
+def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """The TLS files, all or none."""
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise ConfigError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
+    return TlsFiles(cert, key, ca)
+
+
+def only(where: str, given: Mapping[str, object]) -> None:
+    """Refuse what was given of these options: they do something only there."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(f"{', '.join(names)}: only {where}")
+
+
+def _script(options: Run, settings: Settings) -> bool:
+    """A torch script on a scenario's machines: all of them, or the first."""
     from hcsim.cli.script import run_script
 
-    _only(asked, "with --real", *_REAL)
-    _only(asked, "without a script, with --peers and --rank", *_BY_HAND)
-    home = options.script_scenario(asked.where, asked.seed, asked.nodes)
-    return run_script(Path(str(asked.scenario)), asked.arguments or [], home, wire, _files(asked))
+    only("with --real", {"--hosts": options.hosts, "--state": options.state})
+    if options.scenario is None:
+        screen.scenarios(stderr=True)
+        raise ConfigError("on which cluster? Give --scenario: one of these names, or a TOML file")
+    chosen = _scenario(options.scenario, None, options.seed)
+    if options.nodes is not None and options.nodes > len(chosen.nodes):
+        raise ConfigError(f"--nodes {options.nodes}: {chosen.name} has {len(chosen.nodes)}")
+    if options.nodes is not None and options.nodes < len(chosen.nodes):
+        chosen = first_nodes(chosen, options.nodes)
+    chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+    settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "cluster": "with --real"})
+    return run_script(Path(str(options.what)), options.arguments or [], chosen, wire, files)
 
 
-def _script_together(asked: Asked) -> bool:
+def _script_for_real(options: Run, settings: Settings) -> bool:
     """This machine's rank of a torch script on a real cluster."""
-    from hcsim.cli.script import run_script_together
+    from hcsim.cli.script import run_script_for_real
 
-    options.only("in a virtual run", {"--scenario": asked.where})
-    _only(asked, "in a virtual run", *_VIRTUAL)
-    _only(asked, "in a virtual run, or without a script", "seed", "stripes", "segment")
-    _only(asked, "without a script; start it on every machine", "hosts", "remote_hcsim", "state")
-    _only(asked, "without a script, with --peers and --rank", *_BY_HAND)
-    here = options.here(asked.cluster, asked.name, asked.at, None, "cpu", asked.metrics_port)
-    cluster = options.cluster(None, asked.nodes)
-    return run_script_together(here, cluster, Path(str(asked.scenario)), asked.arguments or [])
+    only("in a virtual run", {"--scenario": options.scenario, "--trace": options.trace})
+    only("in a virtual run, or without a script", {"--seed": options.seed})
+    everywhere = "without a script; start it on every machine"
+    only(everywhere, {"--hosts": options.hosts, "--state": options.state})
+    cluster = settings.take("cluster", Cluster())
+    if options.nodes is not None:
+        cluster = replace(cluster, nodes=options.nodes)
+    machine = settings.take("machine", ThisMachine(device="cpu"), ("cluster", "name", "at", "metrics"))
+    settings.finish({"training": _NO_SCRIPT, "job": _NO_SCRIPT, "machine": everywhere})
+    return run_script_for_real(_here(machine, None), cluster, Path(str(options.what)), options.arguments or [])
 
 
-def _together(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire, attended: bool) -> bool:
+def _cluster_for_real(
+    options: Run, chosen: Scenario | None, settings: Settings, training: Training | None, *, attended: bool
+) -> bool:
     """Train with the machines that find each other."""
-    from hcsim.cli.together import train_together
+    from hcsim.cli.elastic import Others, train_for_real
     from hcsim.node import Plan
 
-    _only(asked, "with --peers and --rank", *_BY_HAND)
-    here = options.here(asked.cluster, asked.name, asked.at, asked.state, asked.device, asked.metrics_port)
-    others = options.others(asked.hosts, asked.remote_hcsim)
-    cluster = options.cluster(chosen.cluster if chosen else None, asked.nodes, len(others.hosts))
-    plan = Plan(cluster, options.to_learn(settings), _seed(asked, chosen), wire)
-    return train_together(here, plan, _files(asked), asked.save, others, attended=attended)
+    others = Others(_hosts(options.hosts))
+    cluster = settings.take("cluster", (chosen.cluster if chosen else None) or Cluster())
+    if cluster.nodes is None and others.hosts:  # those that are started from here are waited for
+        cluster = replace(cluster, nodes=1 + len(others.hosts))
+    wire = _wire(settings, _WAIT_S)
+    names = [name for name in ThisMachine.__struct_fields__ if name != "remote_hcsim" or others.hosts]
+    machine = settings.take("machine", ThisMachine(), names)
+    here = _here(machine, options.state)
+    if training is None:
+        raise ConfigError(
+            "what is to be trained? Give --task, or a file with a [training] table; "
+            "for one operation among ranks that you start by hand, `hcsim rank --peers`"
+        )
+    settings.finish({"machine": "with --hosts"})
+    _apart({"--save": options.save, "--trace": options.trace})
+    plan = Plan(cluster, training, _seed(options.seed, chosen), wire)
+    others = replace(others, program=machine.remote_hcsim)
+    return train_for_real(here, plan, options.trace, options.save, others, attended=attended)
 
 
-def _by_hand(asked: Asked, chosen: Scenario | None, settings: Training | None, wire: Wire) -> bool:
-    """One rank of those that `--peers` lists."""
-    from hcsim.cli.place import Place
-
-    _only(asked, "without --peers and --rank", *_IN_CLUSTER, "nodes")
-    tls = options.tls(asked.tls_cert, asked.tls_key, asked.tls_ca)
-    metrics_at = options.metrics_at(asked.metrics_port)
-    place = Place(options.peers(asked.peers), asked.rank, tls, asked.insecure, metrics_at)
-    if settings is not None:
-        from hcsim.cli.train import train_real
-
-        return train_real(settings, _seed(asked, chosen), place, wire, asked.device or "auto", asked.save)
-    from hcsim.cli.real import run_real
-
-    _only(asked, "in a virtual run", "seed")
-    return run_real(options.real_job(chosen, asked.these(*_JOB, *_EXCHANGE)), place, wire)
-
-
-def _virtual(asked: Asked, chosen: Scenario, settings: Training | None, wire: Wire) -> bool:
+def _virtual(options: Run, chosen: Scenario, settings: Settings, training: Training | None) -> bool:
     """A scenario's own machines: its job, its training, or its cluster."""
-    from hcsim.cli.virtual import run_virtual
+    only("with --real", {"--hosts": options.hosts, "--state": options.state})
+    if training is None:
+        only("with a script, or where something is learned (--task)", {"--nodes": options.nodes})
+        only("where something is learned (--task)", {"--save": options.save})
+        from hcsim.cli.ranks import run_virtual
 
-    _only(asked, "with --real", "peers", "rank", *_BY_HAND, "device", *_REAL)
-    if settings is None:
-        _only(asked, "with a script, or where something is learned (--task)", "nodes")
-        return run_virtual(chosen, wire, _files(asked))
-    if chosen.cluster is not None or asked.nodes is not None:
-        from hcsim.cli.together import simulate_together
+        chosen = replace(chosen, job=settings.take("job", chosen.job))
+        chosen, wire, files = _modelled(chosen, settings, {"--trace": options.trace})
+        settings.finish({"cluster": "where something is learned (--task)"})
+        return run_virtual(chosen, wire, files)
+    forming = chosen.cluster is not None or settings.has("cluster")
+    if forming:
+        chosen = _clustered(chosen, settings.take("cluster", chosen.cluster or Cluster()))
+    chosen, wire, files = _modelled(chosen, settings, {"--save": options.save, "--trace": options.trace})
+    settings.finish()
+    if forming:
+        from hcsim.cli.elastic import train_virtual_cluster
 
-        return simulate_together(options.clustered(chosen, asked.nodes), settings, wire, _files(asked), asked.save)
-    from hcsim.cli.train import train_virtual
+        return train_virtual_cluster(chosen, training, wire, files, options.save)
+    from hcsim.cli.ranks import train_virtual
 
-    return train_virtual(chosen, settings, wire, _files(asked), asked.save)
+    return train_virtual(chosen, training, wire, files, options.save)
 
 
-def _seed(asked: Asked, chosen: Scenario | None) -> int:
+def _load(plugins: Sequence[str] | None) -> None:
+    for plugin in plugins or ():
+        load_plugin(plugin)
+
+
+def _standard_input(name: str | None) -> tuple[str | None, bool]:
+    """What stands there, if it is asked for, and whether somebody attends to the run."""
+    if name != "-":
+        return None, False
+    from hcsim.cli.elastic import read_job
+
+    return read_job()
+
+
+def _scenario(name: str | None, text: str | None, seed: int | None) -> Scenario:
+    """The scenario of that name or file, or the one that is the text."""
+    if name is None:
+        screen.scenarios(stderr=True)
+        raise ConfigError("give a scenario: one of these names, or a TOML file")
+    if name.endswith(".py"):
+        raise ConfigError(f"{name}: a script is run by `hcsim run {name}`")
+    try:
+        loaded = load_scenario(name) if text is None else parse_scenario(text, "standard input")
+    except ConfigError:
+        if text is None and not Path(name).exists():
+            screen.scenarios(stderr=True)
+            hint = did_you_mean(name, shipped_scenarios())
+            raise ConfigError(f"{name}: there is no such file, and none of these is called so{hint}") from None
+        raise
+    return loaded if seed is None else replace(loaded, seed=seed)
+
+
+def _training(chosen: Scenario | None, settings: Settings) -> Training | None:
+    """What is to be learned: what a scenario says, with what is set; None where neither says anything."""
+    loaded = chosen.training if chosen else None
+    if loaded is None and not settings.has("training"):
+        return None
+    return settings.take("training", loaded or Training())
+
+
+def _modelled(chosen: Scenario, settings: Settings, outputs: Mapping[str, Path | None]) -> tuple[Scenario, Wire, Files]:
+    """What a virtual run takes beside its job: how TCP and messages behave, and what it writes."""
+    from hcsim.cli.recording import Files
+
+    chosen = replace(chosen, tcp=settings.take("tcp", chosen.tcp))
+    wire = _wire(settings, _WAIT_S)
+    metrics = settings.take("machine", ThisMachine(), ("metrics",)).metrics
+    if metrics is not None and metrics.isdecimal():
+        raise ConfigError(f"--set metrics={metrics}: a port is for real runs; give a file for the final metrics")
+    files = Files(outputs["--trace"], None if metrics is None else Path(metrics))
+    _apart({**outputs, "--set metrics": files.metrics})
+    return chosen, wire, files
+
+
+def _checked_real(name: str, job: Job) -> Job:
+    """A job for a real run; of a scenario, that is all that a real machine can use."""
+    if job.payload == "phantom":
+        raise ConfigError(f"{name}: its job has phantoms for a payload, which cannot cross a real network")
+    if job.compute is not None:
+        raise ConfigError(f"{name}: its job computes, which is modelled: a real machine has nothing to do there")
+    return job
+
+
+def _clustered(scenario: Scenario, cluster: Cluster) -> Scenario:
+    """A scenario whose nodes find each other; without a figure, all of them are waited for."""
+    there = len(scenario.nodes)
+    cluster = cluster if cluster.nodes is not None else replace(cluster, nodes=there)
+    if cluster.needed > there:
+        real = "" if there else "; to train on the machines of your cluster, say --real"
+        raise ConfigError(f"work begins with {cluster.needed} nodes, and {scenario.name} has {there} [[node]]{real}")
+    return replace(scenario, cluster=cluster)
+
+
+def _wire(settings: Settings, wait_s: float) -> Wire:
+    travel = settings.take("wire", WireSettings())
+    return Wire(stripes=travel.stripes, segment_bytes=int(travel.segment_bytes), connect_timeout_s=wait_s)
+
+
+def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
+    """Where a rank stands that is started by hand."""
+    from hcsim.cli.ranks import Place
+
+    peers = tuple(part.strip() for part in (options.peers or "").split(","))
+    if not all(peers):
+        raise ConfigError("give --peers: the addresses of all ranks in order, such as mini.local,studio.local")
+    return Place(peers, options.rank, files, options.insecure, _metrics_at(here.metrics))
+
+
+def _here(machine: ThisMachine, state: Path | None) -> RealNode:
+    """This machine's place in a real cluster."""
+    from hcsim.cli.cluster import home
+    from hcsim.launch import RealNode
+
+    name = machine.name
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise ConfigError(f"--set name={name!r}: give a name that the others can read")
+    for host in machine.at:
+        if host.count(":") == 1 or "]:" in host:
+            raise ConfigError(
+                f"--set at={host}: give a host; its ports are the job's discovery_port and gradient_port of [cluster]"
+            )
+        split_address(f"[{host}]:1" if ":" in host else f"{host}:1")
+    metrics_at = _metrics_at(machine.metrics)
+    return RealNode(home(), machine.cluster, name or "", machine.at, machine.device, state, metrics_at)
+
+
+def _metrics_at(text: str | None) -> str | None:
+    """Where metrics are served: at a port of this machine alone, or where `host:port` says."""
+    if text is None:
+        return None
+    try:
+        split_address(address := f"127.0.0.1:{text}" if text.isdecimal() else text)
+    except ConfigError:
+        raise ConfigError(f"--set metrics={text}: give a port, or host:port such as 0.0.0.0:9400") from None
+    return address
+
+
+def _hosts(text: str | None) -> tuple[str, ...]:
+    """Who is started from here."""
+    names = tuple(part.strip() for part in text.split(",")) if text is not None else ()
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"--hosts {text}: give each machine once, as ssh knows it, such as mini.local,studio.local")
+    return names
+
+
+def _apart(outputs: Mapping[str, Path | None]) -> None:
+    """Refuse two that would be written over each other; a device, such as /dev/null, takes any number."""
+    taken: dict[Path, str] = {}
+    for option, path in outputs.items():
+        if path is not None and (path.is_file() or not path.exists()):
+            other = taken.setdefault(path.resolve(), option)
+            if other != option:
+                raise ConfigError(f"{other}, {option}: both are {path}; give each a file of its own")
+
+
+def _seed(asked: int | None, chosen: Scenario | None) -> int:
     """The seed: a scenario has taken over what was asked for."""
-    return chosen.seed if chosen else 1 if asked.seed is None else asked.seed
-
-
-def _files(asked: Asked) -> Files:
-    return Files(asked.trace, asked.metrics)
-
-
-def _only(asked: Asked, where: str, *names: str) -> None:
-    """These say something only there."""
-    options.only(where, {f"--{name.replace('_', '-')}": value for name, value in asked.these(*names).items()})
+    return chosen.seed if chosen else 1 if asked is None else asked

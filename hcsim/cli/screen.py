@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hcsim.config import Job, parse_scenario, shipped_scenarios
 from hcsim.transport.callers import one_line, plain
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from hcsim.config import Training
+    from hcsim.config import Job, Training
     from hcsim.jobs import Lap
     from hcsim.training.run import Point, Report
-
 
 _LONGEST = 10_000
 """Of one message; a part of it may come from another machine."""
@@ -64,6 +62,8 @@ def show(table: Table) -> None:
 
 def scenarios(*, stderr: bool = False) -> None:
     """The shipped scenarios and what they are."""
+    from hcsim.config import parse_scenario, shipped_scenarios
+
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, path in shipped_scenarios().items():
         table.add_row(name, parse_scenario(path.read_text(encoding="utf-8"), str(path)).description)

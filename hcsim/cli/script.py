@@ -68,19 +68,19 @@ def run_script(script: Path, arguments: Sequence[str], scenario: Scenario, wire:
     return run.succeeded
 
 
-def run_script_together(here: RealNode, cluster: Cluster, path: Path, arguments: Sequence[str]) -> bool:
+def run_script_for_real(here: RealNode, cluster: Cluster, path: Path, arguments: Sequence[str]) -> bool:
     """Run this machine's rank of a script on a real cluster; whether it came to a good end.
 
     What the script writes appears as it is; what we have to say goes to standard error."""
     load_secret(here.home, here.cluster)  # whoever has joined no cluster need not wait
     script = Script.read(path, arguments)
-    ended = asyncio.run(_together(here, cluster, script))
+    ended = asyncio.run(_run_for_real(here, cluster, script))
     if ended.code:
         screen.note(f"rank {ended.rank} of {ended.world}: the script {ended_how(ended.code)}")
     return ended.code == 0
 
 
-async def _together(here: RealNode, cluster: Cluster, script: Script) -> Ended:
+async def _run_for_real(here: RealNode, cluster: Cluster, script: Script) -> Ended:
     leaving = asyncio.Event()
     running = asyncio.ensure_future(run_in_cluster(here, cluster, script, tell=screen.note, leaving=leaving))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from hcsim.config.faults import AnyFault
 from hcsim.config.scenario import Scenario, Tcp
 from hcsim.config.table import Table
 from hcsim.config.training import Training
+from hcsim.units import Quantity
 
 _OF_THE_ROOT = ("name", "description", "plugins", "processes", "seed", "routes")
 _UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": " FLOPS"}
@@ -43,6 +45,11 @@ def write_job(name: str, seed: int, cluster: Cluster, training: Training) -> str
     return "\n".join([*head, "[cluster]", *_given(cluster), "[training]", *_given(training), ""])
 
 
+def as_read(table: Table) -> dict[str, Any]:
+    """What TOML has for a table, as the decoder takes it: with keys put in, it can be read again."""
+    return msgspec.toml.decode("\n".join(_given(table)), type=dict[str, Any])
+
+
 def _table(fault: AnyFault) -> str:
     return "\n".join(["[[fault]]", *_tag(fault), *_given(fault), ""])
 
@@ -64,8 +71,9 @@ def _value(name: str, value: object) -> str:
         return f"{{ {', '.join([*_tag(value), *_given(value)])} }}"
     if isinstance(value, tuple) and any(isinstance(each, Table) for each in value):
         return f"[{', '.join(_value('', each) for each in value)}]"
-    unit = re.search(r"_(bps|Bps|s|bytes|flops)$", name)
-    if unit is not None:
+    suffix = re.search(r"_(bps|Bps|s|bytes|flops)$", name)
+    unit = _UNITS[suffix[0]] if suffix else f" {value.dimension.base}" if isinstance(value, Quantity) else ""
+    if unit:
         number = value if isinstance(value, int) else repr(float(str(value)))
-        return json.dumps(f"{number}{_UNITS[unit[0]]}")
+        return json.dumps(f"{number}{unit}")
     return json.dumps(value, ensure_ascii=False)  # for texts, lists, numbers and truth values TOML is like JSON

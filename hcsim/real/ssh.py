@@ -132,7 +132,7 @@ def _failure(host: str, program: str, status: int, last: str, begun: bool) -> st
     if status == _SSH_FAILED:
         return f"ssh does not get to {host}: {last or 'it gave no reason'}; try `ssh {host} true` until that works"
     if status == _NOT_FOUND:
-        return f"{host} has no program {program!r}: say what it is called there (--remote-hcsim /path/to/hcsim)"
+        return f"{host} has no program {program!r}: say what it is called there (--set remote_hcsim=/path/to/hcsim)"
     if status == _REFUSED:
         return f"{host} cannot take part: {last}"
     said = f": {last}" if last else " and gave no reason"

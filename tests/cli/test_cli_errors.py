@@ -15,57 +15,103 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 
-REAL = ("run", "--real", "--peers", "localhost:52416,localhost:52417")
+PEERS = ("rank", "--peers", "localhost:52416,localhost:52417")
+VIRTUAL = ("run", "two-macs-wifi")
+LEARNED = (*VIRTUAL, "--task", "convex", "--set")
+MEMBER = ("run", "--real", "--task", "convex", "--set")
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("run",), ["give a scenario", "four-macs-1gbe", "Four Mac minis"]),
+        (("bench",), ["give a scenario", "four-macs-1gbe", "Four Mac minis"]),
         (("run", "two-mac-wifi"), ["no such file", "did you mean two-macs-wifi", "Two MacBooks"]),
-        (("run", "two-macs-wifi", "--size", "64 Mb"), ["--size", "did you mean MB", "megabits"]),
-        (("run", "two-macs-wifi", "--size", "64"), ["--size", "needs a unit", "MiB"]),
-        (("run", "two-macs-wifi", "--algorithm", "rnig"), ["did you mean ring", "halving_doubling"]),
-        (("run", "two-macs-wifi", "--operation", "allreduce"), ["--operation", "did you mean all_reduce"]),
-        (("run", "two-macs-wifi", "--dtype", "float8"), ["--dtype", "bfloat16"]),
-        (("run", "two-macs-wifi", "--repeat", "0"), ["--repeat", "at least 1"]),
-        (("run", "two-macs-wifi", "--timeout", "1 day"), ["--timeout", "min"]),
-        (("run", "two-macs-wifi", "--segment", "1 GiB"), ["--segment", "16 MiB"]),
-        (("run", "two-macs-wifi", "--stripes", "0"), ["--stripes"]),
-        (("run", "two-macs-wifi", "--trace", "/nowhere/at/all"), ["/nowhere/at/all", "cannot be written"]),
-        (("run", "two-macs-wifi", "--rank", "1", "--insecure"), ["--rank, --insecure", "--real"]),
-        (("run", "four-macs-1gbe", "--algorithm", "hierarchical"), ["several homes"]),
-        (("run", "--real"), ["--peers"]),
-        (("run", "--real", "--task", "convex", "--name", "two\nlines"), ["--name", "can read"]),
-        (("run", "--real", "--task", "convex", "--name", " "), ["--name", "can read"]),
-        (("run", "--real", "--task", "convex", "--at", "127.0.0.1:9000"), ["--at", "discovery_port"]),
-        (("run", "--real", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
-        (("run", "--real", "--peers", "localhost:x,localhost", "--rank", "0"), ["'localhost:x'", "host:port"]),
-        (("run", "--real", "--peers", "localhost,localhost", "--rank", "0"), ["localhost:52416", "twice"]),
-        (("run", "--real", "--peers", "localhost:0,localhost", "--rank", "0"), ["localhost:0", "which port that is"]),
-        (("run", "--real", "--peers", f"localhost,h:{'1' * 5000}", "--rank", "0"), ["is not an address"]),
-        (("run", "--real", "--peers", "http://a:1,b", "--rank", "0"), ["'http://a:1'", "ws, wss, grpc"]),
-        (("run", "--real", "--peers", "localhost,localhost:99999", "--rank", "0"), ["'localhost:99999'", "host:port"]),
-        (("run", "--real", "--peers", "192.0.2.1,localhost", "--rank", "0", "--insecure"), ["192.0.2.1", "our own"]),
-        ((*REAL,), ["--rank", "0 to 1"]),
-        ((*REAL, "--rank", "2"), ["--rank", "0 to 1"]),
-        ((*REAL, "--rank", "0", "--seed", "3"), ["--seed", "virtual"]),
-        ((*REAL, "--rank", "0", "--tls-key", "me.key"), ["--tls-cert", "--tls-ca"]),
-        ((*REAL, "--rank", "0", "--algorithm", "hierarchical"), ["groups"]),
-        ((*REAL, "--rank", "0", "--metrics-port", "mini..local:9400"), ["mini..local:9400", "no host's name"]),
+        (("bench", "two-macs-wifi", "--size", "64 Mb"), ["--size", "did you mean MB", "megabits"]),
+        (("bench", "two-macs-wifi", "--size", "64"), ["--size", "needs a unit", "MiB"]),
+        (("bench", "two-macs-wifi", "--algorithm", "rnig"), ["did you mean ring", "halving_doubling"]),
+        (("bench", "two-macs-wifi", "--operation", "allreduce"), ["--operation", "did you mean all_reduce"]),
+        (("bench", "two-macs-wifi", "--dtype", "float8"), ["--dtype", "bfloat16"]),
+        (("bench", "two-macs-wifi", "--repeat", "0"), ["--repeat", "at least 1"]),
+        (("bench", "two-macs-wifi", "--set", "lr=3"), ["--set lr: only with `hcsim run`"]),
+        (("bench", "two-macs-wifi", "--set", "quorum=any"), ["--set quorum: only with `hcsim run`"]),
+        (("bench", "two-macs-wifi", "--size", "1 KiB", "--set", "size=2 KiB"), ["--size, --set size", "given twice"]),
+        ((*VIRTUAL, "--set", "timeout=1 day"), ["--set timeout", "min"]),
+        ((*VIRTUAL, "--set", "size=64"), ["--set size", "needs a unit", "MiB"]),
+        ((*VIRTUAL, "--set", "segment=1 GiB"), ["--set segment", "16 MiB"]),
+        ((*VIRTUAL, "--set", "stripes=0"), ["--set stripes = 0", "at least 1"]),
+        ((*VIRTUAL, "--set", "stripes"), ["--set stripes: give KEY=VALUE", "hcsim list settings"]),
+        ((*VIRTUAL, "--set", "=3"), ["--set =3: give KEY=VALUE"]),
+        ((*VIRTUAL, "--set", "tcp..window=3"), ["give KEY=VALUE"]),
+        ((*VIRTUAL, "--set", "bach=3"), ["--set bach: there is no such setting (did you mean batch?)", "segment"]),
+        ((*VIRTUAL, "--set", "name=mini"), ["--set name: only with --real"]),
+        ((*VIRTUAL, "--set", "quorum=any"), ["--set quorum: only where something is learned"]),
+        ((*VIRTUAL, "--trace", "/nowhere/at/all"), ["/nowhere/at/all", "cannot be written"]),
+        ((*VIRTUAL, "--hosts", "a", "--state", "s"), ["--hosts, --state", "--real"]),
+        ((*LEARNED, "training=3"), ["--set training: this is a table", "--set training.KEY=VALUE"]),
+        ((*LEARNED, "bach=3"), ["--set bach: there is no such setting (did you mean batch?)", "momentum"]),
+        ((*LEARNED, "training.bach=3"), ["[training] has no such key (did you mean batch?)", "momentum"]),
+        ((*LEARNED, "trainin.lr=3"), ["--set trainin.lr: there is no such setting (did you mean training?)"]),
+        ((*LEARNED, "batch=many"), ['--set batch = "many"', "a whole number or a list"]),
+        ((*LEARNED, "batch=8,many"), ['--set batch[1] = "many"', "a whole number"]),
+        ((*LEARNED, "scale_lr=yes"), ['--set scale_lr = "yes"', "true or false"]),
+        ((*LEARNED, "optimizer=adam"), ["--set optimizer", "did you mean adamw?", "sgd"]),
+        ((*LEARNED, "ack_share=2"), ["--set ack_share", "from 0 to 1"]),
+        ((*LEARNED, "lr.high=2"), ["--set lr: expected a number"]),
+        ((*LEARNED, "lr=1", "--set", "training.lr=2"), ["--set lr, --set training.lr: this is given twice"]),
+        ((*LEARNED, "lr=1", "--set", "lr=2"), ["--set lr: this is given twice"]),
+        ((*LEARNED, "heartbeat.beat=1"), ["--set heartbeat.beat: unknown key", "interval, timeout"]),
+        ((*LEARNED, "heartbeat.interval=1 h"), ["--set heartbeat", "longer than the interval"]),
+        ((*LEARNED, "heartbeat=1"), ["--set heartbeat = 1: expected a table"]),
+        ((*LEARNED, "discovery_port=52416"), ["--set discovery_port", "both 52416"]),
+        (("run", "four-macs-1gbe", "--set", "algorithm=hierarchical"), ["several homes"]),
+        (("bench", "four-macs-1gbe", "--algorithm", "hierarchical"), ["several homes"]),
+        (("run", "--real"), ["--task", "[training]", "hcsim rank --peers"]),
+        (("run", "--real", "--task", "convex", "--set", "repeat=2"), ["--set repeat", "nothing is learned"]),
+        ((*MEMBER, "name=two\nlines"), ["--set name", "can read"]),
+        ((*MEMBER, "name= "), ["--set name", "can read"]),
+        ((*MEMBER, "at=127.0.0.1:9000"), ["--set at", "discovery_port"]),
+        ((*MEMBER, "tcp.window=1 MiB"), ["--set tcp.window: only in a virtual run"]),
+        ((*MEMBER, "remote_hcsim=h"), ["--set remote_hcsim: only with --hosts"]),
+        (("rank",), ["--peers", "mini.local,studio.local"]),
+        (("rank", "--peers", "a,,b", "--rank", "0"), ["--peers"]),
+        (("rank", "--peers", "localhost:x,localhost", "--rank", "0"), ["'localhost:x'", "host:port"]),
+        (("rank", "--peers", "localhost,localhost", "--rank", "0"), ["localhost:52416", "twice"]),
+        (("rank", "--peers", "localhost:0,localhost", "--rank", "0"), ["localhost:0", "which port that is"]),
+        (("rank", "--peers", f"localhost,h:{'1' * 5000}", "--rank", "0"), ["is not an address"]),
+        (("rank", "--peers", "http://a:1,b", "--rank", "0"), ["'http://a:1'", "ws, wss, grpc"]),
+        (("rank", "--peers", "localhost,localhost:99999", "--rank", "0"), ["'localhost:99999'", "host:port"]),
+        (("rank", "--peers", "192.0.2.1,localhost", "--rank", "0", "--insecure"), ["192.0.2.1", "our own"]),
+        (PEERS, ["--rank", "0 to 1"]),
+        ((*PEERS, "--rank", "2"), ["--rank", "0 to 1"]),
+        ((*PEERS, "--rank", "0", "--seed", "3"), ["--seed: only where something is learned"]),
+        ((*PEERS, "--rank", "0", "--save", "model"), ["--save: only where something is learned"]),
+        ((*PEERS, "--rank", "0", "--wait", "5"), ["--wait", "needs a unit"]),
+        ((*PEERS, "--rank", "0", "--tls-key", "me.key"), ["--tls-cert", "--tls-ca"]),
+        ((*PEERS, "--rank", "0", "--set", "algorithm=hierarchical"), ["groups"]),
+        ((*PEERS, "--rank", "0", "--set", "metrics=mini..local:9400"), ["mini..local:9400", "no host's name"]),
+        ((*PEERS, "--rank", "0", "--set", "device=cpu"), ["--set device: only where something is learned"]),
+        ((*PEERS, "--rank", "0", "--set", "name=mini"), ["--set name: only with `hcsim run --real`"]),
+        ((*PEERS, "--rank", "0", "--set", "quorum=any"), ["--set quorum: only with `hcsim run --real`"]),
+        ((*PEERS, "--rank", "0", "--task", "convex", "--operation", "reduce"), ["--operation", "nothing is learned"]),
         (
-            ("run", "two-macs-wifi", "--trace", "/nowhere/at/../x", "--metrics", "/nowhere/x"),
-            ["--trace, --metrics", "its own"],
+            (*VIRTUAL, "--trace", "/nowhere/at/../x", "--set", "metrics=/nowhere/x"),
+            ["--trace, --set metrics", "its own"],
         ),
         (
-            ("run", "two-macs-wifi", "--task", "convex", "--save", "/nowhere/x", "--trace", "/nowhere/x"),
+            (*VIRTUAL, "--task", "convex", "--save", "/nowhere/x", "--trace", "/nowhere/x"),
             ["--save, --trace", "its own"],
         ),
-        (("run", "--real", "--peers", "192.0.2.1,192.0.2.2", "--rank", "0"), ["192.0.2.1", "plaintext"]),
-        (("run", "--real", "--peers", "localhost,192.0.2.2", "--rank", "0"), ["192.0.2.2", "plaintext", "insecure"]),
-        (("run", "--real", "--peers", "192.0.2.1,localhost", "--rank", "1"), ["192.0.2.1", "plaintext", "insecure"]),
-        (("run", "--real", "--peers", "ws://[2001:db8::1],localhost", "--rank", "1"), ["2001:db8::1", "plaintext"]),
-        (("run", "eight-macs-2.5gbe", *REAL[1:], "--rank", "0"), ["phantom"]),
+        (("rank", "--peers", "192.0.2.1,192.0.2.2", "--rank", "0"), ["192.0.2.1", "plaintext"]),
+        (("rank", "--peers", "localhost,192.0.2.2", "--rank", "0"), ["192.0.2.2", "plaintext", "insecure"]),
+        (("rank", "--peers", "192.0.2.1,localhost", "--rank", "1"), ["192.0.2.1", "plaintext", "insecure"]),
+        (("rank", "--peers", "ws://[2001:db8::1],localhost", "--rank", "1"), ["2001:db8::1", "plaintext"]),
+        (("rank", "eight-macs-2.5gbe", *PEERS[1:], "--rank", "0"), ["phantom"]),
+        (("rank", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
+        (("bench", "train.py"), ["train.py: a script is run by `hcsim run train.py`"]),
+        ((*VIRTUAL, "more"), ["-- more: only with a script"]),
+        ((*VIRTUAL, "--set"), ["'--set' requires an argument"]),
+        (("list", "scenario"), ["there is no such list (did you mean scenarios?)", "settings"]),
     ],
 )
 def test_it_is_told_plainly(arguments: tuple[str, ...], told: list[str]) -> None:
@@ -85,7 +131,7 @@ def test_a_name_beyond_this_machine_is_refused_like_an_address(monkeypatch: pyte
         return known("192.0.2.1" if host == "mini.invalid" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    result = CliRunner().invoke(app, ["run", "--real", "--peers", "mini.invalid,localhost", "--rank", "1"])
+    result = CliRunner().invoke(app, ["rank", "--peers", "mini.invalid,localhost", "--rank", "1"])
     assert result.exit_code == 2, result.output
     assert "error: 192.0.2.1 is not the loopback" in result.stderr
 
@@ -105,13 +151,13 @@ def hcsim_process(*arguments: str, **channels: Any) -> subprocess.CompletedProce
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no device that is full")
-@pytest.mark.parametrize("option", [None, "--trace", "--metrics"])
-def test_a_full_disk_is_told_plainly(option: str | None) -> None:
+@pytest.mark.parametrize("option", [(), ("--trace", "/dev/full"), ("--set", "metrics=/dev/full")])
+def test_a_full_disk_is_told_plainly(option: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
-        if option is None:
-            ended = hcsim_process("scenarios", stdout=full)
+        if not option:
+            ended = hcsim_process("list", "scenarios", stdout=full)
         else:
-            ended = hcsim_process("run", "two-macs-wifi", option, "/dev/full", stdout=subprocess.DEVNULL)
+            ended = hcsim_process("run", "two-macs-wifi", *option, stdout=subprocess.DEVNULL)
     assert ended.returncode in (1, 2)
     assert "cannot be written: No space left on device" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -131,7 +177,7 @@ def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: P
 
 
 def test_a_device_may_take_several_outputs() -> None:
-    outputs = ("--trace", os.devnull, "--metrics", os.devnull)
+    outputs = ("--trace", os.devnull, "--set", f"metrics={os.devnull}")
     assert hcsim_process("run", "two-macs-wifi", *outputs, stdout=subprocess.DEVNULL).returncode == 0
 
 
@@ -158,7 +204,7 @@ def test_a_closed_standard_input_is_an_empty_one() -> None:
 
 
 def test_more_than_fits_the_memory_is_told_plainly() -> None:
-    ended = hcsim_process("run", "two-macs-wifi", "--size", "1000000 TB", stdout=subprocess.DEVNULL)
+    ended = hcsim_process("bench", "two-macs-wifi", "--size", "1000000 TB", stdout=subprocess.DEVNULL)
     assert ended.returncode == 1
     assert "not enough memory" in ended.stderr
     assert "Traceback" not in ended.stderr

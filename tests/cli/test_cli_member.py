@@ -25,7 +25,7 @@ def test_the_trace_of_a_member_has_its_views_and_all_its_steps(tmp_path: Path) -
         training = {{ task = "convex", steps = {STEPS} }}
         """
     )
-    command = ["run", "--real", str(job), "--device", "cpu", "--at", "127.0.0.1", "--trace", str(trace)]
+    command = ["run", "--real", str(job), "--set", "device=cpu", "--set", "at=127.0.0.1", "--trace", str(trace)]
     result = CliRunner().invoke(app, command, env={"HCSIM_HOME": str(tmp_path)})
     assert result.exit_code == 0, result.output
     events = [msgspec.json.decode(line) for line in trace.read_bytes().splitlines()]

@@ -1,4 +1,4 @@
-"""`hcsim run --real`: two processes on loopback."""
+"""`hcsim rank`: two processes on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hcsim.cli.app import app
 
 LIMIT_S = 240
-JOB = ("--size", "3000 B", "--repeat", "2", "--operation", "all_gather")
+JOB = ("--set", "size=3000 B", "--set", "repeat=2", "--operation", "all_gather")
 
 
 def free_peers(count: int) -> str:
@@ -30,7 +30,7 @@ def free_peers(count: int) -> str:
 @contextmanager
 def rank(number: int, peers: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     start = "from hcsim.cli import main; main()"
-    command = [sys.executable, "-c", start, "run", "--real", "--peers", peers, "--rank", str(number), *arguments]
+    command = [sys.executable, "-c", start, "rank", "--peers", peers, "--rank", str(number), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -52,13 +52,13 @@ def test_both_worlds_come_to_the_same_result(scheme: str, carrier: str) -> None:
     assert table.startswith(f"all_gather of 2.93 KiB float32, 2 ranks, for real, rank 0 over {carrier}\n")
     assert table.count("exact") == 2
     assert other_table == table.replace(", rank 0 over ", ", rank 1 over ")
-    virtual = CliRunner().invoke(app, ["run", "two-macs-wifi", *JOB])
+    virtual = CliRunner().invoke(app, ["bench", "two-macs-wifi", *JOB])
     assert results(table) == results(virtual.stdout) != []
 
 
 def test_ranks_with_unlike_jobs_are_told_so_though_each_would_only_wait_for_the_other() -> None:
     peers = free_peers(2)
-    small = ("--size", "1 KiB")
+    small = ("--set", "size=1 KiB")
     with rank(0, peers, *small) as zero, rank(1, peers, *small, "--operation", "broadcast") as one:
         _, errors = zero.communicate(timeout=LIMIT_S)
         _, other_errors = one.communicate(timeout=LIMIT_S)

@@ -44,7 +44,7 @@ if "fail" in sys.argv and dist.get_rank() == 2:
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, tmp_path: Path) -> None:
     trace, metrics = tmp_path / "trace.jsonl", tmp_path / "metrics.txt"
-    files = ("--trace", str(trace), "--metrics", str(metrics))
+    files = ("--trace", str(trace), "--set", f"metrics={metrics}")
     result = hcsim("run", str(script), "--scenario", "four-macs-1gbe", *files, "--", "--lr", "0.1")
     assert result.exit_code == 0, result.output
     got = sorted(line for line in result.stdout.splitlines() if "got" in line)
@@ -101,25 +101,38 @@ def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
             "--task: only without a script (what a script is given stands after --)",
         ),
         (
-            ("train.py", "--scenario", "two-macs-wifi", "--state", "s", "--hosts", "a", "--metrics-port", "1"),
-            "--state, --hosts, --metrics-port: only with --real",
-        ),
-        (("train.py", "--scenario", "two-macs-wifi", "--remote-hcsim", "h"), "--remote-hcsim: only with --real"),
-        (
-            ("train.py", "--scenario", "two-macs-wifi", "--wait", "1 s", "--tls-cert", "c", "--insecure"),
-            "--tls-cert, --wait, --insecure: only without a script",
+            ("train.py", "--scenario", "two-macs-wifi", "--state", "s", "--hosts", "a"),
+            "--hosts, --state: only with --real",
         ),
         (
-            ("train.py", "--real", "--seed", "3", "--stripes", "2", "--segment", "1 MiB"),
-            "--seed, --stripes, --segment: only in a virtual run",
+            ("train.py", "--scenario", "two-macs-wifi", "--set", "metrics=9400"),
+            "--set metrics=9400: a port is for real runs",
         ),
         (
-            ("train.py", "--real", "--wait", "1 s", "--tls-key", "k", "--insecure"),
-            "--tls-key, --wait, --insecure: only without a script",
+            ("train.py", "--scenario", "two-macs-wifi", "--set", "remote_hcsim=h"),
+            "--set remote_hcsim: only with --real",
         ),
         (
-            ("train.py", "--real", "--remote-hcsim", "h"),
-            "--remote-hcsim: only without a script; start it on every machine",
+            ("train.py", "--scenario", "two-macs-wifi", "--set", "lr=0.1"),
+            "--set lr: only without a script (what a script is given stands after --)",
+        ),
+        (("train.py", "--scenario", "two-macs-wifi", "--set", "quorum=any"), "--set quorum: only with --real"),
+        (("train.py", "--real", "--seed", "3"), "--seed: only in a virtual run, or without a script"),
+        (("train.py", "--real", "--trace", "t"), "--trace: only in a virtual run"),
+        (("train.py", "--real", "--set", "stripes=2"), "--set stripes: only in a virtual run, or without a script"),
+        (("train.py", "--real", "--set", "segment=1 MiB"), "--set segment: only in a virtual run, or without"),
+        (("train.py", "--real", "--set", "tcp.window=1 MiB"), "--set tcp.window: only in a virtual run"),
+        (
+            ("train.py", "--real", "--hosts", "a", "--state", "s"),
+            "--hosts, --state: only without a script; start it on every machine",
+        ),
+        (
+            ("train.py", "--real", "--set", "remote_hcsim=h"),
+            "--set remote_hcsim: only without a script; start it on every machine",
+        ),
+        (
+            ("train.py", "--real", "--set", "device=cpu"),
+            "--set device: only without a script; start it on every machine",
         ),
         (("two-macs-wifi", "--nodes", "2"), "--nodes: only with a script, or where something is learned (--task)"),
         (("two-macs-wifi", "--scenario", "two-macs-wifi"), "--scenario: only with a script"),

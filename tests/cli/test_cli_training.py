@@ -17,11 +17,15 @@ from hcsim.real.device import best_torch_device, check_torch_device
 from tests.cli.test_cli_real import LIMIT_S, free_peers, rank
 from tests.torch_backend.ranks import Meeting, Ranks
 
-SMALL = ("--task", "convex", "--steps", "6")
+SMALL = ("--task", "convex", "--set", "steps=6")
 
 
 def hcsim(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
+
+
+def sets(**settings: object) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def parameters(output: str) -> list[str]:
@@ -43,7 +47,7 @@ def test_a_simulated_cluster_learns_and_says_what_it_came_to(strategy: str, comp
     [("ddp", "int8+ef"), ("ddp", "powersgd:2+ef"), ("diloco:2", "topk:0.1+ef"), ("parameter_server", "none")],
 )
 def test_both_worlds_end_with_the_same_parameters(ranks: Ranks, strategy: str, compressor: str) -> None:
-    job = ("--task", "digits", "--steps", "4", "--batch", "4", "--strategy", strategy, "--compressor", compressor)
+    job = ("--task", "digits", *sets(steps=4, batch=4, strategy=strategy, compressor=compressor))
     virtual = hcsim("run", "two-macs-wifi", *job)
     real = ranks.run(trained_for_real, free_peers(2), job, size=2, backend="")
     assert [code for code, _ in real] == [0, 0], real
@@ -53,13 +57,13 @@ def test_both_worlds_end_with_the_same_parameters(ranks: Ranks, strategy: str, c
 
 def trained_for_real(meeting: Meeting, peers: str, job: Sequence[str]) -> tuple[int, str]:
     """In a process that has torch already."""
-    result = hcsim("run", "--real", "--peers", peers, "--rank", str(meeting.rank), *job, "--device", "cpu")
+    result = hcsim("rank", "--peers", peers, "--rank", str(meeting.rank), *job, "--set", "device=cpu")
     return result.exit_code, result.output
 
 
 def test_commands_of_their_own_train_together_too() -> None:
-    job = ("--task", "digits", "--steps", "2", "--batch", "4", "--strategy", "local_sgd:2", "--compressor", "int8+ef")
-    peers, cpu = free_peers(2), ("--device", "cpu")
+    job = ("--task", "digits", *sets(steps=2, batch=4, strategy="local_sgd:2", compressor="int8+ef"))
+    peers, cpu = free_peers(2), sets(device="cpu")
     with rank(0, peers, *job, *cpu) as zero, rank(1, peers, *job, *cpu) as one:
         told = [process.communicate(timeout=LIMIT_S) for process in (zero, one)]
     assert [process.returncode for process in (zero, one)] == [0, 0], told
@@ -104,19 +108,20 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         (("--task", "digitz"), "did you mean digits?"),
         (("--task", "digits", "--strategy", "ddq"), "there is no strategy"),
         (("--task", "digits", "--compressor", "topk:2"), "expected a ratio above 0 and up to 1"),
-        (("--task", "digits", "--algorithm", "rung"), "did you mean ring?"),
-        (("--task", "digits", "--repeat", "3"), "--repeat: only where nothing is learned"),
+        (("--task", "digits", "--set", "algorithm=rung"), "did you mean ring?"),
+        (("--task", "digits", "--set", "repeat=3"), "--set repeat: only where nothing is learned"),
+        (("--task", "digits", "--set", "job.repeat=3"), "--set job.repeat: only where nothing is learned"),
         (("--task", "gpt2", "--save", "model"), "nothing to save"),
         (("--task", "digits", "--save", "/no/where/model"), "there is no folder"),
         (("--save", "model"), "--save: only where something is learned"),
-        (("--task", "digits", "--steps", "0"), "--steps"),
-        (("--task", "digits", "--device", "cpu"), "--device: only with --real"),
+        (("--task", "digits", "--steps", "0"), "--steps = 0: expected a whole number, at least 1"),
+        (("--task", "digits", "--set", "device=cpu"), "--set device: only with --real"),
         (("--task", "convex", "--strategy", "hierarchical"), "here is only one"),
-        (("--task", "convex", "--lr", "inf"), "--lr"),
+        (("--task", "convex", "--set", "lr=inf"), "--set lr = "),
         (("--task", "convex", "--save", "/"), "this is a folder"),
         (("--task", "convex", "--save", "/dev/fd/model"), "nothing can be written in /dev/fd"),
         (("--task", "convex", "--strategy", "local_sgd:"), '"local_sgd" knows every=8'),
-        (("--task", "convex", "--strategy", "parameter_server", "--algorithm", "ring"), "does without all-reduces"),
+        (("--task", "convex", "--strategy", "parameter_server", "--set", "algorithm=ring"), "does without all-reduces"),
     ],
 )
 def test_a_mistake_is_told_in_a_line_before_anything_runs(arguments: tuple[str, ...], complaint: str) -> None:
@@ -128,7 +133,7 @@ def test_a_mistake_is_told_in_a_line_before_anything_runs(arguments: tuple[str, 
 
 @pytest.mark.parametrize("device", ["bogus", "cuda", "mps"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
-    result = hcsim("run", "--real", "--peers", free_peers(2), "--rank", "0", "--task", "digits", "--device", device)
+    result = hcsim("rank", "--peers", free_peers(2), "--rank", "0", "--task", "digits", "--set", f"device={device}")
     assert result.exit_code == 2
     assert f'device "{device}"' in result.output
 
@@ -139,15 +144,15 @@ def test_the_device_that_is_taken_by_itself_computes() -> None:
 
 
 def test_real_ranks_with_unlike_settings_are_told_so() -> None:
-    peers, job = free_peers(2), (*SMALL, "--device", "cpu")
-    with rank(0, peers, *job, "--lr", "0.1") as zero, rank(1, peers, *job, "--lr", "0.2") as one:
+    peers, job = free_peers(2), (*SMALL, "--set", "device=cpu")
+    with rank(0, peers, *job, "--set", "lr=0.1") as zero, rank(1, peers, *job, "--set", "lr=0.2") as one:
         errors = [process.communicate(timeout=LIMIT_S)[1] for process in (zero, one)]
     assert [process.returncode for process in (zero, one)] == [2, 2]
     assert all("lr is 0.1 on rank 0 and 0.2 on rank 1" in error for error in errors)
 
 
 def test_a_task_of_shapes_cannot_be_trained_for_real() -> None:
-    result = hcsim("run", "--real", "--peers", free_peers(2), "--rank", "0", "--task", "gpt2")
+    result = hcsim("rank", "--peers", free_peers(2), "--rank", "0", "--task", "gpt2")
     assert result.exit_code == 2
     assert "it can be simulated, not trained" in result.output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hcsim.cli import screen, standing
+from hcsim.cli import membership, screen
 from hcsim.cluster.messages import Goodbye, Link, Status, Told
 from hcsim.cluster.node import Introduction, Node
 from hcsim.cluster.view import Member, View
@@ -57,9 +57,9 @@ def test_what_the_screen_shows_is_harmless(name: str, capsys: pytest.CaptureFixt
     status = Status(member, "10.0.0.1:52415", "0", 1, 1, True, reason=name)
     link = Link("1" * 32, name, "10.0.0.2:52415", "10.0.0.2:52415", None, name)
     told = Told(status, View("0", 1, (member,), formed=True, reason=name), (link,), ())
-    standing._print(("machine", "node", "", "view", "members", "addresses"), [standing._node(told)])
-    standing._print(
-        ("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), [standing._link(told, link, {})]
+    membership.show_rows(("machine", "node", "", "view", "members", "addresses"), [membership.node_row(told)])
+    membership.show_rows(
+        ("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), [membership.link_row(told, link, {})]
     )
     for show in (screen.note, screen.say, screen.complain):
         show(Goodbye(name).reason)

@@ -206,6 +206,6 @@ def test_a_node_of_a_cluster_takes_a_place_for_metrics_as_a_rank_does(tmp_path: 
     save_secret(tmp_path, "home", new_secret())
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = port.format(busy=busy.getsockname()[1])
-        arguments = ["run", "--real", "--task", "convex", "--nodes", "1", "--metrics-port", port]
+        arguments = ["run", "--real", "--task", "convex", "--nodes", "1", "--set", f"metrics={port}"]
         result = CliRunner().invoke(app, arguments, env={"HCSIM_HOME": str(tmp_path)})
     assert (result.exit_code, words in result.output) == (2, True), result.output

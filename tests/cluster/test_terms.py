@@ -55,8 +55,8 @@ def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (plan(2, SMALL), r"--segment is left out on . and 1048576 B here"),
-        (plan(2, Wire(stripes=3)), r"--stripes is left out on . and 3 here"),
+        (plan(2, SMALL), r"wire.segment is left out on . and 1048576 B here"),
+        (plan(2, Wire(stripes=3)), r"wire.stripes is left out on . and 3 here"),
         (plan(2, quorum="majority"), r"quorum is left out on . and majority here"),
     ],
     ids=["segment", "stripes", "quorum"],
@@ -76,14 +76,14 @@ def test_a_late_one_with_other_options_ends_at_once_and_the_others_train_to_the_
 def test_where_none_has_begun_those_end_that_differ_from_the_leader_who_says_why() -> None:
     results, told = trained({"a": plan(3), "b": plan(3, SMALL)}, {})  # a third would be needed
     ((loser, error),) = [(name, each) for name, each in results.items() if isinstance(each, ConfigError)]
-    assert "--segment" in str(error)
+    assert "wire.segment" in str(error)
     assert [line for lines in told.values() for line in lines if line.startswith(f"{loser} was started otherwise")]
 
 
 def test_differences_are_named_with_both_values() -> None:
-    assert unlike({"--stripes": "2"}, {"--stripes": "2"}, "mini") == ""
-    assert unlike({"--stripes": "2"}, {"quorum": "any"}, "mini") == (
-        "--stripes is 2 on mini and left out here, quorum is left out on mini and any here"
+    assert unlike({"wire.stripes": "2"}, {"wire.stripes": "2"}, "mini") == ""
+    assert unlike({"wire.stripes": "2"}, {"quorum": "any"}, "mini") == (
+        "quorum is left out on mini and any here, wire.stripes is 2 on mini and left out here"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -32,6 +33,7 @@ from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
 from experiments.sweep import Outcome, main, sweep
 from experiments.sweep import _folder as place_of
+from hcsim.cli.app import app as hcsim
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -362,6 +364,34 @@ def test_what_is_shipped_has_its_place_by_its_name_and_by_its_file() -> None:
         assert place_of(name, False) == place_of(str(file), False) == Path("results", name)
     assert place_of("quick.toml", True) == Path("results/quick/quick")
     assert place_of("somewhere/mine.toml", False) == Path("results/mine")
+
+
+def test_nothing_is_written_where_nobody_said_so_but_in_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(SMALL)
+    for words in (("mine.toml",), ("allreduce", "--quick"), ()):
+        for result in (ran(*words), CliRunner().invoke(hcsim, ["sweep", *words])):
+            assert result.exit_code == 2
+            assert "--out FOLDER is needed" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_the_installed_command_writes_the_same(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
+    swept(SMALL, tmp_path / "first")
+    Path(tmp_path / "small.toml").write_text(SMALL)
+    words = ["sweep", str(tmp_path / "small.toml"), "--out", str(tmp_path / "second"), "--jobs", "1"]
+    result = CliRunner().invoke(hcsim, words)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "second" / "cells.csv").read_bytes() == (tmp_path / "first" / "cells.csv").read_bytes()
+
+
+def test_the_installed_command_has_the_same_options() -> None:
+    shown = [ran("--help"), CliRunner().invoke(hcsim, ["sweep", "--help"])]
+    ours, theirs = [sorted(set(re.findall(r"--[a-z]+", one.output)) - {"--install", "--show"}) for one in shown]
+    assert "--quick" in ours
+    assert [word for word in theirs if word not in ours] == []
 
 
 def occupied(file: Path) -> None:

@@ -133,7 +133,7 @@ def test_what_people_read_when_something_is_missing(tmp_path: Path) -> None:
         (a,) = cluster.start("a")
         a.says("waiting for 1 other node")
         a.says("a is node")
-        again = hcsim(cluster.lan["a"], "run", "--real", job, "--device", "cpu", status=2)
+        again = hcsim(cluster.lan["a"], "run", "--real", job, "--set", "device=cpu", status=2)
         assert "52415" in again
         assert "does hcsim run here already?" in again
 

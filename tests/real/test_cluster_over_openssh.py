@@ -29,8 +29,8 @@ def start(cluster: Together, shell: SecureShell, hosts: str, *more: str) -> Proc
     """Train on a and on these, which are started from there."""
     search = f"PATH={shell.programs}:/usr/bin:/bin"
     job = str(cluster.write(1 + len(hosts.split(",")), 20))
-    command = (str(shell.programs / "hcsim"), "run", "--real", job, "--name", "a", "--device", "cpu", "--hosts", hosts)
-    return cluster.lan["a"].start("env", search, *command, *more)
+    command = (str(shell.programs / "hcsim"), "run", "--real", job, "--set", "name=a", "--set", "device=cpu")
+    return cluster.lan["a"].start("env", search, *command, "--hosts", hosts, *more)
 
 
 def inside(machine: Machine, words: str) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_machine_that_falls_silent_is_left_out_and_what_was_started_there_ends
 @pytest.mark.parametrize(
     ("hosts", "more", "told"),
     [
-        ("b", ("--remote-hcsim", "/opt/hcsim"), "b has no program '/opt/hcsim': say what it is called there"),
+        ("b", ("--set", "remote_hcsim=/opt/hcsim"), "b has no program '/opt/hcsim': say what it is called there"),
         ("nowhere", (), "ssh does not get to nowhere: ssh: Could not resolve hostname nowhere"),
     ],
     ids=["no program", "no host"],

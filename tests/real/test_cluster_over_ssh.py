@@ -44,7 +44,7 @@ def start(cluster: Together, hosts: str, *more: str) -> Process:
     programs = a.folder.parent / "bin"
     command = ("env", f"PATH={programs}:/usr/sbin:/usr/bin:/sbin:/bin", str(programs / "hcsim"), "run", "--real")
     job = str(cluster.write(2, 30))
-    return a.start(*command, job, "--name", "a", "--device", "cpu", "--hosts", hosts, *more)
+    return a.start(*command, job, "--set", "name=a", "--set", "device=cpu", "--hosts", hosts, *more)
 
 
 def test_the_other_machine_is_started_trains_with_us_and_its_words_are_marked(ab: Together) -> None:
@@ -75,7 +75,7 @@ def test_a_host_that_ssh_does_not_reach_ends_the_run_with_the_reason(ab: Togethe
 
 
 def test_a_host_without_hcsim_is_named(ab: Together) -> None:
-    here = start(ab, "b", "--remote-hcsim", "/nowhere/hcsim")
+    here = start(ab, "b", "--set", "remote_hcsim=/nowhere/hcsim")
     assert here.ends() == 1
     assert "b has no program '/nowhere/hcsim'" in here.text
 

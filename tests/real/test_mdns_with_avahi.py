@@ -93,7 +93,7 @@ def test_one_that_was_killed_stays_in_view_until_it_is_started_again(ab: Togethe
 def test_names_that_people_give_their_machines_are_seen(ab: Together, name: str, seen_as: str) -> None:
     avahi, b = Avahi(ab.lan["a"]), ab.lan["b"]
     job = str(ab.write(2, 10))
-    b.hcsim("run", "--real", job, "--name", name, "--device", "cpu")
+    b.hcsim("run", "--real", job, "--set", f"name={name}", "--set", "device=cpu")
     seen = avahi.sees(f"{seen_as}-{announced(b)['node'][:8]}")
     assert avahi.resolve(4, seen.host) == b.ip
 
@@ -123,7 +123,7 @@ def test_nodes_meet_through_a_record_of_avahis_among_malformed_ones(ab: Together
         avahi.publish(f"stranger {number}", 9, *text)
     avahi.publish("for a", CONTROL_PORT, f"node={about['node']}", ours)
     quiet = str(ab.write(2, 10, "discover = false"))
-    first = a.hcsim("run", "--real", quiet, "--name", "a", "--device", "cpu")
+    first = a.hcsim("run", "--real", quiet, "--set", "name=a", "--set", "device=cpu")
     first.says("is node")
     ab.write(2, 10)
     (second,) = ab.start("b")
@@ -150,7 +150,7 @@ def test_a_published_record_is_read_as_it_was_written_and_its_end_is_seen(ab: To
 def test_a_machine_whose_address_was_given_by_name_is_announced_where_that_leads(ab: Together) -> None:
     avahi, b = Avahi(ab.lan["a"]), ab.lan["b"]
     job = str(ab.write(2, 10))
-    b.hcsim("run", "--real", job, "--name", "b", "--device", "cpu", "--at", f"{b.ip},localhost")
+    b.hcsim("run", "--real", job, "--set", "name=b", "--set", "device=cpu", "--set", f"at={b.ip},localhost")
     seen = avahi.sees("b-")
     assert seen.text["at"] == f"{b.ip}|localhost:{CONTROL_PORT}"
     assert avahi.resolve(4, seen.host) in (b.ip, "127.0.0.1")

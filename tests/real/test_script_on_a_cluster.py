@@ -65,7 +65,7 @@ def ab(tmp_path: Path) -> Iterator[tuple[Together, Path]]:
 
 def start(cluster: Together, script: Path, steps: int) -> list[Process]:
     return [
-        cluster.lan[name].hcsim("run", "--real", str(script), "--nodes", "2", "--name", name, "--", str(steps))
+        cluster.lan[name].hcsim("run", "--real", str(script), "--nodes", "2", "--set", f"name={name}", "--", str(steps))
         for name in "ab"
     ]
 

@@ -44,8 +44,8 @@ def test_promtool_has_nothing_to_complain_about_while_two_nodes_train(tmp_path: 
     with together(tmp_path, "ab") as cluster:
         a, b = cluster.lan
         job = str(cluster.write(2, 1_000_000))
-        command = ("run", "--real", job, "--device", "cpu", "--metrics-port", "9400", "--name")
-        nodes = [machine.hcsim(*command, machine.name) for machine in (a, b)]
+        command = ("run", "--real", job, "--set", "device=cpu", "--set", "metrics=9400", "--set")
+        nodes = [machine.hcsim(*command, f"name={machine.name}") for machine in (a, b)]
         nodes[0].says("training begins")
         page = a.start(sys.executable, "-c", FETCH, "http://127.0.0.1:9400/metrics")
         assert page.ends() == 0, page.text

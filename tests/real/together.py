@@ -47,7 +47,8 @@ class Together:
     def start(self, *names: str) -> list[Process]:
         """Have these machines take part."""
         return [
-            self.lan[name].hcsim("run", "--real", str(self._job), "--name", name, "--device", "cpu") for name in names
+            self.lan[name].hcsim("run", "--real", str(self._job), "--set", f"name={name}", "--set", "device=cpu")
+            for name in names
         ]
 
     def reference(self, plan: Sequence[tuple[int, Sequence[str]]]) -> str:

@@ -142,14 +142,14 @@ def test_the_command_line_writes_the_same_figures_every_time(tmp_path: Path) -> 
     texts = []
     for number in range(2):
         file = tmp_path / f"{number}.prom"
-        result = CliRunner().invoke(app, ["run", "mixed-home", "--size", "1 MiB", "--metrics", str(file)])
+        result = CliRunner().invoke(app, ["run", "mixed-home", "--set", "size=1 MiB", "--set", f"metrics={file}"])
         assert result.exit_code == 0, result.output
         texts.append(file.read_text(encoding="utf-8"))
     assert texts[0] == texts[1]
     families = {family.name: family for family in read_text(texts[0])}
     hosts = {sample.labels["host"] for sample in families["hcsim_collectives"].samples}
     assert hosts == {"studio-1", "studio-2", "mini", "laptop"}
-    refused = CliRunner().invoke(app, ["run", "mixed-home", "--metrics", str(tmp_path / "no" / "where")])
+    refused = CliRunner().invoke(app, ["run", "mixed-home", "--set", f"metrics={tmp_path / 'no' / 'where'}"])
     assert refused.exit_code == 2
     assert "cannot be written" in refused.output
 
@@ -193,7 +193,7 @@ def _get(url: str) -> str:
 
 @pytest.mark.parametrize("port", ["x", "1.2.3.4", "70000"])
 def test_a_place_for_metrics_that_is_none_is_refused(port: str) -> None:
-    arguments = ["run", "--real", "--peers", "localhost", "--rank", "0", "--metrics-port", port]
+    arguments = ["rank", "--peers", "localhost", "--rank", "0", "--set", f"metrics={port}"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert f"--metrics-port {port}: give a port, or host:port" in result.output
+    assert f"--set metrics={port}: give a port, or host:port" in result.output

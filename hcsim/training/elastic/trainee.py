@@ -47,7 +47,7 @@ OWN = "own/"
 MEMORY = "compressor/"
 
 
-_FIXED_RANKS = 'strategy = "{}": it trains fixed ranks only: a scenario without [cluster], or --peers and --rank'
+_FIXED_RANKS = 'strategy = "{}": it trains fixed ranks only: a scenario without [cluster], or `hcsim rank`'
 
 
 class About(msgspec.Struct, frozen=True):

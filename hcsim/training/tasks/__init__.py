@@ -10,30 +10,35 @@ from hcsim.training.task import Task
 
 
 def _digits() -> Task:
+    """Images of handwritten digits, by a small convolutional network."""
     from hcsim.training.tasks.digits import digits
 
     return digits()
 
 
 def _text() -> Task:
+    """The names of Unicode's characters, by a small transformer."""
     from hcsim.training.tasks.text import text
 
     return text()
 
 
 def _convex() -> Task:
+    """Ridge regression: small, quick, and its optimum is known."""
     from hcsim.training.tasks.convex import Convex
 
     return Convex()
 
 
 def _slopes() -> Task:
+    """Gradients that do not depend on the model, to count what was learned."""
     from hcsim.training.tasks.slopes import Slopes
 
     return Slopes()
 
 
 def _shapes(name: str) -> Task:
+    """Only the shapes of a large model: to simulate, not to train for real."""
     from hcsim.training.tasks.shapes import SHAPES
 
     return SHAPES[name]()

@@ -1,19 +1,30 @@
-"""`hcsim run` with a cluster that forms itself and survives, in both worlds, with the same output."""
+"""`hcsim run` with a cluster that forms itself and survives, in both worlds, with the same output.
+
+A real one may be started on other machines from here, over ssh. There, the job comes over standard input, which stays
+open until the run is to end. A connection that is cut closes it. One that dies without a word does not, so whoever
+started the run also says something now and then, and once it has begun to, silence counts as its end. The other side
+answers the job with a line of its own, which tells a machine that was lost from one that was never reached.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import os
 import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.attended import END_OF_JOB, when_input_closes
-from hcsim.cli.options import Others
+from hcsim.cli.ranks import Onlooker, check, tell_outcome
 from hcsim.cli.recording import Files, recording
-from hcsim.cli.train import Onlooker, check, tell_outcome
 from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
 from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
@@ -29,6 +40,18 @@ from hcsim.transport.wire import Wire
 
 _GRACE_S = 30.0
 """How long those that were started from here may take to end."""
+END_OF_JOB = "..."
+"""After this line standard input stays open; when it closes, whoever started us has gone or wants us to leave. The same
+line is the answer."""
+SILENCE_S = 30.0
+
+
+class Others(msgspec.Struct, frozen=True):
+    """Machines that are started from here."""
+
+    hosts: tuple[str, ...] = ()
+    program: str = "hcsim"
+    """What hcsim is called there."""
 
 
 class Member(Onlooker):
@@ -46,7 +69,7 @@ class Member(Onlooker):
             self._progress.together(point)
 
 
-def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
+def train_virtual_cluster(scenario: Scenario, settings: Training, wire: Wire, files: Files, save: Path | None) -> bool:
     """Train a virtual cluster, and show how it went; whether all that were there at the end came to it."""
     check(settings, len(scenario.nodes), len(scenario.homes), save)
     check_elastic(settings)
@@ -64,8 +87,8 @@ def simulate_together(scenario: Scenario, settings: Training, wire: Wire, files:
     return tell_outcome(scenario, settings, "node", outcome)
 
 
-def train_together(
-    node: RealNode, plan: Plan, files: Files, save: Path | None, others: Others, *, attended: bool
+def train_for_real(
+    node: RealNode, plan: Plan, trace: Path | None, save: Path | None, others: Others, *, attended: bool
 ) -> bool:
     """Find the other machines, train with them, and show how it went.
 
@@ -79,7 +102,7 @@ def train_together(
     check_torch_device(node.device)
     if node.device == "auto":
         node = msgspec.structs.replace(node, device=best_torch_device())
-    with screen.Progress("step", settings.steps) as progress, recording(files) as record:
+    with screen.Progress("step", settings.steps) as progress, recording(Files(trace)) as record:
         missing = cluster.needed - 1
         if missing:
             progress.waiting([screen.counted(missing, "other node")])
@@ -142,9 +165,14 @@ class _Session:
         node, plan = self._node, self._plan
         job = write_job("job", plan.seed, plan.cluster, plan.training)
         wire = plan.wire
-        wiring = ["--stripes", str(wire.stripes), "--segment", f"{wire.segment_bytes} B"]
+        settings = {
+            "machine.cluster": json.dumps(node.cluster, ensure_ascii=False),
+            "wire.stripes": wire.stripes,
+            "wire.segment": f"{wire.segment_bytes} B",
+        }
+        given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         for host in others.hosts:
-            command = (others.program, "run", "--real", "-", "--cluster", node.cluster, *wiring)
+            command = (others.program, "run", "--real", "-", *given)
             await started.start(host, command, f"{job}{END_OF_JOB}\n")
 
     async def _train(self) -> Report:
@@ -156,3 +184,68 @@ class _Session:
             leaving=self._leaving,
             sink=self._sink,
         )
+
+
+def read_job() -> tuple[str, bool]:
+    """The job from standard input, and whether it is attended: whether it ended with a line that says so."""
+    lines: list[str] = []
+    for line in sys.stdin or ():  # it may be closed
+        if line.rstrip("\n") == END_OF_JOB:
+            sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
+            print(END_OF_JOB, flush=True)
+            return "".join(lines), True
+        lines.append(line)
+    return "".join(lines), False
+
+
+def when_input_closes(act: Callable[[], None], silence_s: float = SILENCE_S) -> None:
+    """Call this once standard input has ended, or has been silent for so long after something came over it."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+    silence: asyncio.TimerHandle | None = None
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        act()
+
+    def readable() -> None:
+        nonlocal silence
+        if silence is not None:
+            silence.cancel()
+        if os.read(descriptor, 4096):
+            silence = loop.call_later(silence_s, ended)
+        else:
+            ended()
+
+    with suppress(PermissionError):  # a file: nobody holds it open for us
+        loop.add_reader(descriptor, readable)
+
+
+class _Unheard(io.TextIOBase):
+    """What is written where nobody listens any more is lost, and is no reason to stop: we still want to leave well."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # it is read-only in io.TextIOBase, too
+        """As it was."""
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """All of it, as far as the writer knows."""
+        with suppress(ConnectionError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """To whoever listens."""
+        with suppress(ConnectionError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """As it was."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """As it was."""
+        return self._stream.fileno()

@@ -1,4 +1,4 @@
-"""`hcsim cluster invite`, `join`, `members`, `expel` and `rotate`: who belongs to a cluster."""
+"""`hcsim cluster`: who belongs to a cluster, and what its running nodes say about themselves and each other."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rich import box
+from rich.table import Table
+
 from hcsim.cli import screen
 from hcsim.cli.cluster import DEFAULT_NAME, INVITATION_PORT
-from hcsim.cli.options import expires_s, look_s
+from hcsim.cli.settings import seconds
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.joining import Inviting, Knock, find, knock, thank
+from hcsim.cluster.messages import Link, Told
 from hcsim.cluster.once import Once
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.identity.trust_list import MOST_NAME, Invitation, TrustRecord
+from hcsim.identity.trust_list import MOST_NAME, OTHER_CLUSTER, Invitation, TrustRecord
 from hcsim.launch import ask_cluster
 from hcsim.node import admitted
 from hcsim.real.host import RealHost, RealOptions
@@ -33,11 +37,12 @@ from hcsim.real.keys import (
     save_secret,
 )
 from hcsim.real.tls import ClusterTls
-from hcsim.runtime.address import address_at, with_port
+from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
 from hcsim.units import did_you_mean
 
 _ANSWER_S = 5.0
+_NUMBERS = ("view", "round trip", "Gb/s")
 
 
 def join(text: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
@@ -50,7 +55,7 @@ def join(text: str, home: Path, cluster: str, peers: Sequence[str], look: str) -
         for secret in later:
             TrustFile(home, cluster).add(TrustRecord(secret=secret.data))
     else:
-        key = asyncio.run(_accept(invitation, home, cluster, peers, look_s(look)))
+        key = asyncio.run(_accept(invitation, home, cluster, peers, seconds("--look", look)))
         is_new = True
     load_trust(home, cluster, host_name())
     screen.say(
@@ -60,7 +65,7 @@ def join(text: str, home: Path, cluster: str, peers: Sequence[str], look: str) -
 
 def invite(home: Path, cluster: str, expires: str, uses: int, port: int) -> None:
     """Show an invitation, and wait for those who use it."""
-    lasts_s = expires_s(expires)
+    lasts_s = seconds("--expires", expires)
     name = "" if cluster == DEFAULT_NAME else f" --name {cluster}"
 
     def show(text: str) -> None:
@@ -84,7 +89,7 @@ def list_members(home: Path, cluster: str) -> None:
 
 def rotate(home: Path, cluster: str, peers: Sequence[str], look: str, machine: str | None = None) -> None:
     """Replace the secret; first expel a machine, if one is named. Members that run now learn of it at once."""
-    found = asyncio.run(ask_cluster(home, cluster, peers, look_s(look)))
+    found = asyncio.run(ask_cluster(home, cluster, peers, seconds("--look", look)))
     trusted = load_trust(home, cluster, host_name())  # what those who answered knew is in it
     expelled: tuple[str, ...] = ()
     if machine is not None:
@@ -179,3 +184,115 @@ async def _alone_with(key: NodeKey, secret: ClusterSecret, tell: Callable[[str],
     options = RealOptions("joining", seed=secrets.randbits(64), tls=ClusterTls(key, secret))
     async with RealHost(options, on_refused=lambda error: tell(f"a call was not taken: {error}")) as host:
         yield admitted(host, credentials(key, secret), tell)
+
+
+def show_status(home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
+    """Ask, and show two tables: the nodes, and what connects them."""
+    survey = _survey(home, cluster, peers, look)
+    told = {node: survey.told[node] for node in sorted(survey.told, key=lambda node: _seniority(survey.told[node]))}
+    show_rows(("machine", "node", "", "view", "members", "addresses"), [node_row(each) for each in told.values()])
+    links = [link_row(each, link, told) for each in told.values() for link in each.links]
+    if links:
+        show_rows(("from", "to", "out of", "into", "medium", "round trip", "Gb/s", ""), links)
+    for address, why in survey.failures.items():
+        screen.note(f"{address} did not answer: {why}")
+
+
+def forget_machine(machine: str, home: Path, cluster: str, peers: Sequence[str], look: str) -> None:
+    """Say that a machine is gone for good, unless it is there."""
+    found = _survey(home, cluster, peers, look)
+    awaited = found.awaited()
+    nodes = dict.fromkeys(member.node for member in awaited if member.name == machine)
+    if not nodes:
+        if machine in [each.status.us.name for each in found.told.values()]:
+            raise HcsimError(f"{machine} answers: it is not gone")
+        names = list(dict.fromkeys(member.name for member in awaited))
+        known = ", ".join(names) or "nobody"
+        raise HcsimError(f"nobody waits for {machine!r}{did_you_mean(machine, names)}; waited for: {known}")
+    for node in nodes:
+        _forget(node, machine, found, home, cluster)
+
+
+def _forget(node: str, machine: str, found: Survey, home: Path, cluster: str) -> None:
+    controls = [each.status.control for each in found.told.values()]
+    survey = asyncio.run(ask_cluster(home, cluster, controls, 0.0, node))
+    names = ", ".join(each.status.us.name for each in survey.told.values())
+    screen.say(f"{machine} is not waited for any more: {names} will go on without it")
+    its_own = [link.control for each in found.told.values() for link in each.links if link.node == node]
+    for address, why in survey.failures.items():
+        if address not in its_own:
+            screen.note(f"{address} was not told: {why}")
+
+
+def _survey(home: Path, cluster: str, peers: Sequence[str], look: str) -> Survey:
+    survey = asyncio.run(ask_cluster(home, cluster, peers, seconds("--look", look)))
+    if not survey.told:
+        tried = "".join(f"\n  {address}: {why}" for address, why in survey.failures.items())
+        raise HcsimError(
+            f"no node of the cluster {cluster!r} answers: looked around on the local network for {look}. Does "
+            f"`hcsim run --real` run on a machine? If it does, name one with --peer{tried}{_foreign(survey)}"
+        )
+    return survey
+
+
+def _foreign(survey: Survey) -> str:
+    """Machines of other clusters: one of them may be looked for."""
+    seen = ", ".join(f"{screen.cell(name)} at {place}" for name, place in survey.foreign.items())
+    return (
+        f"\n  machines of another cluster are here: {seen}; if they belong to this one, {OTHER_CLUSTER}" if seen else ""
+    )
+
+
+def _seniority(told: Told) -> tuple[str, int, str]:
+    us, view = told.status.us, told.view
+    rank = view.rank(us)
+    return view.lineage, len(view.members) if rank is None else rank, us.name
+
+
+def node_row(told: Told) -> tuple[str, ...]:
+    """A node, and where it stands."""
+    us, view = told.status.us, told.view
+    if view.rank(us) is None:
+        role = "waits to be taken in"
+    elif not view.formed:
+        role = "waits for others"
+    else:
+        role = "leads" if view.leader.node == us.node else "member"
+    members = ", ".join(member.name for member in view.members)
+    return us.name, us.node[:8], role, str(view.epoch), members, ", ".join(hosts_of(told.status.control)[0])
+
+
+def link_row(told: Told, link: Link, everybody: Mapping[str, Told]) -> tuple[str, ...]:
+    """The way that what is computed takes, or else the control channel, and what was measured between the two."""
+    ours, theirs = link.ends
+    theirs = theirs or (hosts_of(link.address)[0][0] if link.address else "")
+    other = everybody.get(link.node)
+    media = dict.fromkeys((*_media(ours, told), *_media(theirs, other)))
+    latency = "–" if link.latency_s is None else screen.duration(link.latency_s)
+    return (
+        told.status.us.name,
+        link.name,
+        ours or "–",
+        theirs or "–",
+        " – ".join(media) or "–",
+        latency,
+        "/".join(dict.fromkeys(f"{rate * 8 / 1e9:.2g}" for rate in (link.there_Bps, link.back_Bps) if rate)) or "–",
+        link.suspected,
+    )
+
+
+def _media(address: str, told: Told | None) -> list[str]:
+    """What the interface of a node at that address is made of, as far as anybody knows."""
+    if told is None or not address:
+        return []
+    return [interface.medium.value for interface in told.interfaces if address in interface.addresses][:1]
+
+
+def show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of what other machines say."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(screen.cell, row))
+    screen.show(table)

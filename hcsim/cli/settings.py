@@ -1,0 +1,285 @@
+"""`--set KEY=VALUE`: every setting of a run that has no option of its own, in the words of the files.
+
+A key is that of a table of a scenario ([training], [job], [cluster], [tcp]), or of the two that only a command has:
+how messages travel (`wire`) and this machine (`machine`). `training.timeout` says the table; a bare `timeout` is that
+of the table which the run uses, and `heartbeat.interval` a key of the table within. What an option sets goes the same
+way, so that it is read, checked and explained as a file is.
+
+Whoever carries out a run takes the tables that it uses (`Settings.take`), and refuses what is then left
+(`Settings.finish`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect as kinds
+
+from hcsim.config import Cluster, Job, Tcp, Training
+from hcsim.config.explain import explain
+from hcsim.config.table import Count, Table
+from hcsim.config.write import as_read
+from hcsim.errors import ConfigError, UsageError
+from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
+from hcsim.units import PositiveBytes, PositiveSeconds, Share, decode_quantity, did_you_mean
+
+
+class WireSettings(Table, frozen=True):
+    """How messages travel: the same on all ranks."""
+
+    stripes: Count = Wire().stripes
+    """Connections per peer; more can help on fast links with long round trips."""
+    segment_bytes: PositiveBytes = PositiveBytes(Wire().segment_bytes)
+    """Piece that a message is cut into: smaller overlaps better, larger costs less."""
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes > MAX_FRAME_BYTES:
+            raise UsageError(f"a piece has at most {MAX_FRAME_BYTES >> 20} MiB")
+
+
+class ThisMachine(Table, frozen=True):
+    """This machine in a real run."""
+
+    cluster: str = "home"
+    """Which cluster, of those that this machine has joined."""
+    name: str | None = None
+    """What the others call this machine; left out, its host name."""
+    at: tuple[str, ...] = ()
+    """Addresses that the others reach this machine at."""
+    device: str = "auto"
+    """What it computes with: cpu, mps, cuda, or auto."""
+    remote_hcsim: str = "hcsim"
+    """What hcsim is called on the machines of --hosts."""
+    metrics: str | None = None
+    """A port, or host:port, to serve metrics at; in a virtual run, a file for the hosts' final ones."""
+
+
+TABLES: dict[str, type[Table]] = {
+    "training": Training,
+    "job": Job,
+    "cluster": Cluster,
+    "tcp": Tcp,
+    "wire": WireSettings,
+    "machine": ThisMachine,
+}
+"""What `--set` knows."""
+
+_ONLY = {
+    "training": "where something is learned (--task)",
+    "job": "where nothing is learned",
+    "cluster": "where machines find each other and learn",
+    "tcp": "in a virtual run",
+    "wire": "in a virtual run, or without a script",
+    "machine": "with --real",
+}
+
+TableT = TypeVar("TableT", bound=Table)
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """One value that was given."""
+
+    word: str
+    """As it was typed: the option, or `--set` and its key."""
+    table: str
+    """Empty for a bare key."""
+    keys: tuple[str, ...]
+    value: object
+    is_text: bool
+    """Whether it is to be read as a value of a file is."""
+
+    @property
+    def tables(self) -> list[str]:
+        """Where it may belong."""
+        named = [self.table] if self.table else TABLES
+        return [name for name in named if self.keys[0] in _keys(TABLES[name])]
+
+
+class Settings:
+    """What `--set` and some options of a command set, until the run's tables have taken it."""
+
+    def __init__(self, words: Sequence[str] | None, options: Mapping[str, object] | None = None) -> None:
+        self._left = [_option(name, value) for name, value in (options or {}).items() if value is not None]
+        self._left += map(_setting, words or ())
+        self._taken: dict[str, Collection[str]] = {}
+
+    def has(self, table: str) -> bool:
+        """Whether something is given that only this table has: a run that could do without it is to use it."""
+        return any(given.tables == [table] for given in self._left)
+
+    def take(self, table: str, base: TableT, only: Collection[str] = ()) -> TableT:
+        """The table with what was given for it (or for these of its keys), read as if it stood in a file."""
+        keys = self._taken[table] = only or _keys(type(base))
+        ours = [given for given in self._left if table in given.tables and given.keys[0] in keys]
+        if not ours:
+            return base
+        self._left = [given for given in self._left if given not in ours]
+        raw = as_read(base)
+        words: dict[str, str] = {}
+        for given in ours:
+            if (first := words.setdefault(".".join(given.keys), given.word)) is not given.word:
+                both = first if first == given.word else f"{first}, {given.word}"
+                raise ConfigError(f"{both}: this is given twice")
+            value = given.value
+            if given.is_text:
+                value = _as_written(str(value), _type_at(type(base), given.keys))
+            _put(raw, given.keys, value)
+        try:
+            return msgspec.convert(raw, type(base), dec_hook=decode_quantity)
+        except msgspec.ValidationError as error:
+            raise ConfigError(_explained(explain(error, raw, type(base)), ours)) from None
+
+    def finish(self, only: Mapping[str, str] | None = None) -> None:
+        """Refuse what no table of this run has taken; `only` says where a table or a key would have a meaning."""
+        where = {**_ONLY, **(only or {})}
+        for given in sorted(self._left, key=lambda given: bool(given.tables)):  # what is known nowhere comes first
+            if not given.tables:
+                raise ConfigError(self._unknown(given))
+            table, key = given.tables[0], given.keys[0]
+            raise ConfigError(f"{given.word}: only {where.get(f'{table}.{key}', where[table])}")
+
+    def _unknown(self, given: _Given) -> str:
+        key = ".".join(given.keys)
+        if given.table:
+            known = list(_keys(TABLES[given.table]))
+            where, hint = f"[{given.table}] has no such key", did_you_mean(given.keys[0], known)
+        elif key in TABLES:
+            return f"{given.word}: this is a table, whose keys are set one by one: --set {key}.KEY=VALUE"
+        else:
+            known = [each for keys in self._taken.values() for each in keys]
+            where = "there is no such setting"
+            hint = did_you_mean(key, [*known, *TABLES]) or did_you_mean(key, setting_names())
+        return f"{given.word}: {where}{hint}; valid here: {', '.join(known)}"
+
+
+def setting_names() -> Iterator[str]:
+    """Every key that can be set, once."""
+    yield from dict.fromkeys(key for kind in TABLES.values() for key in _keys(kind))
+
+
+def value_word(key: str, text: str | None) -> str:
+    """What a person types to set this."""
+    return f"--set {key}=…" if text is None else f"--set {shlex.quote(f'{key}={text}')}"
+
+
+def meanings(kind: type[Table]) -> dict[str, str]:
+    """By key, the first sentence of what stands under it in the source, which is not there in every install."""
+    try:
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    attributes = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = " ".join(str(below.value.value).split("\n\n")[0].split())
+            found[attributes[ast.unparse(field.target)]] = text.partition(". ")[0].rstrip(".")
+    return found
+
+
+def seconds(option: str, text: str) -> float:
+    """A time that must pass, as an option has it."""
+    try:
+        return float(msgspec.convert(text, PositiveSeconds, dec_hook=decode_quantity))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f'{option} = "{text}": {error}') from None
+
+
+def _keys(kind: type[Table]) -> tuple[str, ...]:
+    return tuple(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def _option(name: str, value: object) -> _Given:
+    """An option of a command: "training.task" is its --task."""
+    table, _, key = name.partition(".")
+    return _Given(f"--{key}", table, (key,), value, is_text=False)
+
+
+def _setting(word: str) -> _Given:
+    key, equals, value = (part.strip() for part in word.partition("="))
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"--set {word}: give KEY=VALUE, such as batch=32; `hcsim list settings` shows all keys")
+    if path[0] in TABLES and len(path) > 1:
+        return _Given(f"--set {key}", path[0], path[1:], value, is_text=True)
+    return _Given(f"--set {key}", "", path, value, is_text=True)
+
+
+def _put(raw: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    *tables, last = keys
+    for key in tables:
+        raw = raw.setdefault(key, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"--set {'.'.join(keys)}: {key} has no keys of its own")
+    raw[last] = value
+
+
+def _as_written(text: str, kind: Any) -> object:
+    """The value as a file would have it: text where that is expected, and otherwise what it means in TOML.
+
+    A list may go without its brackets and quotes: a,b."""
+    try:
+        value = text if "\n" in text else msgspec.toml.decode(f"x = {text}")["x"]
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = text
+    accepted = _accepted(kind)
+    if isinstance(value, accepted):
+        return value
+    lists = [one for one in _each(kind) if isinstance(one, kinds.VarTupleType)]
+    if lists and ("," in text or accepted == (list,)):
+        return [_as_written(part.strip(), lists[0].item_type) for part in text.split(",")]
+    return text if str in accepted else value
+
+
+def _type_at(tree: type[Table], keys: Sequence[str]) -> Any:
+    kind: Any = kinds.type_info(tree)
+    for key in keys:
+        inner = [one for one in _each(kind) if isinstance(one, kinds.StructType)]
+        kind = next((field.type for one in inner for field in one.fields if field.encode_name == key), None)
+    return kind
+
+
+def _each(kind: Any) -> tuple[Any, ...]:
+    return kind.types if isinstance(kind, kinds.UnionType) else (kind,)
+
+
+_IN_TOML: tuple[tuple[type, tuple[type, ...]], ...] = (
+    (kinds.IntType, (int,)),
+    (kinds.FloatType, (int, float)),
+    (kinds.BoolType, (bool,)),
+    (kinds.StrType, (str,)),
+    (kinds.LiteralType, (str,)),
+    (kinds.VarTupleType, (list,)),
+    (kinds.StructType, (dict,)),
+)
+"""What a file may have for a type, as TOML calls it."""
+
+
+def _accepted(kind: Any) -> tuple[type, ...]:
+    """What a file may have there."""
+    found: list[type] = []
+    for one in _each(kind):
+        if isinstance(one, kinds.CustomType):  # from units.py
+            found += [str, int, float] if issubclass(one.cls, Share) else [str]
+        found += [known for own, words in _IN_TOML if isinstance(one, own) for known in words]
+    return tuple(found)
+
+
+def _explained(problem: str, ours: Sequence[_Given]) -> str:
+    """The problem, with the word that brought it."""
+    words = {given.keys[0]: given.word for given in ours}
+    key = re.match(r"\w*", problem)
+    word = words.get(key[0]) if key is not None else None
+    if word is None or key is None:
+        return f"{', '.join(words.values())}: {problem.lstrip(' :')}"
+    again = f"{key[0]}: "
+    problem = problem.removeprefix(again) if problem.startswith(2 * again) else problem
+    return f"{'--set ' if word.startswith('--set ') else '--'}{problem}"

@@ -1,8 +1,27 @@
-"""What a script finds in its environment."""
+"""Which rank a process is, and what its script finds in its environment."""
 
 from __future__ import annotations
 
+import msgspec
+
 MASTER_PORT = 29500
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Which rank a process is, and what it runs."""
+
+    rank: int
+    world: int
+    first: str
+    """The host of rank 0."""
+    script: str
+    arguments: tuple[str, ...]
+    flops_per_byte: float
+    """Work that is denser than this is held up by the machine's arithmetic, other work by its memory."""
+    seed: int
+    """Of what its script draws before it has set a seed."""
+    life: int = 1
+    """How often the machine has been started."""
 
 
 def environment(rank: int, world: int, first: str, life: int) -> dict[str, str]:

@@ -26,29 +26,13 @@ import msgspec
 
 from hcsim.scripts.conversation import HungUp
 from hcsim.scripts.early import import_early
+from hcsim.scripts.environment import Seat
 
 FORKS = sys.platform.startswith("linux")
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 2
 _GRACE_S = 5.0
 """Of wall time, for a process that has said goodbye to come to its end."""
-
-
-class Seat(msgspec.Struct, frozen=True):
-    """Which rank a process is, and what it runs."""
-
-    rank: int
-    world: int
-    first: str
-    """The host of rank 0."""
-    script: str
-    arguments: tuple[str, ...]
-    flops_per_byte: float
-    """Work that is denser than this is held up by the machine's arithmetic, other work by its memory."""
-    seed: int
-    """Of what its script draws before it has set a seed."""
-    life: int = 1
-    """How often the machine has been started."""
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):

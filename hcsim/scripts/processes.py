@@ -26,7 +26,8 @@ from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
 from hcsim.scripts.arena import Mapped, shared_file
 from hcsim.scripts.conversation import Conversation, Failed, HungUp, Message, Stored
-from hcsim.scripts.nursery import Birth, End, Seat, receive, transmit
+from hcsim.scripts.environment import Seat
+from hcsim.scripts.nursery import Birth, End, receive, transmit
 from hcsim.scripts.store import StoreLine
 
 _LOOK_S = 1.0

@@ -19,8 +19,8 @@ from hcsim.runtime.address import split_address
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
 from hcsim.scripts.conversation import ended_how
+from hcsim.scripts.environment import Seat
 from hcsim.scripts.lines import Directory, Lines
-from hcsim.scripts.nursery import Seat
 from hcsim.scripts.processes import Process, Processes
 from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreLine, StoreService

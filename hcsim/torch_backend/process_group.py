@@ -2,6 +2,9 @@
 
 torch's C++ code and its Python code call the methods by torch's names, with lists of tensors in the ways that torch
 has come to pass them; each becomes one or several `Call`s over flat arrays.
+
+Of sparse tensors, as embeddings have them for gradients, all get all elements, and add them up. Each rank first learns
+how many elements the others have, for which it waits here.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from hcsim.torch_backend import DEVICES, NAME
 from hcsim.torch_backend.barrier import monitored_barrier
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
 from hcsim.torch_backend.options import Options
-from hcsim.torch_backend.sparse import sum_sparse
 from hcsim.torch_backend.tensors import Factor, Flat, Staging
 from hcsim.torch_backend.work import PendingWork
 
@@ -369,3 +371,35 @@ def _split(tensor: Tensor, rows: list[int], size: int) -> tuple[int, ...]:
         raise ValueError(f"split sizes {rows} do not divide {total} rows among {size} ranks")
     row = tensor.numel() // total if total else 0
     return tuple(count * row for count in rows)
+
+
+def sum_sparse(group: HcsimGroup, tensor: Tensor, opts: Any) -> PendingWork:
+    """Put the sum, or the mean, of everybody's tensors into this one."""
+    mean = opts is not None and opts.reduceOp == ReduceOp.AVG
+    if opts is not None and not mean and opts.reduceOp != ReduceOp.SUM:
+        raise ValueError("sparse tensors can be summed or averaged, and no other reduction is done: make them dense")
+    ours = tensor.detach().coalesce()
+    indices, values = ours.indices().t().contiguous(), ours.values()
+    counts = _counts(group, len(indices), opts)
+    all_indices = [indices.new_empty((count, *indices.shape[1:])) for count in counts]
+    all_values = [values.new_empty((count, *values.shape[1:])) for count in counts]
+    gathering = PendingWork.of_all(
+        [group.allgather([all_indices], [indices], opts), group.allgather([all_values], [values], opts)]
+    )
+
+    def deliver() -> None:
+        gathering.wait()
+        elements = torch.cat(all_values)
+        if mean:
+            elements = elements / group.size()
+        total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), elements, tensor.shape)
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
+
+    return PendingWork(gathering.pending, [tensor], deliver)
+
+
+def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:
+    counts = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather_single(counts, torch.tensor([ours]), opts).wait()
+    return [int(count) for count in counts]

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hcsim.scripts.arena import Arena
 from hcsim.scripts.conversation import Answer, Conversation, Left, Stepped
-from hcsim.scripts.environment import environment
-from hcsim.scripts.nursery import Seat
+from hcsim.scripts.environment import Seat, environment
 from hcsim.scripts.rank import output, rendezvous
 from hcsim.scripts.rank.clock import Clock
 from hcsim.scripts.rank.counting import Counter

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from hcsim.config.spec import read_spec
 from hcsim.training.task import Block, Defaults
-from hcsim.training.tasks.phantom import PhantomTask
+from hcsim.training.tasks.shapes import PhantomTask
 
 NAME = "transformer"
 ASPECT = 128

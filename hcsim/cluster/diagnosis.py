@@ -11,7 +11,7 @@ others what it knows of a failed view (`Findings`). The evidence, strongest firs
 2.  Checks. After a timeout, and after two views in a row without a step, each member checks its own device and the
     collectives' port of every other member (`hcsim.transport.reception`), and accuses those that fail. A member that
     does not finish its checks in time accuses itself by that. While a step takes much longer than usual, members check
-    the others without an end of the view (`hcsim.training.elastic.stall_watch`).
+    the others without an end of the view (`hcsim.training.elastic.recovery`).
     Where steps were done, but much slower than usual, the time of a check is compared with what was measured on the way
     to that member before, and the members compare their own work for a step.
 3.  Waiting, where a deadline passed. Each member tells whom it waited for. Such chains end at a member that waits for

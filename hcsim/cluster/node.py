@@ -23,8 +23,7 @@ from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
 from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, LastCall, Link, Message, Status, Told, TrustUpdate
 from hcsim.cluster.once import Once
-from hcsim.cluster.rules import Rules
-from hcsim.cluster.terms import Terms, refusal, unlike
+from hcsim.cluster.rules import Rules, Terms, refusal, unlike
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
 from hcsim.config.cluster import Cluster

@@ -47,7 +47,7 @@ from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
 from hcsim.fuzz.patterns import PATTERNS, Group, bunched, conditions, draw_groups
 from hcsim.fuzz.phases import breaks
 from hcsim.rng import stream
-from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.units import BitRate, ByteRate, FlopRate, PositiveSeconds, Seconds
 

@@ -21,7 +21,7 @@ from hcsim.training.ddp import ddp, single
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.place import check_place
-from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.parameter_server.strategy import train as serve_and_work
 from hcsim.training.periodic import Journey, periodic
 from hcsim.training.run import Observer, Report, Run

@@ -20,8 +20,7 @@ from hcsim.node import Plan
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials, new_secret, save_secret
 from hcsim.real.tls import ClusterTls
-from hcsim.training.parameter_server.line import Line
-from hcsim.training.parameter_server.messages import Join, Refused, answer
+from hcsim.training.parameter_server.messages import Join, Line, Refused, answer
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.strategies import train
 from hcsim.training.tasks import task

@@ -25,13 +25,13 @@ from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.runtime.host import Host
 from hcsim.training.learner import digest
 from hcsim.training.parameter_server.gradients import Gradients
-from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import (
     Accepted,
     Answer,
     Done,
     Join,
     Leave,
+    Line,
     Model,
     Pull,
     Push,
@@ -41,7 +41,7 @@ from hcsim.training.parameter_server.messages import (
     Welcome,
     answer,
 )
-from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.tasks import task
 from tests.training.parameter_server.bench import (
     BATCHES,

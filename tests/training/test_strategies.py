@@ -14,7 +14,7 @@ from hcsim.errors import ConfigError
 from hcsim.launch import simulate_training
 from hcsim.training import tasks
 from hcsim.training.strategies import strategy, train
-from hcsim.training.tasks.phantom import PhantomTask
+from hcsim.training.tasks.shapes import PhantomTask
 from hcsim.units import Seconds
 from tests.training.clusters import Parameters, quiet_cluster
 

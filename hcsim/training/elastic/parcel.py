@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, RemoteProtocolError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.echo import gather_echoed
+from hcsim.training.elastic.pact import gather_echoed
 
 PIECE_BYTES = 8 << 20
 LABEL_MOST_BYTES = 16 << 20

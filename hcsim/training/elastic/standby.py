@@ -28,7 +28,7 @@ from hcsim.training.learner import Learner
 from hcsim.training.optimizer import clip
 from hcsim.training.parameter_server.gradients import Gradients, Received, average
 from hcsim.training.parameter_server.messages import Push
-from hcsim.training.parameter_server.saved import Record
+from hcsim.training.parameter_server.server import Record
 
 SERVER, STANDBY = 0, 1
 """Their ranks."""

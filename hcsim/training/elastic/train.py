@@ -30,11 +30,10 @@ from hcsim.collectives.group import Group
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.host import Host
-from hcsim.training.elastic.echo import Contradiction
+from hcsim.training.elastic.pact import Contradiction
 from hcsim.training.elastic.part import Extras, Part
-from hcsim.training.elastic.recovery import SlowSteps
+from hcsim.training.elastic.recovery import NotAnswering, SlowSteps
 from hcsim.training.elastic.served import Served
-from hcsim.training.elastic.stall_watch import NotAnswering
 from hcsim.training.elastic.survey import survey
 from hcsim.training.elastic.trainee import Trainee
 from hcsim.training.elastic.voting import Voting

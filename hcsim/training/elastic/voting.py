@@ -12,8 +12,7 @@ from hcsim.errors import CollectiveError, CompressionError
 from hcsim.training.elastic.pact import Ballot, Votes
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.part import Extras
-from hcsim.training.elastic.recovery import Recovery
-from hcsim.training.elastic.stall_watch import watch_steps
+from hcsim.training.elastic.recovery import Recovery, watch_steps
 from hcsim.training.elastic.survey import follow_links
 from hcsim.training.elastic.synchronise import synchronise
 from hcsim.training.elastic.trainee import Trainee

@@ -10,7 +10,7 @@ from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.keeper import Pulled, Start, State
 from hcsim.training.parameter_server.messages import UNKNOWN, Done
-from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.run import Run

@@ -20,21 +20,20 @@ from hcsim.compressors.base import Bytes
 from hcsim.errors import ChannelError, CompressionError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
 from hcsim.training.learner import Learner
-from hcsim.training.parameter_server.effects import Effect
 from hcsim.training.parameter_server.gradients import Gradients, Received
-from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import (
     Answer,
     Await,
     Join,
     Leave,
+    Line,
     Pull,
     Push,
     Question,
     Refused,
     question,
 )
-from hcsim.training.parameter_server.rounds import Rounds
+from hcsim.training.parameter_server.rounds import Effect, Rounds
 from hcsim.transport.callers import Callers
 
 HELLO_TIMEOUT_S = 5.0

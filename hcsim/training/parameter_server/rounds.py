@@ -29,17 +29,25 @@ A push, numbered by its worker, is
 Nobody waits for ever: whoever waits is told so every `deadline_s`; without an update for `patience_s` training ends
 with an error that names who is missing. It ends well after `total` updates, or when all have left. Then everybody
 is told, and the server stays until all have fetched what they want, for at most `linger_s`.
+
+When a push counts, and for whom the server waits.
+
+What the state machine wants done.
+
+A worker, as the server knows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from hcsim.training.parameter_server.effects import Apply, Contribution, Effect, Give, Tell
-from hcsim.training.parameter_server.member import Member
+import msgspec
+
+from hcsim.errors import UsageError
 from hcsim.training.parameter_server.messages import (
     Accepted,
+    Answer,
     Await,
     Done,
     Join,
@@ -51,7 +59,119 @@ from hcsim.training.parameter_server.messages import (
     Wait,
     Welcome,
 )
-from hcsim.training.parameter_server.policy import Policy
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a parameter server allows its workers."""
+
+    mode: Literal["sync", "bounded", "async"] = "sync"
+    """sync: one update per round of all. bounded: one per push, of a model not too old. async: one per push."""
+    staleness: int = 0
+    """bounded: how many updates a push may lag behind, and how many pushes a worker may be ahead of the slowest.
+    Higher wastes less work on unlike machines, and learns from older gradients. Among N workers that keep
+    pace every push lags N - 1 updates, so a lower bound than that refuses many."""
+    quorum: int = 1
+    """sync: a round that does not wait any longer needs so many pushes, unless fewer workers are left. Lower
+    survives more losses; higher keeps a cut-off few from training on alone."""
+    deadline_s: float = 30.0
+    """How long a worker may keep the others waiting: in a round after its first push, or in silence."""
+    grace_s: float = 1.0
+    """How long a worker whose connection is lost is waited for, in the hope that it calls again."""
+    patience_s: float = 60.0
+    """The end of all waiting: how long there may be no update, or no answer, before one gives up with an error."""
+    linger_s: float = 30.0
+    """How long the server stays at the end for a worker that it last heard so long ago, or since then. Higher lets a
+    slow worker finish what it computes and fetch the final model; lower ends sooner after a silent crash."""
+
+    def __post_init__(self) -> None:
+        times = (self.deadline_s, self.grace_s, self.patience_s, self.linger_s)
+        if self.quorum < 1 or self.staleness < 0 or not all(0 < seconds < float("inf") for seconds in times):
+            raise UsageError(f"a quorum is at least 1, a staleness at least 0, and times are positive: {self}")
+
+    @property
+    def silence_s(self) -> float:
+        """After this much of it a connection is taken for dead: whoever waits is told so at every deadline."""
+        return 2 * self.deadline_s
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Answer a worker, if it is connected."""
+
+    worker: str
+    answer: Answer
+
+
+class Give(msgspec.Struct, frozen=True):
+    """Answer a worker with the model; with its version alone if it has that already."""
+
+    worker: str
+    version: int
+    known: bool
+
+
+class Contribution(msgspec.Struct, frozen=True):
+    """A valid push that is to count."""
+
+    worker: str
+    sequence: int
+    samples: int
+    gradient: Any
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """Make the next version from the mean of these gradients, weighted by samples."""
+
+    contributions: tuple[Contribution, ...]
+    """In the order in which they are summed."""
+    share: float
+    """Of the learning rate."""
+
+
+Effect: TypeAlias = Tell | Give | Apply
+
+
+NEVER_S = float("inf")
+
+
+class Member(msgspec.Struct):
+    """A worker that has called, or that is expected to."""
+
+    life: int | None = None
+    """None: it has not called this server yet."""
+    contributes: bool = True
+    """It will push; False once it has said that it will not."""
+    awaited: bool = True
+    """The others wait for it."""
+    gone: bool = False
+    """It has left after the end, with all it wanted."""
+    connected: bool = False
+    lost_s: float = 0.0
+    """Since when it is not connected, if it is not."""
+    heard_s: float = 0.0
+    """When it last said something; at first, when it was expected."""
+    told_s: float = 0.0
+    """When it last asked something, or was told to wait."""
+    asked: Pull | Await | None = None
+    """What it waits for, beside the answer to a push."""
+    answered: int = 0
+    """The number of its last push that was answered, and how."""
+    verdict: Verdict | None = None
+    answered_life: int | None = None
+    """In which life it pushed that."""
+    accepted: int = 0
+    """How many of its pushes have counted."""
+    pace: int = 0
+    """The same, for comparing: whoever comes, or comes back, starts from the slowest of the others."""
+    samples: int | None = None
+    """In its last push."""
+
+    def absent_s(self, policy: Policy) -> float:
+        """When the others stop waiting for it, if it stays silent."""
+        if not self.connected:
+            return self.lost_s + (policy.deadline_s if self.life is None else policy.grace_s)
+        if policy.mode == "sync" or self.asked is not None:
+            return NEVER_S  # the round's deadline decides; or it is we who keep it waiting
+        return self.heard_s + policy.deadline_s
 
 
 class Rounds:

@@ -21,8 +21,7 @@ from hcsim.errors import CollectiveError
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.place import address_of, listen
-from hcsim.training.parameter_server.policy import Policy
-from hcsim.training.parameter_server.rounds import Rounds
+from hcsim.training.parameter_server.rounds import Policy, Rounds
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.run import Run

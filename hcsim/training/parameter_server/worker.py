@@ -26,7 +26,6 @@ from hcsim.errors import (
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import WHOLE, Gradients
-from hcsim.training.parameter_server.line import Line
 from hcsim.training.parameter_server.messages import (
     UNKNOWN,
     Accepted,
@@ -35,6 +34,7 @@ from hcsim.training.parameter_server.messages import (
     Done,
     Join,
     Leave,
+    Line,
     Model,
     Pull,
     Push,
@@ -46,7 +46,7 @@ from hcsim.training.parameter_server.messages import (
     Welcome,
     answer,
 )
-from hcsim.training.parameter_server.policy import Policy
+from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.task import Indices
 
 FIRST_BACKOFF_S = 0.05

@@ -4,19 +4,65 @@ FLOPs are of the forward pass for one sample (an image, or a text as long as the
 multiply-add of the convolutions and matrix products, attention included and counted in full, as
 customary, although half of a causal one is masked. Bytes are of float32 activations: each result is written
 once and read once. Attention is taken as fused: its scores never reach memory.
+
+A task of shapes alone, for timing: it costs what the model would, and learns nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import TypeAlias
 
 import msgspec
 
-from hcsim.training.layout import FLOAT_BYTES
-from hcsim.training.task import Block, Defaults
-from hcsim.training.tasks.phantom import PhantomTask
+from hcsim.runtime.channel import Phantom
+from hcsim.training.layout import FLOAT_BYTES, Layout
+from hcsim.training.task import Block, Defaults, Flat, Indices
+
+
+class PhantomTask(msgspec.Struct, frozen=True):
+    """A model by its blocks."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    samples: int
+    defaults: Defaults
+
+    @property
+    def phantom(self) -> bool:
+        """There is no data."""
+        return True
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what it costs."""
+        return hashlib.sha256(repr((self.name, self.blocks)).encode()).hexdigest()
+
+    def replica(self, seed: int, device: str = "cpu") -> PhantomReplica:
+        """All replicas are alike."""
+        return PhantomReplica(Layout.of([block.shapes for block in self.blocks]))
+
+    def score(self, parameters: Flat) -> None:
+        """There is nothing to score."""
+
+
+class PhantomReplica:
+    """Sizes without values."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.parameters = Phantom(layout.size_bytes, FLOAT_BYTES)
+        self.gradients = Phantom(layout.size_bytes, FLOAT_BYTES)
+
+    def forward(self, batch: Indices) -> float:
+        """There is no loss."""
+        return float("nan")
+
+    def backward(self, block: int) -> None:
+        """There is nothing to put anywhere."""
+
 
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 

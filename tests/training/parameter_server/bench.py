@@ -17,10 +17,8 @@ from hcsim.training.learner import Learner, digest
 from hcsim.training.optimizer import Sgd
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done, Push
-from hcsim.training.parameter_server.policy import Policy
-from hcsim.training.parameter_server.rounds import Rounds
-from hcsim.training.parameter_server.saved import Saved, restore
-from hcsim.training.parameter_server.server import Server
+from hcsim.training.parameter_server.rounds import Policy, Rounds
+from hcsim.training.parameter_server.server import Saved, Server, restore
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import World

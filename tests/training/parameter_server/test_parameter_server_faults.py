@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from hcsim.config import ClockJump, Crash, Partition, Pause, Reset
 from hcsim.errors import DeadlineExceeded, PeerRefused
 from hcsim.training.parameter_server.messages import Done
-from hcsim.training.parameter_server.policy import Policy
-from hcsim.training.parameter_server.saved import Saved
+from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.server import Saved
 from hcsim.virtual.world import HostCrashed
 from tests.training.parameter_server.bench import (
     NAMES,

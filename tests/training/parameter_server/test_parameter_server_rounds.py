@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hcsim.errors import UsageError
-from hcsim.training.parameter_server.effects import Apply, Effect, Give, Tell
 from hcsim.training.parameter_server.messages import (
     Accepted,
     Await,
@@ -23,9 +22,8 @@ from hcsim.training.parameter_server.messages import (
     Wait,
     Welcome,
 )
-from hcsim.training.parameter_server.policy import Policy
-from hcsim.training.parameter_server.rounds import Rounds
-from hcsim.training.parameter_server.saved import recall, records
+from hcsim.training.parameter_server.rounds import Apply, Effect, Give, Policy, Rounds, Tell
+from hcsim.training.parameter_server.server import recall, records
 
 NAMES = ("a", "b", "c")
 WORKERS = st.sampled_from(NAMES)

@@ -60,7 +60,7 @@ def test_every_name_has_its_task() -> None:
 
 
 def test_an_unknown_task_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no task 'digit' \(did you mean digits\?\); known tasks: digits, text, "):
+    with pytest.raises(ConfigError, match=r'no task "digit" \(did you mean digits\?\); known: digits, text, '):
         task("digit")
 
 

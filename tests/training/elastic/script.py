@@ -88,7 +88,7 @@ class Cluster:
         self.end(reason)
         if not changing:
             env = self.world.env
-            env.call_at(env.now_ns + round(NOTICED_S * 1e9), self._after_loss, (tuple(without),))
+            env.call_at(env.now_ns + round(NOTICED_S * 1e9), self._after_loss, tuple(without))
 
     def _after_loss(self, without: tuple[str, ...]) -> None:
         self._changing = False

@@ -44,7 +44,7 @@ def regrouping(*times: float) -> object:
 
     def prepare(cluster: Cluster) -> None:
         for time in times:
-            cluster.world.env.call_at(round(time * 1e9), cluster.lose, ("by the script",))
+            cluster.world.env.call_at(round(time * 1e9), cluster.lose, "by the script")
 
     return prepare
 

@@ -45,7 +45,7 @@ SEAM = ["Clock", "Channel", "Listener", "Lan", "Device", "Store", "Host"]
 VIRTUAL = [
     Room("loop, environment", "asyncio inside SimPy, one event queue"),
     Room("network, links", "shared bandwidth, latency, loss"),
-    Room("machines", "FLOPs and bytes become time"),
+    Room("hardware", "FLOPs and bytes become time"),
     Room("faults", "crash, lid, partition, …"),
 ]
 REAL = [

@@ -29,7 +29,7 @@ from tests.switches import on_switch
 from tests.torch_backend.ranks import Ranks
 
 Program = Callable[[Group], Awaitable[Any]]
-GUARD_S = 30.0
+GUARD_S = 90.0
 
 # Hypothesis would fail an example for its 200 ms: that says something about the machine, and nothing about hcsim.
 settings.register_profile("no wall clock", deadline=None)

@@ -8,7 +8,7 @@ A part counts once its JSON file is there, which happens after its data are safe
 all parts of one saving are there: they carry a number that was drawn for it, so that parts of two savings, or of two
 steps, are never taken for one. Whoever dies meanwhile leaves an incomplete step, and the one before it is still whole.
 
-What ranks tell each other about checkpoints: bytes that are decoded by type, never pickles.
+What ranks tell each other about checkpoints is bytes that are decoded by type, never pickles.
 """
 
 from __future__ import annotations

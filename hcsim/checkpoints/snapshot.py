@@ -1,6 +1,6 @@
 """A copy of what a rank has to save: its share of what is alike on all ranks, and what is its own.
 
-The generators that a program usually draws from: torch's, numpy's and Python's own.
+The generators that a program usually draws from (torch's, numpy's and Python's own) belong to what is its own.
 """
 
 from __future__ import annotations

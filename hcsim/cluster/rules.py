@@ -1,9 +1,8 @@
 """What all nodes of a cluster hold alike when they form views.
 
-What all members must have been started with alike, and what is said where they were not.
-
-Each node tells its terms when it meets another: by name, and only those that are not as usual. Whoever differs from the
-most senior member of its view could never compute with it, whatever is tried again, and so ends.
+Terms are what all members must have been started with alike. Each node tells its terms when it meets another: by
+name, and only those that are not as usual. Whoever differs from the most senior member of its view could never
+compute with it, whatever is tried again, and so ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A codec is written for flat arrays. `_encode` makes a payload; `_mix_body` checks one and puts, adds or subtracts
 what it says. Where elements stand for themselves this is done a chunk at a time (`ChunkedCompressor`).
 
-What encoding and decoding cost, in the one currency that carries over to other machines: memory traffic.
+`WORK` says what encoding and decoding cost, in the one currency that carries over to other machines: memory traffic.
 
 A factor is how many bytes a plain copy would have moved in the same time, for each byte of input: a copy itself
 reads and writes each byte and has the factor 2. Measured in one thread on 25 million normally distributed

@@ -2,9 +2,8 @@
 
 An error starts with the place in the file, as the decoder's do. Copies of a node have its place.
 
-Checks that faults speak of what is there (nodes, media, lines, homes), and that such a thing can happen to it.
-
-Names that refer to something: they must exist, and an error says which do.
+Faults are checked to speak of what is there (nodes, media, lines, homes), and that such a thing can happen to it. A
+name that refers to something must exist; an error says which do.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from functools import cache, reduce
 from operator import or_
@@ -83,8 +84,8 @@ def _load_plugins(raw: dict[str, Any], folder: Path) -> None:
 
 def in_full(name: str, folder: Path) -> str:
     """A plugin's name, or a function's in it, that means the same in any folder."""
-    file, dot, function = name.partition(".py")
-    return f"{folder.joinpath(file + dot).resolve()}{function}" if dot and function[:1] in ("", ":") else name
+    named = re.fullmatch(r"(.+\.py)(:[^:]*)?", name)
+    return name if named is None else f"{folder.joinpath(named[1]).resolve()}{named[2] or ''}"
 
 
 def _kinds(raw: dict[str, Any], key: str, known: Registry[Any]) -> tuple[type[Table], ...]:

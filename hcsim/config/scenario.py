@@ -1,6 +1,5 @@
-"""The root of the tree: the nodes, how their TCP behaves, and the job they do.
-
-A scenario with fewer machines than it was written for.
+"""The root of the tree: the nodes, how their TCP behaves, and the job they do. `first_nodes` gives a
+scenario with fewer machines than it was written for.
 """
 
 from __future__ import annotations

@@ -1,43 +1,40 @@
 """The trust list of a cluster: the keys that belong to it, and those that were expelled.
 
-The list is a set of signed statements. Everything else is computed from that set, so merging two lists is the union of
-their statements: in any order, any number of times, with the same result. There are two kinds:
+The list is a set of signed statements. Everything else is computed from that set, so merging two lists is the union
+of their statements: in any order, any number of times, with the same result. There are two kinds:
 
-listing     this key belongs to the cluster, under this name. Signed by a member, or with the phrase key: who knows the
-            phrase may list itself.
-rotation    ends a generation. It expels keys, names the keys that stay members, and replaces the phrase key. Signed by
-            a member.
+listing this key belongs to the cluster, under this name. Signed by a member, or with the phrase key: who knows the
+phrase may list itself. rotation ends a generation. It expels keys, names the keys that stay members, and replaces
+the phrase key. Signed by a member.
 
-The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing counts in its own
-generation, if a member has signed it, or in that of the phrase key that has. It goes on to count where the rotation to
-the next generation keeps it. So nothing that was signed with an old phrase, by an expelled member, or by a member that
-had not heard of a rotation, counts after it, however late it arrives.
+The cluster begins in generation 0 with the phrase key of its first secret and no members. A listing counts in its
+own generation, if a member has signed it, or in that of the phrase key that has. It goes on to count where the
+rotation to the next generation keeps it. So nothing that was signed with an old phrase, by an expelled member, or by
+a member that had not heard of a rotation, counts after it, however late it arrives.
 
 Members may rotate at the same time. Then all their expulsions count, and members are those that all of them keep; a
 newcomer that only one of them knew has to be invited again. A rotation by a member that a more senior one expels at
 the same time counts for nothing but this: it expels that senior one too. So an expelled member cannot undo its
 expulsion, and whoever was expelled once stays so. This needs no agreement among the members, who may be off.
 
-Nothing is ever dropped from a list, so it has a limit. At the limit it takes in no more machines; those that are on it
-stay members of each other, also where they do not know the same, and can be expelled.
+Nothing is ever dropped from a list, so it has a limit. At the limit it takes in no more machines; those that are on
+it stay members of each other, also where they do not know the same, and can be expelled.
 
-Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too, a set of signed updates is replicated
-by union, and which of them count follows from the set.
+Cf. Kleppmann et al., "Making CRDTs Byzantine Fault Tolerant", 2022; there, too, a set of signed updates is
+replicated by union, and which of them count follows from the set.
 
 Pure: no file, no clock, no network.
 
-An invitation to a cluster: it expires, and admits a bounded number of machines.
+An `Invitation` to a cluster expires, and admits a bounded number of machines.
 
-The machine that invites keeps it in memory alone, and counts its time with its own monotonic clock: no clock has to be
-right, and an invitation is over with the process that made it. A newcomer that has used it may ask again with the same
-key, since it may not have got the answer.
+The machine that invites keeps it in memory alone, and counts its time with its own monotonic clock: no clock has to
+be right, and an invitation is over with the process that made it. A newcomer that has used it may ask again with the
+same key, since it may not have got the answer.
 
 Pure: keys and `now` in, objections out.
 
-Why a node is not admitted, in the words of both sides.
-
-A refusal crosses the wire as a number, so nothing that a stranger wrote gets into a log, and each side
-says it to its own person.
+A `Reason` says why a node is not admitted. A refusal crosses the wire as a number, so nothing that a stranger wrote
+gets into a log, and each side says it to its own person.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compute that is really done.
-
-What this machine is built on: its chip and its memory, as macOS or Linux tell.
-"""
+"""Compute that is really done, and what does it: this machine's chip and memory, as macOS or Linux tell."""
 
 from __future__ import annotations
 

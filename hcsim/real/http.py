@@ -1,13 +1,12 @@
-"""Accepting connections for HTTP servers, within bounds.
+"""HTTP servers that accept connections within bounds, and the one that serves this machine's metrics.
 
 The servers of asyncio accept whatever comes, and where descriptors have run out they write a traceback for every
-attempt. Here a bounded number of callers is served at a time. When there are too many, the oldest caller of the address
-that has the most of them is cut off, in its TLS handshake or after it. A caller is a stranger until it is `settled`,
-and has only so long for that. Where descriptors have run out, accepting pauses, and that is said once.
+attempt. Here a bounded number of callers is served at a time. When there are too many, the oldest caller of the
+address that has the most of them is cut off, in its TLS handshake or after it. A caller is a stranger until it is
+`settled`, and has only so long for that. Where descriptors have run out, accepting pauses, and that is said once.
 
-This machine's metrics over HTTP, for a Prometheus that scrapes them.
-
-The page is made in the event loop, between two steps of the program: nothing changes while it is written.
+The page of metrics, for a Prometheus that scrapes it, is made in the event loop, between two steps of the program:
+nothing changes while it is written.
 """
 
 from __future__ import annotations

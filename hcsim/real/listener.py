@@ -6,7 +6,7 @@ the kernel's queue. One address can have only a part of them, so that it does no
 room, the oldest handshake of the address with the most of them is cut off. Where descriptors have run out, accepting
 pauses, and that is said once.
 
-Connections that a server has taken in and nobody has accepted yet, a bounded number of them.
+Connections that a server has taken in and nobody has accepted yet are a bounded number (`Unaccepted`).
 """
 
 from __future__ import annotations

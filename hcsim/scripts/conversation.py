@@ -3,7 +3,7 @@
 A message is a msgpack array behind its length, over a socket pair. Most of what a rank says needs no answer, so it
 computes on while the simulator still charges others for theirs; it waits only where its script waits.
 
-What has gone wrong, in words: errors of the simulator's side, as they reach a rank, and the ends of processes.
+What has gone wrong is told in words: errors of the simulator's side, as they reach a rank, and the ends of processes.
 """
 
 from __future__ import annotations

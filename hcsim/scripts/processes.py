@@ -2,7 +2,8 @@
 
 All are children of one nursery (see there), which ends them when we are gone, however that came about.
 
-Machines that are lost while a script runs on them, as the cluster sees it: their ranks are not heard of again.
+On a real cluster the view says which machines are lost while a script runs on them: their ranks are not heard of
+again.
 
 A view ends also because a newcomer is lost, or was started otherwise, and it changes when somebody joins, or leaves
 after its script. None of that is a loss to the script.

@@ -1,6 +1,6 @@
 """A script on every machine of a scenario, from the first process to the last.
 
-How busy each link was: what the ranks sent to each other, laid upon the ways between them.
+How busy each link was follows from what the ranks sent to each other, laid upon the ways between them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One tensor that lies in this machine's memory in one piece is its array: nothing
 gaps, or one on a device go through a buffer. CUDA fills and empties it on the stream that the program uses, while the
 program goes on; `copied` waits until it is filled.
 
-Calls on tensors that lie on a device: started when the device has copied them, without holding up the program.
+A call on tensors that lie on a device is started when the device has copied them, without holding up the program.
 
 The copies into host memory are queued on the device's stream like any other work. A thread waits for them in the order
 in which the calls were made, and starts each. From the first such call on, all calls of the group go through it: they

@@ -4,7 +4,7 @@ A callback of its future may make further calls and wait for them, so it does no
 torch's C++ side, which is where DDP waits, knows a future's error only if a callback raised it: so the future is what
 becomes of another one.
 
-What a torch program sees when a call fails: torch's own kind of error, which says whose fault it was.
+Where a call fails, the program sees torch's own kind of error, which says whose fault it was.
 """
 
 from __future__ import annotations

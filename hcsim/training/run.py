@@ -4,7 +4,7 @@ Strategies are `async def`s over a `Run`. Evaluation looks at the model from out
 real time is taken off the first rank's, which evaluates. It does so on its device, so that it still answers the
 others; real ranks that wait for its part of the next step do not know why.
 
-What a training step comes to, in figures.
+`StepMeter` says what a step comes to, in figures.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ When there are too many, the oldest of the source that has the most of them is h
 places does not keep a caller from elsewhere out. A source is the identity that a channel has proved, or else its
 address without the port.
 
-Makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
+`Throttle` makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
 
-Callers that were turned away: one of them may be whom somebody waits for.
+`Refusals` keeps who was turned away: one of them may be whom somebody waits for.
 """
 
 from __future__ import annotations

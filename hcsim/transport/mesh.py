@@ -6,7 +6,7 @@ hello; a caller that does not belong here is told why and let go, and one from a
 to call again, while we learn that ours is over. Before its hello a caller may
 send at most a few KiB, within a deadline, and only so many callers may be at that stage.
 
-What crosses a mesh's links, told when somebody looks: the links count it anyway.
+The links count what crosses them; the metrics are brought up to date when somebody looks.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """How long failures keep members from training, and whether steps still take as long as usual.
 
 A member whose cable, processor or disk has become slow delays every step, and no step fails. So each member compares
-the time of a step with the median of earlier ones. A view whose steps have been `SLOW` times as slow as usual for the
-time limit of an exchange has failed, and its members look for the one that delays them (see `hcsim.cluster.diagnosis`).
-If they find none, the new speed is the usual one from then on.
+the time of a step with the median of earlier ones. A view whose steps have been `SLOW` times as slow as usual for
+the time limit of an exchange has failed, and its members look for the one that delays them (see
+`hcsim.cluster.diagnosis`). If they find none, the new speed is the usual one from then on.
 
-Looks at the other members when a step takes much longer than usual.
+`watch_steps` looks at the other members when a step takes much longer than usual. A collective gives up after the
+group's timeout, and that has to be longer than any step that is right: a minute, by default. Heartbeats live on
+where only what is computed does not get through. So a member that has waited for several times the usual time of a
+step checks the port of every other member (`hcsim.transport.reception`), while the step goes on. If all answer, the
+step is only slow, and it looks again after twice the time. If one does not, the view ends, and what was found says
+without whom the next one begins (`hcsim.cluster.diagnosis`).
 
-A collective gives up after the group's timeout, and that has to be longer than any step that is right: a minute, by
-default. Heartbeats live on where only what is computed does not get through. So a member that has waited for several
-times the usual time of a step checks the port of every other member (`hcsim.transport.reception`), while the step goes
-on. If all answer, the step is only slow, and it looks again after twice the time. If one does not, the view ends, and
-what was found says without whom the next one begins (`hcsim.cluster.diagnosis`).
-
-Its own device it does not check: an evaluation or a checkpoint may have it for a while, and that is no sickness.
+A member does not check its own device: an evaluation or a checkpoint may have it for a while, and that is no sickness.
 """
 
 from __future__ import annotations

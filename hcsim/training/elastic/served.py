@@ -18,9 +18,9 @@ leaves when that has counted. With one that crashes, what it owed is lost.
 
 The server saves now and then. When all have been lost, training goes on from the newest that was saved.
 
-`keeper` has the server's state, `serving` the server, `standby` how it is followed, `working` the worker.
+`keeper` has the server's state, `standby` how it is followed, `working` the worker.
 
-The server of one view: on the first member's machine, from the state that its keeper holds.
+The server of one view runs on the first member's machine, from the state that its keeper holds.
 
 Every update is with the standby before anybody is told of it; now and then it is saved then, too, with what
 the compressor of the worker beside the server remembers.

@@ -8,7 +8,7 @@ counts once.
 
 A message is a CONTROL frame of msgpack. `Push` and `Model` announce `size_bytes` that follow as DATA frames.
 
-Messages and their payloads over a channel, within limits.
+A `Line` carries messages and their payloads over a channel, within limits.
 """
 
 from __future__ import annotations

@@ -30,11 +30,8 @@ Nobody waits for ever: whoever waits is told so every `deadline_s`; without an u
 with an error that names who is missing. It ends well after `total` updates, or when all have left. Then everybody
 is told, and the server stays until all have fetched what they want, for at most `linger_s`.
 
-When a push counts, and for whom the server waits.
-
-What the state machine wants done.
-
-A worker, as the server knows it.
+`Policy` says when a push counts and for whom the server waits, `Member` is a worker as the server knows it, and the
+effects are what the server is to do.
 """
 
 from __future__ import annotations

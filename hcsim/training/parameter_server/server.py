@@ -3,7 +3,7 @@
 One task handles all events, one after the other, each with its effects: the model, its version and the
 answers given agree between any two.
 
-A server's state between two updates: what a restarted one needs to go on as if nothing had been.
+Its state between two updates is what a restarted one needs to go on as if nothing had been.
 
 Pushes of a round that has not ended are not in it: nobody was told that they count, so their workers send
 them again. Answers are in it: a worker that did not hear its answer asks again and gets the same.

@@ -5,7 +5,7 @@ multiply-add of the convolutions and matrix products, attention included and cou
 customary, although half of a causal one is masked. Bytes are of float32 activations: each result is written
 once and read once. Attention is taken as fused: its scores never reach memory.
 
-A task of shapes alone, for timing: it costs what the model would, and learns nothing.
+A task of shapes alone is for timing: it costs what the model would, and learns nothing.
 """
 
 from __future__ import annotations

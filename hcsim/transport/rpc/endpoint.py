@@ -11,11 +11,7 @@ the work at the other end is cancelled.
                                             ←   Result number, value; its arrays   or   Failure number, kind, text
     Cancel number                           →   the task is cancelled; there is no answer
 
-What calling and serving over one channel share.
-
-Calls of ours that wait for their answers.
-
-Calls of the peer's that are being answered, each in a task of its own.
+Calls of ours wait for their answers; the peer's are answered each in a task of its own. Both share a `Line`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ as DATA frames, in pieces, between which other messages may come:
     operation  the number of the call        bucket  which of its arrays
     step       0 of a call, 1 of a result    offset, total  of the piece within its array
 
-How errors travel: those of a closed table by the name of their class, all others as text.
+Errors of a closed table travel by the name of their class, all others as text.
 
 No traceback, and nothing of the other side's classes: an error is built anew here, from its text. Errors about
 channels are not in the table, since they would be taken for errors of this one.

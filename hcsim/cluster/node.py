@@ -577,9 +577,11 @@ class Node:
             self._news.tell()
 
     def _is_over(self, over: Over) -> None:
-        future = self.over(over.epoch)
-        if not future.done():
-            future.set_result(over.reason)
+        """Work may be a view behind, in a step of the one before: who is lost will do no part of that either."""
+        self.over(over.epoch)
+        for epoch, future in self._overs.items():
+            if epoch <= over.epoch and not future.done():
+                future.set_result(over.reason)
 
     def _control_of(self, node: str) -> str:
         peer = self._membership.roster.peers.get(node)

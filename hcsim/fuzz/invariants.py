@@ -117,11 +117,10 @@ def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
     owed that was lost is lost with it, so with error feedback no member may have been."""
     if not evidence.exact or not evidence.parameters:
         return
-    if evidence.training.compressor != "none" and _somebody_was_lost(evidence):
+    way = _way(evidence)
+    if way is None or (evidence.training.compressor != "none" and _something_owed_was_lost(evidence, way)):
         return
-    sizes = _members_by_step(evidence)
-    if sizes is None:
-        return
+    sizes = [stretch.members for stretch in way for _ in range(stretch.steps)]
     batch = evidence.training.batch
     assert isinstance(batch, int)
     owed = np.sum([*evidence.owed.values()], axis=0, dtype=np.float64)
@@ -136,12 +135,15 @@ LEAVES_S = 5.0
 """How far the moment in which a member says that it has left may be from the view without it."""
 
 
-def _somebody_was_lost(evidence: Evidence) -> bool:
+def _something_owed_was_lost(evidence: Evidence, way: Sequence[Stretch]) -> bool:
     """Whether some member may have taken with it what it owed: it was left out or started anew, or left while its group
-    failed.
+    failed, or a view's work was given up as a whole: the others went on from an earlier one, which it had been in.
 
     A member is one life of a host. One that crashed took with it what it owed, also where the host's next life left in
     an orderly way soon after."""
+    counted = {stretch.epoch for stretch in way}
+    if any(int(event[3]) not in counted for event in evidence.events if event[1] == "applied"):
+        return True
     members: dict[tuple[object, object], tuple[str, ...]] = {}
     failed = [(int(event[0]) / 1e9, event[2]) for event in evidence.events if event[1] == "group failed"]
     left = _lives_that_left(evidence)
@@ -170,9 +172,17 @@ def _lives_that_left(evidence: Evidence) -> list[tuple[float, str]]:
     return [(at_s, [life for began_s, life in worked[host] if began_s <= at_s][-1]) for at_s, host in evidence.left]
 
 
-def _members_by_step(evidence: Evidence) -> list[int] | None:
-    """How many took part in each step that counts: those of the newest view that did any, and those before it of the
-    views that led there. None: they were done in several lineages, or on a way through another one."""
+class Stretch(msgspec.Struct, frozen=True):
+    """Steps that were done in one view."""
+
+    epoch: int
+    members: int
+    steps: int
+
+
+def _way(evidence: Evidence) -> list[Stretch] | None:
+    """The steps that count: those of the newest view that did any, and those before it of the views that led there.
+    None: they were done in several lineages, or on a way through another one."""
     lineages = {(event[2], event[4]): event[3] for event in evidence.events if event[1] == "view"}
     worked = dict.fromkeys(lineages[event[2], event[3]] for event in evidence.events if event[1] == "applied")
     if len(worked) > 1:
@@ -182,12 +192,12 @@ def _members_by_step(evidence: Evidence) -> list[int] | None:
     began = _beginnings(of_it)
     done = [(int(event[3]), int(event[4])) for event in of_it if event[1] == "applied"]
     epoch, steps = max(done, default=(-1, 0))
-    counted: list[int] = []
+    way: list[Stretch] = []
     while epoch in began:
         step, before = began[epoch]
-        counted = [sizes[epoch]] * (steps - step) + counted
+        way.insert(0, Stretch(epoch, sizes[epoch], steps - step))
         epoch, steps = before, step
-    return counted if epoch < 0 else None
+    return way if epoch < 0 else None
 
 
 def _beginnings(events: Sequence[Event]) -> dict[int, tuple[int, int]]:
@@ -283,9 +293,16 @@ def the_innocent_stay(evidence: Evidence) -> Iterator[str]:
     if guilty is None or len(evidence.names) < 3:
         return
     told: dict[str, None] = {}
+    views = [
+        (host, int(epoch), int(before), names) for _, _, host, _, epoch, before, names in evidence.of_kind("view", 4)
+    ]
+    sizes = {(host, epoch): str(names).count(",") + 1 for host, epoch, _, names in views}
+    of_two = {(host, epoch) for host, epoch, before, _ in views if sizes.get((host, before)) == 2}
     for said in evidence.said:
         match = _TOLD_VIEW.fullmatch(said.text)
-        for name in _LEFT_OUT.findall(match[3]) if match is not None else ():
+        if match is None or (said.host, int(match[1])) in of_two:
+            continue
+        for name in _LEFT_OUT.findall(match[3]):
             if name != guilty and said.host != guilty and name in evidence.names:
                 told.setdefault(f"{name} is left out, and only {guilty} is at fault: {said.text}")
     yield from told
@@ -327,8 +344,10 @@ def tasks_are_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def buffers_are_bounded(evidence: Evidence) -> Iterator[str]:
-    """What the connections of a machine hold is little, as the model is."""
-    most = BUFFERED_BYTES * len(evidence.names)
+    """What the connections of a machine hold is little, as the model is.
+
+    One window more than there are members: what was under way to a machine when it stopped reading still arrives."""
+    most = BUFFERED_BYTES * (1 + len(evidence.names))
     for host, used in evidence.usage.items():
         if used.buffered_bytes > most:
             yield f"{host} had {used.buffered_bytes} bytes in its connections"

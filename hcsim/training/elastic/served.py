@@ -39,7 +39,6 @@ import numpy as np
 
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
-from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.compressors.base import State
@@ -61,7 +60,7 @@ from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import Checkpoints, fitting
 from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.keeper import Keeper, Start
-from hcsim.training.elastic.pact import ATTEMPTS, Contradiction, Doubt
+from hcsim.training.elastic.pact import ATTEMPTS, Contradiction, Doubt, gather_echoed
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.recovery import Recovery
@@ -352,8 +351,7 @@ class Served:
     async def _told(self, group: Group, *, superseded: bool, waits: bool) -> tuple[bool, bool]:
         """Whether any member says so. On a word that is neither yes nor no nobody can act: another view would never
         follow, say."""
-        gathered = await group.all_gather(np.array([superseded, waits], np.int64), algorithm="direct")
-        words = [array_of(each).tolist() for each in gathered]
+        words = [each.tolist() for each in await gather_echoed(group, np.array([superseded, waits], np.int64))]
         for rank, each in enumerate(words):
             if not {*each} <= {0, 1}:
                 text = f"rank {rank} says {each} when asked whether the view is over and whether it waits"
@@ -366,8 +364,7 @@ class Served:
         rank where as many hold one as another, pulls it once more."""
         parameters = self._working.worker.learner.replica.parameters
         await self._host.device.touch(parameters.nbytes)
-        gathered = await group.all_gather(np.array([fingerprint(parameters)], np.int64))
-        prints = [int(array_of(each)[0]) for each in gathered]
+        prints = [int(each[0]) for each in await gather_echoed(group, np.array([fingerprint(parameters)], np.int64))]
         usual = Counter(prints).most_common(1)[0][0]
         unlike = [rank for rank, each in enumerate(prints) if each != usual]
         if not unlike:

@@ -133,4 +133,5 @@ class Standstill:
             self._look_at(self._env.now / NS + self._every_s)
             return
         for timeout in self._running:
-            timeout.reschedule(self._env.now / NS)
+            if not timeout.expired():  # at the limit: what runs here takes its time to end
+                timeout.reschedule(self._env.now / NS)

@@ -57,7 +57,7 @@ class SlopesReplica:
     def forward(self, batch: Indices) -> float:
         """The mean loss."""
         self._batch = batch
-        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged, or that others' noise reached
+        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
             return float((_SLOPES[batch] @ self.parameters).mean())
 
     def backward(self, block: int) -> None:

@@ -91,7 +91,7 @@ def write(asked: list[Asked], results: dict[AnyCell, Result], out: Path, command
     return draw(cells, curves, out)
 
 
-def _folder(what: str | None, quick: bool) -> Path:
+def results_folder(what: str | None, quick: bool) -> Path:
     """Where results go that nobody has said a place for, which is in a checkout of the project only; a sweep of one's
     own does not take a shipped one's."""
     folder = _usual_folder(what, quick)
@@ -172,7 +172,7 @@ def main(
         for each in plugin or ():
             load_plugin(each)
         asked = [one for name in names for one in load_sweep(name, quick=quick)]
-        folder = out or _folder(what, quick)
+        folder = out or results_folder(what, quick)
     except ConfigError as error:
         complain(str(error))
         raise typer.Exit(2) from None

@@ -102,7 +102,7 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
     sent_before, started_s = group.bytes_sent, host.clock.elapsed()
     result = await start(algorithm)
     ended_s, sent_bytes = host.clock.elapsed(), group.bytes_sent - sent_before
-    wrong, digest = _examined(_parts(result), expected())
+    wrong, digest = compare_to_expected(_parts(result), expected())
     ours = _FIGURES.pack(computed_s - began_s, ended_s - started_s, sent_bytes, wrong, digest)
     reports = await group.all_gather(np.frombuffer(ours, np.uint8))
     figures = [_FIGURES.unpack(bytes(report)) for report in reports if not isinstance(report, Phantom)]
@@ -174,7 +174,7 @@ def _parts(result: object) -> list[Data]:
     return result if isinstance(result, list) else [result]  # type: ignore[list-item]
 
 
-def _examined(result: Sequence[Data], expected: Sequence[Data]) -> tuple[int, bytes]:
+def compare_to_expected(result: Sequence[Data], expected: Sequence[Data]) -> tuple[int, bytes]:
     """How many elements are wrong, and the digest of the result."""
     digest = hashlib.sha256()
     wrong = 0

@@ -28,7 +28,7 @@ class Network:
         self.seed = seed
         self.trace = trace
         self.sharing = Sharing()
-        self._streams: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = {}
         self._started: dict[int, Stream] = {}
         self._numbers = 0
         self._settling = False
@@ -41,7 +41,7 @@ class Network:
     def stream(self, name: str, there: Path, back: Path) -> Stream:
         """A new stream along a path."""
         self._numbers += 1
-        made = self._streams[self._numbers] = Stream(self, self._numbers, name, there, back)
+        made = self.streams[self._numbers] = Stream(self, self._numbers, name, there, back)
         return made
 
     def start(self, stream: Stream) -> None:
@@ -67,11 +67,11 @@ class Network:
     def burst_bytes(self, resource: Resource, besides: Flow | None) -> float:
         """What other flows have sent through the resource since each was last idle."""
         others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides]
-        return sum(amount * self._streams[flow.id].burst_bytes for flow, amount in others if flow.id in self._streams)
+        return sum(amount * self.streams[flow.id].burst_bytes for flow, amount in others if flow.id in self.streams)
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended for good."""
-        if self._streams.pop(stream.number, None) is None:
+        if self.streams.pop(stream.number, None) is None:
             return
         if stream.flow is not None:
             self.sharing.forget(stream.flow)
@@ -117,7 +117,7 @@ class Network:
     def _settle(self) -> None:
         """Once per instant: share anew, and tell the streams whose rate is new to them."""
         self._settling = False
-        streams, started = self._streams, self._started
+        streams, started = self.streams, self._started
         for flow in self.sharing.solve():
             started.pop(flow.id, None)
             if flow.id in streams:

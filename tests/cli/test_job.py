@@ -12,7 +12,7 @@ from experiments.clusters import ideal
 from hcsim.collectives.group import Group
 from hcsim.config import ClockJump, Job
 from hcsim.errors import ConfigError
-from hcsim.jobs import Lap, _examined, check_job, run_job
+from hcsim.jobs import Lap, check_job, compare_to_expected, run_job
 from hcsim.launch import simulate
 from hcsim.units import Bytes, Seconds
 
@@ -79,6 +79,6 @@ def test_every_wrong_element_is_counted_and_changes_the_digest() -> None:
     right = np.arange(1000, dtype=np.float32)
     wrong = right.copy()
     wrong[[3, 999]] += 1
-    assert _examined([right], [right])[0] == 0
-    assert _examined([wrong, right], [right, right])[0] == 2
-    assert _examined([wrong], [right])[1] != _examined([right], [right])[1]
+    assert compare_to_expected([right], [right])[0] == 0
+    assert compare_to_expected([wrong, right], [right, right])[0] == 2
+    assert compare_to_expected([wrong], [right])[1] != compare_to_expected([right], [right])[1]

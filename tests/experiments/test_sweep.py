@@ -32,7 +32,7 @@ from experiments.study.runner import run_cells
 from experiments.study.store import Entry, Store
 from experiments.study.tables import cell_table, write_csv, write_table
 from experiments.sweep import Outcome, main, sweep
-from experiments.sweep import _folder as place_of
+from experiments.sweep import results_folder as place_of
 from hcsim.cli.app import app as hcsim
 
 ROOT = Path(__file__).parents[2]

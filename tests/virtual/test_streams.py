@@ -209,7 +209,7 @@ def test_both_ends_closed_leave_no_stream_behind_whatever_was_unread():
             await asyncio.sleep(1.0)
             await far.close()
             await asyncio.sleep(10.0)
-        return len(world.net._streams), len(world.wiring.channels("a", "b") + world.wiring.channels("b", "a"))
+        return len(world.net.streams), len(world.wiring.channels("a", "b") + world.wiring.channels("b", "a"))
 
     assert world.run(main()) == (0, 0)
 
@@ -465,7 +465,7 @@ def test_closed_connections_are_forgotten(rate_bps):
         await asyncio.sleep(1.0)
 
     world.run(main())
-    assert not world.net._streams
+    assert not world.net.streams
     # A flow that is over leaves its resources when the next one is shared out.
     assert all(len(resource.members) <= 1 for resource in world.topology.resources.values())
     assert not any(host.channels for host in world.hosts)

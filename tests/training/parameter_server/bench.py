@@ -129,10 +129,10 @@ class Job:
         self.workers: dict[str, Worker] = {}
 
     def run(self) -> dict[str, Any]:
-        results = self.world.run_on_all(self._on_host)
+        results = self.world.run_on_all(self.on_host)
         return {host.name: result for host, result in zip(self.world.hosts, results, strict=True)}
 
-    async def _on_host(self, host: Any) -> Any:
+    async def on_host(self, host: Any) -> Any:
         if host.name == "s":
             await self.bench.open("s:7000")
             return await self.bench.serving

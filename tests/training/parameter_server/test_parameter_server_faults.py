@@ -220,7 +220,7 @@ def test_a_server_that_is_started_again_goes_on_and_no_push_is_lost_or_doubled(c
 
     async def on_host(host: Any) -> Any:
         if host.name != "s":
-            return await job._on_host(host)
+            return await job.on_host(host)
         first.server.on_update = keep
         for stop_s in (0.2, 0.35):
             await job.bench.open("s:7000")
@@ -251,7 +251,7 @@ def test_a_server_that_is_started_again_after_the_last_update_gives_out_the_fina
 
     async def on_host(host: Any) -> Any:
         if host.name != "s":
-            return await job._on_host(host)
+            return await job.on_host(host)
         job.bench.server.on_update = stop_at_the_end
         await job.bench.open("s:7000")
         await host.clock.sleep(1.5)
@@ -271,12 +271,12 @@ def test_a_worker_that_is_started_again_goes_on_where_it_was():
 
     async def on_host(host: Any) -> Any:
         if host.name != "b":
-            return await job._on_host(host)
-        working = host.spawn(job._on_host(host), name="first life")
+            return await job.on_host(host)
+        working = host.spawn(job.on_host(host), name="first life")
         await host.clock.sleep(0.2)
         working.cancel()
         await host.clock.sleep(0.05)
-        return await job._on_host(host)
+        return await job.on_host(host)
 
     assert world.run_on_all(on_host) == [Done(STEPS)] * 4
     assert job.bench.rounds.members["b"].accepted == STEPS
@@ -297,9 +297,9 @@ def test_a_worker_that_began_anew_goes_on_with_a_server_that_knows_its_earlier_l
 
     async def on_host(host: Any) -> Any:
         if host.name != "s":
-            await earlier._on_host(host)
-            return await job._on_host(host)
-        await earlier._on_host(host)
+            await earlier.on_host(host)
+            return await job.on_host(host)
+        await earlier.on_host(host)
         await job.bench.open("s:7000")
         await host.clock.sleep(0.1)
         await job.bench.stop()
@@ -333,7 +333,7 @@ def test_a_worker_whose_gradients_are_never_valid_gives_up_and_the_others_go_on(
 
     async def on_host(host: Any) -> Any:
         if host.name != "c":
-            return await job._on_host(host)
+            return await job.on_host(host)
         return await worker_on(host, "c", compressor="int8").run("s:7000", of_the_round("c"), lambda *_: None)
 
     *others, refused = world.run_on_all(on_host)
@@ -402,7 +402,7 @@ def test_a_worker_may_come_while_training_goes_on():
     async def on_host(host: Any) -> Any:
         if host.name == "c":
             await host.clock.sleep(0.3)
-        return await job._on_host(host)
+        return await job.on_host(host)
 
     job.batch = of_its_own
     assert world.run_on_all(on_host) == [Done(300)] * 4

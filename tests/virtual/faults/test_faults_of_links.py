@@ -508,7 +508,7 @@ def test_a_call_whose_answer_was_lost_leaves_nobody_behind_when_it_is_given_up()
         with pytest.raises(ChannelBroken, match="a has given it up"):
             await far.recv(lambda _: None)
         assert not world.host("a").channels
-        assert not world.net._streams
+        assert not world.net.streams
 
     world.run(main())
 

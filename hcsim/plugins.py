@@ -20,7 +20,9 @@ from hcsim.config.machines import CATALOGUE
 from hcsim.config.media import MEDIA, OWN_MEDIA, AnyMedium
 from hcsim.errors import UsageError
 from hcsim.registry import load_plugin
-from hcsim.training.strategies import STRATEGIES, Strategy
+from hcsim.training.optimizer import AdamW, Sgd
+from hcsim.training.recoverable import Periodic, Recoverable, Replicated
+from hcsim.training.strategies import STRATEGIES, FixedRanks, Strategy, one_level, optimizer
 from hcsim.training.task import Task
 from hcsim.training.tasks import TASKS
 from hcsim.virtual.environment import NS
@@ -31,12 +33,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NS",
+    "AdamW",
     "Fault",
     "FaultProcess",
+    "FixedRanks",
     "FlatCompressor",
+    "Periodic",
+    "Recoverable",
+    "Replicated",
+    "Sgd",
     "Strategy",
     "lasting",
     "load_plugin",
+    "one_level",
+    "optimizer",
     "register_algorithm",
     "register_compressor",
     "register_fault",
@@ -48,9 +58,13 @@ __all__ = [
 
 
 def register_strategy(name: str, kind: type[Any]) -> None:
-    """A strategy: a frozen `msgspec.Struct` with `async def train(self, run)`; its fields are what a spec sets."""
-    if not callable(getattr(kind, "train", None)) or not hasattr(kind, "__struct_fields__"):
-        raise UsageError(f"strategy {name}: expected a msgspec.Struct with a method train, not {kind!r}")
+    """A strategy: a frozen `msgspec.Struct`, whose fields are what a spec sets.
+
+    With `open(self, settings, learner)`, which gives a `Recoverable`, it trains fixed ranks and clusters; with
+    `async def train(self, run)` fixed ranks only."""
+    trains = any(callable(getattr(kind, method, None)) for method in ("open", "train"))
+    if not trains or not hasattr(kind, "__struct_fields__"):
+        raise UsageError(f"strategy {name}: expected a msgspec.Struct with a method open or train, not {kind!r}")
     STRATEGIES.add(name, kind)
 
 

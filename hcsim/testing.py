@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
 import numpy as np
+from msgspec.structs import replace
 
 from hcsim.collectives.algorithms import algorithms, buffer_elements, plan
 from hcsim.collectives.plan import Shape, split
@@ -22,12 +23,13 @@ from hcsim.collectives.verify import PlanError, verify
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident
 from hcsim.compressors.feedback import OWED, SUFFIX
 from hcsim.compressors.registry import make
-from hcsim.config import Fault, Scenario, Training, load_scenario, parse_scenario, write_scenario
+from hcsim.config import Cluster, Fault, Restart, Scenario, Training, load_scenario, parse_scenario, write_scenario
 from hcsim.errors import CompressionError, NotFinite, UsageError
-from hcsim.launch import Outcome, simulate_training
-from hcsim.training.run import Report
+from hcsim.launch import Outcome, simulate_cluster, simulate_training
+from hcsim.training.run import Point, Report, Run
+from hcsim.training.strategies import strategy
 from hcsim.training.task import Task
-from hcsim.units import PositiveSeconds
+from hcsim.units import PositiveSeconds, Seconds
 
 _SHAPES = ((0,), (1,), (7,), (1000,), (33, 65), (3, 3, 16, 8))
 _SCALES = (1e-30, 1.0, 1e30)
@@ -71,10 +73,14 @@ def check_algorithm(operation: str, name: str, worlds: Iterable[int] = _WORLDS) 
 
 
 def check_strategy(spec: str) -> None:
-    """It trains to the end and to one model, with data, compressed, and with phantoms, the same way each time."""
+    """It trains to the end and to one model, with data, compressed, and with phantoms, the same way each time.
+
+    One that has `open` does so in a cluster too, where a member is lost and comes back."""
     _check_runs(Training(task="digits", strategy=spec, steps=6), spec)
     _check_runs(Training(task="digits", strategy=spec, compressor="int8+ef", steps=6), f"{spec} with int8+ef")
     _check_runs(Training(task="gpt2", strategy=spec, steps=2), f"{spec} with a phantom")
+    if hasattr(strategy(spec), "open"):
+        _check_cluster(Training(task="digits", strategy=spec, compressor="int8+ef", steps=24, evaluate_every=12), spec)
 
 
 def check_task(task: Task) -> None:
@@ -107,7 +113,7 @@ def check_task(task: Task) -> None:
 def check_fault(scenario: Scenario, fault: Fault) -> None:
     """It is read as it was written, changes something, and a run with it replays. The scenario has no faults."""
     _require(not scenario.faults, "the scenario has no faults of its own")
-    text = write_scenario(_with(scenario, fault))
+    text = write_scenario(replace(scenario, faults=(fault,)))
     read = parse_scenario(text, "the scenario as it was written")
     _require(read.faults == (fault,), f"{fault} is read as it was written, and not as {read.faults}:\n{text}")
     settings = scenario.training or Training(steps=3, timeout_s=PositiveSeconds(60))
@@ -204,16 +210,37 @@ def _check_runs(settings: Training, where: str) -> None:
     _require(all(report.duration_s > 0 for report in reports), f"{where}: it takes time")
 
 
+def _check_cluster(settings: Training, spec: str) -> None:
+    """A member starts anew half way through: the others take it in again, and hand it what they have."""
+    home = replace(load_scenario(_HOME), cluster=Cluster(preset="low_latency"))
+    times = _Times()
+    calm = simulate_cluster(home, settings, observer=times)
+    halfway = calm.seconds - (times.by_step[settings.steps] - times.by_step[settings.steps // 2])
+    lost = Restart(at_s=Seconds(halfway), node=home.nodes[1].name, down_s=Seconds(0.1))
+    struck = [simulate_cluster(replace(home, faults=(lost,)), settings) for _ in range(2)]
+    _require(_settled(struck[0]) == _settled(struck[1]), f"{spec}, a member lost: two runs are the same")
+    for outcome, where in ((calm, "in a cluster"), (struck[0], "in a cluster that loses a member")):
+        reports = outcome.values()
+        _require(all(report.steps == settings.steps for report in reports), f"{spec} {where}: all steps are taken")
+        _require(len({report.sha256 for report in reports}) == 1, f"{spec} {where}: all members end with one model")
+
+
+class _Times:
+    """When steps ended, on any rank."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def point(self, rank: int, point: Point) -> None:
+        self.by_step[point.step] = point.time_s
+
+    def finished(self, run: Run) -> None:
+        pass
+
+
 def _without_losses(reports: list[Report]) -> list[tuple[object, ...]]:
     """A phantom's losses are no numbers, which are unlike themselves."""
     return [(r.rank, r.steps, r.duration_s, r.sent_bytes, r.sha256) for r in reports]
-
-
-def _with(scenario: Scenario, fault: Fault) -> Scenario:
-    return Scenario(
-        **{name: getattr(scenario, name) for name in Scenario.__struct_fields__ if name != "faults"},
-        faults=(fault,),  # type: ignore[arg-type]
-    )
 
 
 def _settled(outcome: Outcome[Report]) -> tuple[object, ...]:

@@ -200,6 +200,34 @@ def test_a_plugin_of_a_command_is_known_in_it() -> None:
     assert "'int4' is no compressor" in without.stderr
 
 
+EVERYONE = """
+import msgspec
+from hcsim.plugins import Replicated, one_level, register_strategy
+
+class Everyone(msgspec.Struct, frozen=True):
+    def open(self, settings, learner):
+        return Replicated(learner, one_level)
+
+register_strategy("everyone", Everyone)
+"""
+
+
+def test_a_strategy_of_a_plugin_trains_a_cluster_whose_members_come_and_go(tmp_path: Path) -> None:
+    (tmp_path / "everyone.py").write_text(EVERYONE)
+    plugin = ["--plugin", str(tmp_path / "everyone.py")]
+    ours, own = (hcsim("run", "four-macs-churn", *plugin, "--strategy", name) for name in ("everyone", "ddp"))
+    assert ours.returncode == own.returncode == 0, ours.stderr
+    assert "mini-2 was lost" in ours.stderr
+    assert ours.stdout == own.stdout.replace(" by ddp", " by everyone")
+
+
+def test_a_strategy_without_open_is_refused_by_a_cluster() -> None:
+    ended = hcsim("run", "four-macs-churn", "--plugin", str(EXAMPLES / "gossip.py"), "--strategy", "gossip:0.3")
+    assert ended.returncode == 2
+    assert "fixed ranks only" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 SWEEP = """
 plugins = ["int4.py"]
 

@@ -33,8 +33,8 @@ from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import Remotes, remotes
 from hcsim.telemetry.trace import Sink
-from hcsim.training.elastic.trainee import check_elastic
 from hcsim.training.run import Point, Report
+from hcsim.training.strategies import check_elastic
 from hcsim.training.tasks import task
 from hcsim.transport.wire import Wire
 

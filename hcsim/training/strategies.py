@@ -17,13 +17,12 @@ from hcsim.registry import Registry
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
 from hcsim.training.agreement import Intent, agree
 from hcsim.training.data import Batches
-from hcsim.training.ddp import ddp, single
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
 from hcsim.training.parameter_server.place import check_place
 from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.parameter_server.strategy import train as serve_and_work
-from hcsim.training.periodic import Journey, periodic
+from hcsim.training.recoverable import InHomes, OneComputes, Periodic, Recoverable, Replicated
 from hcsim.training.run import Observer, Report, Run
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
@@ -32,35 +31,43 @@ from hcsim.units import did_you_mean
 Every: TypeAlias = Annotated[int, Meta(ge=1)]
 
 
-class Strategy(Protocol):
-    """How ranks train together: a struct whose fields are what a spec sets ("diloco:16,lr=0.5")."""
+class FixedRanks(Protocol):
+    """A strategy for ranks that never change: a struct whose fields are what a spec sets ("gossip:0.4")."""
 
     async def train(self, run: Run) -> None:
-        """This rank's part of the run, from the first step to the last."""
+        """Train this rank's part of the run, from the first step to the last."""
+
+
+class Strategy(Protocol):
+    """How ranks train together, fixed ones and those of a cluster: a struct whose fields are what a spec sets
+    ("diloco:16,lr=0.5")."""
+
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """The strategy at work on this rank's model."""
 
 
 class SingleMachine(Struct, frozen=True):
-    """One machine alone, with everybody's batches."""
+    """One machine alone, with the batches of all."""
 
-    async def train(self, run: Run) -> None:
-        """Train."""
-        await single(run)
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """The first rank computes."""
+        return OneComputes(learner)
 
 
 class DataParallel(Struct, frozen=True):
     """All ranks average their gradients in every step."""
 
-    async def train(self, run: Run) -> None:
-        """Train."""
-        await ddp(run, one_level(run))
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """All ranks hold replicas."""
+        return Replicated(learner, one_level)
 
 
 class HierarchicalParallel(Struct, frozen=True):
     """The same, first within each home, then between homes; what goes between homes is compressed."""
 
-    async def train(self, run: Run) -> None:
-        """Train."""
-        await ddp(run, hierarchical(run))
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """All ranks hold replicas."""
+        return InHomes(learner, hierarchical)
 
 
 class LocalSgd(Struct, frozen=True):
@@ -68,14 +75,9 @@ class LocalSgd(Struct, frozen=True):
 
     every: Every = 8
 
-    async def train(self, run: Run) -> None:
-        """Train."""
-        await periodic(run, one_level(run), self.every, Journey(run.learner, self.outer))
-
-    @property
-    def outer(self) -> Sgd:
-        """What is made of the average: the average itself."""
-        return Sgd(lr=1.0)
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """The average itself is the next anchor."""
+        return Periodic(learner, one_level, self.every, optimizer(settings), Sgd(lr=1.0))
 
 
 class DiLoCo(Struct, frozen=True):
@@ -85,23 +87,21 @@ class DiLoCo(Struct, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 0.7
     momentum: Annotated[float, Meta(gt=0, lt=1)] = 0.9
 
-    async def train(self, run: Run) -> None:
-        """Train."""
-        await periodic(run, one_level(run), self.every, Journey(run.learner, self.outer))
-
-    @property
-    def outer(self) -> Sgd:
-        """What is made of the average."""
-        return Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
+    def open(self, settings: Training, learner: Learner) -> Recoverable:
+        """The outer optimizer makes the next anchor."""
+        outer = Sgd(lr=self.lr, momentum=self.momentum, nesterov=True)
+        return Periodic(learner, one_level, self.every, optimizer(settings), outer)
 
 
 class ParameterServer(Policy, frozen=True, kw_only=True):
     """A server on the first rank's machine keeps the model; workers pull it and push gradients."""
 
     async def train(self, run: Run) -> None:
-        """Train."""
+        """Train with fixed ranks."""
         await serve_and_work(run, self)
 
+
+_FIXED_RANKS = 'strategy = "{}": it trains fixed ranks only: a scenario without [cluster], or `hcsim rank`'
 
 STRATEGIES: Registry[type[Struct]] = Registry(
     "strategy",
@@ -114,12 +114,27 @@ STRATEGIES: Registry[type[Struct]] = Registry(
         "parameter_server": ParameterServer,
     },
 )
-"""Each is a `Strategy`."""
+"""Each is a `Strategy`, or one for `FixedRanks`; a cluster has a parameter server of its own."""
 
 
-def strategy(spec: str) -> Strategy:
+def strategy(spec: str) -> Strategy | FixedRanks:
     """The strategy that a text such as "diloco:16" names."""
-    return cast(Strategy, read_spec(spec, STRATEGIES, "strategy"))
+    return cast("Strategy | FixedRanks", read_spec(spec, STRATEGIES, "strategy"))
+
+
+def recoverable(settings: Training, learner: Learner) -> Recoverable:
+    """The strategy of completed settings, for a cluster whose members change."""
+    chosen = strategy(settings.strategy)
+    if not hasattr(chosen, "open"):
+        raise ConfigError(_FIXED_RANKS.format(settings.strategy))
+    return chosen.open(settings, learner)
+
+
+def check_elastic(settings: Training) -> None:
+    """Refuse, before anything is started, what cannot go on with other members."""
+    chosen = strategy(settings.strategy)
+    if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
+        raise ConfigError(_FIXED_RANKS.format(settings.strategy))
 
 
 async def train(
@@ -136,7 +151,7 @@ async def train(
     batches = Batches.of(what, _batch_sizes(settings, group.size), seed)
     run = Run(group, settings, what, learner, batches, make(settings.compressor, seed=seed, rank=group.rank))
     run.observer = observer
-    await chosen.train(run)
+    await (chosen.open(settings, learner) if hasattr(chosen, "open") else chosen).train(run)
     if observer is not None:
         observer.finished(run)
     return run.report()

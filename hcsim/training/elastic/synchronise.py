@@ -29,11 +29,11 @@ from hcsim.collectives.buffers import array_of
 from hcsim.collectives.group import Group
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
 from hcsim.training.agreement import difference
-from hcsim.training.elastic.method import Tally
 from hcsim.training.elastic.pact import Contradiction, Doubt, gather_echoed
 from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
 from hcsim.training.elastic.standing import Header, intent_digest, lineage_digest, most_right
 from hcsim.training.elastic.trainee import Trainee
+from hcsim.training.recoverable import Tally
 
 
 async def synchronise(group: Group, view: View, us: Trainee) -> None:

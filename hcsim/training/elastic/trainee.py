@@ -21,33 +21,18 @@ from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import fitting
 from hcsim.training.elastic.fingerprint import of_all
-from hcsim.training.elastic.method import Held, InHomes, Method, Replicated, StandingBy, Tally, Travelling
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.standing import Era, Header, Past
 from hcsim.training.learner import Learner
+from hcsim.training.recoverable import Held, Tally
 from hcsim.training.run import Run
-from hcsim.training.strategies import (
-    DataParallel,
-    DiLoCo,
-    HierarchicalParallel,
-    LocalSgd,
-    ParameterServer,
-    SingleMachine,
-    completed,
-    hierarchical,
-    one_level,
-    optimizer,
-    strategy,
-)
+from hcsim.training.strategies import completed, optimizer, recoverable
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 
 OWN = "own/"
 """What a compressor's state calls what each rank holds for itself."""
 MEMORY = "compressor/"
-
-
-_FIXED_RANKS = 'strategy = "{}": it trains fixed ranks only: a scenario without [cluster], or `hcsim rank`'
 
 
 class About(msgspec.Struct, frozen=True):
@@ -75,7 +60,7 @@ class Trainee:
         self.task = what
         self.settings = completed(settings, what, len(settings.batch) if isinstance(settings.batch, tuple) else 1)
         self.learner = Learner(host, what, optimizer(self.settings), seed)
-        self.method = _method(self.settings, self.learner)
+        self.method = recoverable(self.settings, self.learner)
         self.compressor = make(settings.compressor, seed=seed, rank=0)
         self.era = Era()
         self.past = Past()
@@ -256,25 +241,3 @@ class Trainee:
 
     def _memory(self) -> Held:
         return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
-
-
-def _method(settings: Training, learner: Learner) -> Method:
-    chosen = strategy(settings.strategy)
-    match chosen:
-        case SingleMachine():
-            return StandingBy(learner)
-        case DataParallel():
-            return Replicated(learner, one_level)
-        case HierarchicalParallel():
-            return InHomes(learner, hierarchical)
-        case LocalSgd() | DiLoCo():
-            return Travelling(learner, one_level, chosen.every, optimizer(settings), chosen.outer)
-    raise ConfigError(_FIXED_RANKS.format(settings.strategy))
-
-
-def check_elastic(settings: Training) -> None:
-    """Refuse, before anything is started, what cannot go on with other members."""
-    chosen = strategy(settings.strategy)
-    own = SingleMachine, DataParallel, HierarchicalParallel, LocalSgd, DiLoCo, ParameterServer
-    if not isinstance(chosen, own):
-        raise ConfigError(_FIXED_RANKS.format(settings.strategy))

@@ -1,4 +1,6 @@
-"""What a strategy's members hold in common, and how they go on from it.
+"""Strategies that can go on with other ranks: what their members hold in common, and how they train on from it.
+
+With fixed ranks the same `train` runs once, from the first step to the last.
 
 ddp, hierarchical   every member has the model and the optimizer's state, alike to the last bit.
 single              the same: the first member computes with everybody's batches and tells the gradients to the
@@ -20,7 +22,7 @@ from hcsim.collectives.group import Group
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.aggregator import Aggregator
-from hcsim.training.ddp import ddp
+from hcsim.training.ddp import ddp, single
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer, Stepper
@@ -39,8 +41,8 @@ class Tally(NamedTuple):
     """So many steps are taken, exchanged or not."""
 
 
-class Method(Protocol):
-    """A strategy that can go on with other members."""
+class Recoverable(Protocol):
+    """A strategy at work on one rank, which can go on with other members."""
 
     @property
     def alike(self) -> Flat:
@@ -117,7 +119,7 @@ class InHomes(Replicated):
         return any(home[0] == group.rank for home in group.options.groups)
 
 
-class StandingBy(Replicated):
+class OneComputes(Replicated):
     """The first member computes; the others do as it says."""
 
     def compresses(self, group: Group) -> bool:
@@ -131,8 +133,12 @@ class StandingBy(Replicated):
         """Everything to the first."""
         return (sum(sizes), *(0 for _ in sizes[1:]))
 
+    async def train(self, run: Run) -> None:
+        """Fixed ranks need no replicas: there the first one is alone."""
+        await (super().train(run) if run.group.options.conducted else single(run))
 
-class Travelling:
+
+class Periodic:
     """Members go ways of their own, and agree now and then."""
 
     def __init__(

@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hcsim.checkpoints.optimizer import restore_optimizer
-from hcsim.checkpoints.parts import (
-    Part,
-    as_tensor,
-    check_data,
-    complete,
-    data_file,
-    gathered,
-    parts_in,
-    place,
-    steps_in,
-    write_part,
-)
-from hcsim.checkpoints.plain import dtype_name, put_together
-from hcsim.checkpoints.ranges import Names, Range
-from hcsim.checkpoints.snapshot import HasState, restore_random_state
-from hcsim.checkpoints.tensors import Tensors
-from hcsim.errors import CheckpointError, NoCheckpoint
+from hcsim.checkpoints.parts import Part, chosen, data_file, gathered, place, write_part
+from hcsim.checkpoints.plain import as_tensor, dtype_name
+from hcsim.checkpoints.saver import own
+from hcsim.checkpoints.state import EXTRA, Divided, Entry, HasState, Held, Program, local, restore_random_state
+from hcsim.checkpoints.storage import Reader
+from hcsim.errors import CheckpointError
 
 
 class Checkpoint:
     """One step that was saved, whole and verified. `load` gives it; tensors are read when they are asked for."""
 
     def __init__(self, folder: Path, parts: Mapping[int, Part]) -> None:
-        self._folder = folder
-        self._parts = parts
-        self._tensors = Tensors(folder, parts)
+        self.reader = Reader(folder, parts=parts)
+        """For `torch.distributed.checkpoint.load`."""
+        metadata = self.reader.read_metadata()
+        self._saved: dict[str, Any] = metadata.state_dict_metadata
+        self._moment_keys: dict[str, dict[str, None]] = {}
+        """What any rank's optimizer had of a parameter."""
+        for path in metadata.planner_data.values():
+            match path[2:] if path[0] in {"own", "first"} else path:
+                case "optimizer", "state", name, key:
+                    self._moment_keys.setdefault(name, {})[key] = None
         self.step = parts[0].step
         self.world = parts[0].world
         """How many ranks saved it."""
-        self.plain: dict[str, Any] = self._plain(0)["given"]
+        self.plain: dict[str, Any] = self._of(0)["given"]
         """What `save` was given beside the step."""
 
     @classmethod
     def open(cls, folder: Path | str, step: int | None = None) -> Checkpoint:
         """What is whole in one folder, whoever else there is: to look at, say, or to use a model that was trained."""
-        return cls(Path(folder), _chosen(Path(folder), step, lambda mine: [mine])[0])
+        return cls(Path(folder), chosen(Path(folder), step, lambda mine: [mine])[0])
 
     def model(self) -> dict[str, Any]:
         """The whole model's parameters and buffers by their names, as `nn.Module.load_state_dict` takes them."""
-        plain = self._plain(0)
-        found = {name: self._tensors.whole(f"model/{name}") for name in self._tensors.names("model/")}
-        found |= plain.get("extra", {})
-        return found | {name: found[saved] for name, saved in plain.get("aliases", {}).items()}
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape; None where there is none of that name."""
-        return self._tensors.shape(name)
-
-    def elements(self, name: str, lo: int, hi: int) -> Tensor:
-        """Some elements of a tensor, from whichever parts have them."""
-        return self._tensors.elements(name, lo, hi)
+        self._check_whole("model.")
+        found = {name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in self._alike()}
+        self._read({f"model.{name}": tensor for name, tensor in found.items()})
+        aliases = self.reader.aliases().items()
+        found |= {name[6:]: found[of[6:]] for name, of in aliases if of[6:] in found}
+        extra: dict[str, Any] = self._of(0)["extra"]
+        return dict(sorted(found.items())) | extra
 
     @torch.no_grad()
     def restore(
@@ -82,70 +72,186 @@ class Checkpoint:
         Where there are more or fewer ranks now, tensors of the model and the optimizer that differed are refused."""
         rank, world = place(group)
         before = rank if rank < self.world else 0
-        plain = self._plain(before)
-        tensors = Tensors(self._folder, self._parts, rank if world == self.world else None)
-        if optimizer is not None and plain["optimizer"] is None:
+        mine = self._of(before)
+        if optimizer is not None and mine["optimizer"] is None:
             raise CheckpointError(f"the checkpoint of step {self.step} has no optimizer's state")
-        if world != self.world:
-            for path in ("model/", "optimizer/") if optimizer is not None else ("model/",):
-                for name in tensors.names(path):
-                    tensors.check(path + name)
-        self._restore_model(model, tensors, plain.get("extra"))
+        alone = rank if world == self.world else None
+        if alone is None:
+            self._check_whole("model.")
+            if optimizer is not None:
+                self._check_whole("optimizer.")
+        program = Program(model, group)
+        self._restore_model(program, mine, alone)
         if optimizer is not None:
-            restore_optimizer(optimizer, model, plain["optimizer"], tensors)
+            self._restore_optimizer(program, optimizer, mine["optimizer"], alone)
         for name, state in (also or {}).items():
-            state.load_state_dict(self._own(before, name))
+            state.load_state_dict(self._also(before, name))
             if rank >= self.world and hasattr(state, "forget"):
                 state.forget()
             if hasattr(state, "absorb"):
                 for gone in range(rank + world, self.world, world):
-                    state.absorb(self._own(gone, name))
+                    state.absorb(self._also(gone, name))
         if rank < self.world:
-            restore_random_state(self._own(rank, "random"))
+            restore_random_state(mine["random"])
 
-    def _restore_model(self, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
-        names = Names(model)
-        ranges = [*names.ranges()]
-        for part in ranges:
-            there = tensors.shape(f"model/{part.name}")
-            if there != part.shape:
-                raise CheckpointError(
-                    f"{part.name} has shape {list(part.shape)} in the model, and in the checkpoint "
-                    + ("it is missing" if there is None else f"{list(there)}")
-                )
-            saved = tensors.dtype(f"model/{part.name}")
-            if not torch.can_cast(saved, part.values.dtype):
-                raise CheckpointError(
-                    f"{part.name} is {dtype_name(part.values.dtype)} in the model, which cannot hold the "
-                    f"{dtype_name(saved)} of the checkpoint"
-                )
-            if _narrower(part.values.dtype, saved):
-                _check_fits(part, tensors.elements(f"model/{part.name}", part.lo, part.hi))
-        modules = names.extra() if extra is not None else {}  # older checkpoints have none of these
-        known, saved_names = {*names.whole(), *modules}, [*tensors.names("model/"), *(extra or {})]
-        if beyond := [name for name in saved_names if name not in known]:
+    def _restore_model(self, program: Program, mine: Mapping[str, Any], rank: int | None) -> None:
+        targets = dict(self._target(entry, rank) for entry in program.entries())
+        for entry in program.entries():
+            self._check_fits(entry, rank)
+        extra = mine["extra"]
+        aliases = {name.removeprefix("model.") for name in self.reader.aliases()}
+        alike = [name for name, _ in self._alike()]
+        known = {*program.whole(), *program.extra}
+        saved = [*(alike if rank is None else mine["names"]), *extra]
+        if beyond := [name for name in saved if name not in known and name not in aliases]:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} is of another model: this one has no {', '.join(beyond[:3])}"
                 + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
             )
-        if lacking := [name for name in modules if name not in saved_names]:
+        if lacking := [name for name in program.extra if name not in extra]:
             raise CheckpointError(f"the checkpoint of step {self.step} has no {lacking[0]}")
-        for part in ranges:
-            part.values.copy_(tensors.elements(f"model/{part.name}", part.lo, part.hi).view(part.values.shape))
-        for name, module in modules.items():
-            module.set_extra_state((extra or {})[name])
+        self._read(targets)
+        program.restored(extra)
 
-    def _plain(self, rank: int) -> dict[str, Any]:
+    def _called(self, name: str, rank: int | None) -> str:
+        """What a tensor is called that this rank had."""
+        own_ones = () if rank is None else (own(rank, name), own(rank, name, first=True))
+        return next((each for each in own_ones if each in self._saved), name)
+
+    def _fitting(self, called: str, held: Held) -> Held:
+        """What is read into: of what a rank alone had, it has all that was here."""
+        return held if called.startswith(("model.", "optimizer.")) else local(held)
+
+    def _target(self, entry: Entry, rank: int | None) -> tuple[str, Held]:
+        called = self._called(entry.name, rank)
+        return called, self._fitting(called, entry.held)
+
+    def _check_fits(self, entry: Entry, rank: int | None) -> None:
+        name, shape = entry.path[1], list(entry.held.shape)
+        key, held = self._target(entry, rank)
+        saved = self._saved.get(key)
+        if saved is None or list(saved.size) != list(held.shape):
+            raise CheckpointError(
+                f"{name} has shape {shape} in the model, and in the checkpoint "
+                + ("it is missing" if saved is None else f"{list(saved.size)}")
+            )
+        ours, theirs = local(held).dtype, saved.properties.dtype
+        cannot = f"{name} is {dtype_name(ours)} in the model, which cannot hold the "
+        if not torch.can_cast(theirs, ours):
+            raise CheckpointError(f"{cannot}{dtype_name(theirs)} of the checkpoint")
+        if _narrower(ours, theirs):
+            self._read({key: (wide := like(held, theirs))})
+            numbers, kind = local(wide).cpu().numpy(), torch.iinfo(ours)
+            beyond = numbers[(numbers < kind.min) | (numbers > kind.max)]
+            if beyond.size:
+                raise CheckpointError(f"{cannot}{beyond[0]} of the checkpoint")
+
+    def _restore_optimizer(
+        self, program: Program, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int | None
+    ) -> None:
+        """Put it back, into the groups of the same parameters."""
+        now = program.optimizer_state(optimizer)
+        here = [group["params"] for group in program.optimizer_plain(now)["param_groups"]]
+        there = [group["params"] for group in saved["param_groups"]]
+        if here != there:
+            raise CheckpointError(
+                f"the optimizer has {len(here)} groups, of {', '.join(str(len(group)) for group in here)} parameters, "
+                f"which are not those of the checkpoint, {', '.join(str(len(group)) for group in there)}"
+            )
+        names = [name for group in now["param_groups"] for name in group["params"]]
+        reading: dict[str, Held] = {}
+        states = {name: self._moments(program, name, saved["state"], rank, reading) for name in names}
+        self._read(reading)
+        numbers = iter(range(len(names)))
+        groups = [
+            {"params": [next(numbers) for _ in ours["params"]]}
+            | {key: value for key, value in theirs.items() if key not in {"params", "param_names"}}
+            for ours, theirs in zip(now["param_groups"], saved["param_groups"], strict=True)
+        ]
+        state = {number: states[name] for number, name in enumerate(names) if states[name]}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _moments(
+        self,
+        program: Program,
+        name: str,
+        counts: Mapping[str, Mapping[str, Any]],
+        rank: int | None,
+        reading: dict[str, Held],
+    ) -> dict[str, Any]:
+        """The state of one parameter; what of it is still to be read comes into `reading`."""
+        state = {key: value for whole in program.names(name) for key, value in counts.get(whole, {}).items()}
+        parameter, pieces, block = program.parameter(name), program.pieces(name), program.is_block(name)
+        for key in dict.fromkeys(key for whole in pieces for key in self._moment_keys.get(whole, ())):
+            saved = {whole: self._called(f"optimizer.state.{whole}.{key}", rank) for whole in pieces}
+            there = {whole: self._saved[called] for whole, called in saved.items() if called in self._saved}
+            dtype = next((each.properties.dtype for each in there.values()), parameter.dtype)
+            moment = like(parameter, dtype)
+            held: dict[str, Held] = program.held(name, moment) if block else {name: moment}
+            if block and (key == "step" or any(not each.size and pieces[whole] for whole, each in there.items())):
+                held = dict.fromkeys([*there][:1], moment := torch.zeros((), dtype=dtype))
+            elif not block and there and self._fitting(saved[name], moment).shape != there[name].size:
+                held = {name: (moment := torch.zeros(there[name].size, dtype=dtype, device=parameter.device))}
+            if there or not held:  # all of a block's shard may be padding
+                state[key] = moment
+            reading |= {saved[whole]: self._fitting(saved[whole], held[whole]) for whole in there.keys() & held.keys()}
+        return state
+
+    def _of(self, rank: int) -> dict[str, Any]:
         """What that rank had beside tensors of the model's and the optimizer's."""
-        found: dict[str, Any] = put_together(self._parts[rank].plain, lambda path: self._tensors.saved_by(rank, path))
+        found: dict[str, Any] = self.reader.value(f"rank.{rank}")
         return found
 
-    def _own(self, rank: int, name: str) -> Any:
+    def _also(self, rank: int, name: str) -> Any:
         """The state of that name that a rank alone had."""
-        states = dict(self._parts[rank].own["$dict"])
+        states = self._of(rank)["also"]
         if name not in states:
             raise CheckpointError(f"the checkpoint of step {self.step} has no state called {name}")
-        return put_together(states[name], lambda path: self._tensors.saved_by(rank, path))
+        return states[name]
+
+    def _alike(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        """The model's tensors that all ranks shared, under one name each."""
+        aliases = self.reader.aliases()
+        for name, saved in self._saved.items():
+            within, *path = name.split(".")
+            if within != "model" or name in aliases or EXTRA in path:
+                continue
+            if isinstance(saved, TensorStorageMetadata):
+                yield ".".join(path), saved
+
+    def _check_whole(self, within: str) -> None:
+        """Raise if there is a tensor that only the ranks have again that saved it."""
+        for path in sorted(self.reader.read_metadata().planner_data.values()):
+            name = ".".join(map(str, path[2:]))
+            if path[0] == "own" and name.startswith(within) and name not in self._saved:
+                raise CheckpointError(
+                    f"{name.removeprefix('model.')} differs among the {self.world} ranks that saved it: only "
+                    f"{self.world} ranks can go on from it, each from its own"
+                )
+
+    def _read(self, targets: Mapping[str, Held]) -> None:
+        planner = _Planner(targets, self.reader.read_metadata())
+        self.reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+class _Planner(DefaultLoadPlanner):
+    """DCP's, for tensors of which a rank has a part."""
+
+    def __init__(self, targets: Mapping[str, Held], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.state_dict, self.metadata = dict(targets), metadata
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where that is read into."""
+        held = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index) if isinstance(held, Divided) else super().lookup_tensor(index)
+
+
+def like(held: Held, dtype: torch.dtype) -> Any:
+    """Zeros in its place."""
+    if isinstance(held, Divided):
+        return Divided(torch.zeros_like(held.flat, dtype=dtype), held.shape, held.lo)
+    return torch.zeros_like(held.detach(), dtype=dtype)
 
 
 def _narrower(here: torch.dtype, saved: torch.dtype) -> bool:
@@ -156,74 +262,16 @@ def _narrower(here: torch.dtype, saved: torch.dtype) -> bool:
     return not ours.min <= theirs.min <= theirs.max <= ours.max
 
 
-def _check_fits(part: Range, values: Tensor) -> None:
-    numbers, kind = values.numpy(), torch.iinfo(part.values.dtype)
-    beyond = numbers[(numbers < kind.min) | (numbers > kind.max)]
-    if beyond.size:
-        raise CheckpointError(
-            f"{part.name} is {dtype_name(part.values.dtype)} in the model, which cannot hold the {beyond[0]} of the "
-            "checkpoint"
-        )
-
-
 def load(folder: Path | str, step: int | None = None, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
     """The newest step that all ranks together hold all parts of. All ranks call this.
 
     A rank whose folder lacks parts, or has damaged ones, gets them from the others and keeps them. Where nobody has any
     part the error is a `NoCheckpoint`."""
     folder = Path(folder)
-    parts, sound = _chosen(folder, step, lambda mine: gathered(mine, group))
+    parts, sound = chosen(folder, step, lambda mine: gathered(mine, group))
     for part in parts.values():
         _spread(folder, part, [rank for rank, held in enumerate(sound) if part.rank in held], group)
     return Checkpoint(folder, parts)
-
-
-def _chosen(
-    folder: Path, step: int | None, gather: Callable[[bytes], list[bytes]]
-) -> tuple[dict[int, Part], list[list[int]]]:
-    """The parts of the newest whole saving, and which of them each rank has. What is damaged is named."""
-    mine: list[Part] = []
-    troubles: list[str] = []
-    for found in steps_in(folder) if step is None else [step]:
-        parts, damaged = parts_in(folder, found)
-        mine += parts
-        troubles += damaged
-    described = _decoded(gather(msgspec.msgpack.encode(mine)), list[Part])
-    for parts_of in _savings(described):
-        sound, damaged = _sound(folder, [part for part in parts_of.values() if part in mine])
-        troubles += damaged
-        held = _decoded(gather(msgspec.msgpack.encode(sound)), list[int])
-        if {rank for ranks in held for rank in ranks} == parts_of.keys():
-            if troubles:
-                warnings.warn("; ".join(troubles) + f": step {parts_of[0].step} is loaded", stacklevel=3)
-            return parts_of, held
-    said = _decoded(gather(msgspec.msgpack.encode(troubles)), list[str])
-    damaged = [each for ours in said for each in ours]
-    kind = CheckpointError if damaged or any(described) else NoCheckpoint
-    raise kind(_nothing(folder, step, described, damaged))
-
-
-def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
-    """All savings of which every part is somewhere, the newest first."""
-    savings: dict[tuple[int, int, str], dict[int, Part]] = {}
-    for part in (part for parts in described for part in parts):
-        savings.setdefault((part.step, part.again, part.saving), {})[part.rank] = part
-    for _, parts in sorted(savings.items(), key=lambda item: item[0], reverse=True):
-        if complete(parts):
-            yield dict(sorted(parts.items()))
-
-
-def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
-    """The ranks of the parts whose data are here as they were saved, and what is wrong with the others."""
-    sound, troubles = [], []
-    for part in parts:
-        try:
-            check_data(folder, part)
-        except CheckpointError as error:
-            troubles.append(str(error))
-        else:
-            sound.append(part.rank)
-    return sound, troubles
 
 
 def _spread(folder: Path, part: Part, having: list[int], group: dist.ProcessGroup | None) -> None:
@@ -237,20 +285,3 @@ def _spread(folder: Path, part: Part, having: list[int], group: dist.ProcessGrou
     dist.broadcast(room, group_src=having[0], group=group)
     if rank not in having:
         write_part(folder, part, room.numpy().tobytes())
-
-
-def _decoded(everyones: Sequence[bytes], kind: Any) -> list[Any]:
-    return [msgspec.msgpack.decode(each, type=kind) for each in everyones]
-
-
-def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]], troubles: Sequence[str]) -> str:
-    """What there is instead of a whole checkpoint."""
-    said = list(troubles)
-    for found in sorted({part.step for parts in described for part in parts}, reverse=True)[:3]:
-        parts = [part for each in described for part in each if part.step == found]
-        if len({part.saving for part in parts}) > 1:
-            said.append(f"the parts of step {found} are of several savings")
-        elif lacking := sorted({*range(parts[0].world)} - {part.rank for part in parts}):
-            said.append(f"of step {found} the part of rank {', '.join(map(str, lacking))} is missing")
-    what = "no whole checkpoint" + ("" if step is None else f" of step {step}")
-    return f"{folder}: there is {what} here" + (f": {'; '.join(dict.fromkeys(said))}" if said else "")

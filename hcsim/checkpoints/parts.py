@@ -1,7 +1,7 @@
 """What a checkpoint is on disk: one part for each rank that saved it.
 
-    FOLDER/step-00000100/rank-2-of-4.safetensors   tensors, and pieces of tensors, flat
-    FOLDER/step-00000100/rank-2-of-4.json          what they are, and the file's SHA-256; written last
+    FOLDER/step-00000100/rank-2-of-4.safetensors   chunks of tensors
+    FOLDER/step-00000100/rank-2-of-4.json          what they are, what is no tensor, and the SHA-256; written last
     FOLDER/step-00000100/rank-2-of-4-again-1.json  and so on: a step that was saved before
 
 A part counts once its JSON file is there, which happens after its data are safe on the disk. A checkpoint counts when
@@ -17,7 +17,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,59 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from hcsim.errors import CheckpointError
+from hcsim.checkpoints.plain import as_tensor
+from hcsim.errors import CheckpointError, NoCheckpoint
 from hcsim.files import write_whole
+
+FORMAT = "hcsim checkpoint part 2"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What DCP has under one name: a chunk of a tensor, or, without a dtype, an object."""
+
+    path: tuple[str | int, ...]
+    """Where it is in the state dict; DCP's name for it is this with dots."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of the whole tensor."""
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    stored: str = ""
+    """What the chunk is called in the data file, if otherwise."""
+    plain: Any = None
+    """The object, as `taken_apart` gives it."""
+
+    @property
+    def name(self) -> str:
+        """As DCP calls it."""
+        return ".".join(map(str, self.path))
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank saved."""
+
+    format: str = FORMAT
+    saving: str
+    again: int = 0
+    step: int
+    rank: int
+    world: int
+    size_bytes: int
+    sha256: str
+    """Of the data file."""
+    items: list[Item]
+    aliases: dict[str, str] = {}
+    """Further names of what is saved under another: of tied weights, say."""
+
+    @property
+    def stem(self) -> str:
+        """Of its files' names."""
+        return f"rank-{self.rank}-of-{self.world}" + (f"-again-{self.again}" if self.again else "")
+
+
+class _Kind(msgspec.Struct):
+    format: str
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -45,56 +97,6 @@ def gathered(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     rooms = [torch.zeros(max(lengths), dtype=torch.uint8) for _ in range(world)]
     dist.all_gather(rooms, as_tensor(mine.ljust(max(lengths), b"\0")), group=group)
     return [room[:length].numpy().tobytes() for room, length in zip(rooms, lengths, strict=True)]
-
-
-def as_tensor(data: bytes) -> torch.Tensor:
-    """Bytes that can be sent."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-FORMAT = "hcsim checkpoint part 1"
-_STEP = re.compile(r"step-(\d{8,})")
-
-
-class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A range of a tensor's elements, in row-major order."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    lo: int
-    hi: int
-    own: bool = False
-    """Whether other ranks have others of these elements, or none."""
-    first: bool = False
-    """Whether, though it is each rank's own, another number of ranks goes on from the first rank's."""
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saved."""
-
-    format: str = FORMAT
-    saving: str
-    """The same in all parts of one saving."""
-    again: int = 0
-    """How many savings of this step there were before; they stay until this one is whole."""
-    step: int
-    rank: int
-    world: int
-    size_bytes: int
-    sha256: str
-    """Of the data file."""
-    pieces: dict[str, Piece]
-    """By the tensor's name; each is in the data file under that name."""
-    plain: Any = None
-    """Numbers and words that are the same on all ranks, as `taken_apart` gives them."""
-    own: Any = None
-    """What is this rank's alone: its random numbers, what it has not sent yet."""
-
-    @property
-    def stem(self) -> str:
-        """Of its files' names."""
-        return f"rank-{self.rank}-of-{self.world}" + (f"-again-{self.again}" if self.again else "")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -144,18 +146,79 @@ def parts_in(folder: Path, step: int) -> tuple[list[Part], list[str]]:
     return parts, troubles
 
 
-def check_data(folder: Path, part: Part) -> None:
-    """Raise unless a part's data are the bytes that were saved."""
-    path = data_file(folder, part)
-    try:
-        with open(path, "rb") as file:
-            size_bytes, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if size_bytes != part.size_bytes:
-        raise CheckpointError(f"{path}: {size_bytes} bytes are there, and {part.size_bytes} were saved")
-    if digest.hexdigest() != part.sha256:
-        raise CheckpointError(f"{path}: these are not the bytes that were saved (their SHA-256 differs)")
+def _sound(folder: Path, parts: Sequence[Part]) -> tuple[list[int], list[str]]:
+    """The ranks of the parts whose data are here as they were saved, and what is wrong with the others."""
+    sound, troubles = [], []
+    for part in parts:
+        path = data_file(folder, part)
+        try:
+            with open(path, "rb") as file:
+                size_bytes, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256")
+        except OSError as error:
+            troubles.append(f"{path}: cannot be read: {error.strerror}")
+            continue
+        if size_bytes != part.size_bytes:
+            troubles.append(f"{path}: {size_bytes} bytes are there, and {part.size_bytes} were saved")
+        elif digest.hexdigest() != part.sha256:
+            troubles.append(f"{path}: these are not the bytes that were saved (their SHA-256 differs)")
+        else:
+            sound.append(part.rank)
+    return sound, troubles
+
+
+def chosen(
+    folder: Path, step: int | None, gather: Callable[[bytes], list[bytes]]
+) -> tuple[dict[int, Part], list[list[int]]]:
+    """The parts of the newest whole saving, and which of them each rank has. What is damaged is named."""
+    if (folder / ".metadata").exists():
+        raise CheckpointError(f"{folder} is a checkpoint of torch's FileSystemWriter: its FileSystemReader reads that")
+    mine: list[Part] = []
+    troubles: list[str] = []
+    for found in steps_in(folder) if step is None else [step]:
+        parts, damaged = parts_in(folder, found)
+        mine += parts
+        troubles += damaged
+    described = _decoded(gather(msgspec.msgpack.encode(mine)), list[Part])
+    for parts_of in _savings(described):
+        sound, damaged = _sound(folder, [part for part in parts_of.values() if part in mine])
+        troubles += damaged
+        held = _decoded(gather(msgspec.msgpack.encode(sound)), list[int])
+        if {rank for ranks in held for rank in ranks} == parts_of.keys():
+            if troubles:
+                warnings.warn("; ".join(troubles) + f": step {parts_of[0].step} is loaded", stacklevel=3)
+            return parts_of, held
+    said = _decoded(gather(msgspec.msgpack.encode(troubles)), list[str])
+    damaged = [each for ours in said for each in ours]
+    kind = CheckpointError if damaged or any(described) else NoCheckpoint
+    raise kind(_nothing(folder, step, described, damaged))
+
+
+def _decoded(everyones: Sequence[bytes], kind: Any) -> list[Any]:
+    return [msgspec.msgpack.decode(each, type=kind) for each in everyones]
+
+
+def _nothing(folder: Path, step: int | None, described: Sequence[Sequence[Part]], troubles: Sequence[str]) -> str:
+    """What there is instead of a whole checkpoint."""
+    said = list(troubles)
+    for found in sorted({part.step for parts in described for part in parts}, reverse=True)[:3]:
+        parts = [part for each in described for part in each if part.step == found]
+        if len({part.saving for part in parts}) > 1:
+            said.append(f"the parts of step {found} are of several savings")
+        elif lacking := sorted({*range(parts[0].world)} - {part.rank for part in parts}):
+            said.append(f"of step {found} the part of rank {', '.join(map(str, lacking))} is missing")
+    what = "no whole checkpoint" + ("" if step is None else f" of step {step}")
+    return f"{folder}: there is {what} here" + (f": {'; '.join(dict.fromkeys(said))}" if said else "")
+
+
+def _savings(described: Sequence[Sequence[Part]]) -> Iterator[dict[int, Part]]:
+    """All savings of which every part is somewhere, the newest first."""
+    found: dict[tuple[int, int, str], dict[int, Part]] = {}
+    for part in (part for parts in described for part in parts):
+        found.setdefault((part.step, part.again, part.saving), {})[part.rank] = part
+    for _, parts in sorted(found.items(), key=lambda item: item[0], reverse=True):
+        worlds = {part.world for part in parts.values()}
+        if len(worlds) == 1 and sorted(parts) == list(range(*worlds)):
+            yield dict(sorted(parts.items()))
 
 
 def remove_step(folder: Path, step: int) -> None:
@@ -175,12 +238,6 @@ def remove_savings(folder: Path, step: int, before: int) -> None:
             data.unlink(missing_ok=True)
 
 
-def complete(parts: Mapping[int, Part]) -> bool:
-    """Whether these, by rank, are all parts of one saving."""
-    kinds = {(part.saving, part.step, part.world) for part in parts.values()}
-    return len(kinds) == 1 and sorted(parts) == list(range(next(iter(parts.values())).world))
-
-
 def _sealed(part: Part) -> bytes:
     body = msgspec.json.format(msgspec.json.encode(part))
     return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
@@ -190,7 +247,7 @@ def _unsealed(data: bytes) -> Part:
     body, _, seal = data.removesuffix(b"\n").rpartition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != seal:
         raise ValueError("this is not what was written (its SHA-256 differs)")
-    part = msgspec.json.decode(body, type=Part)  # its DecodeError is a ValueError
-    if part.format != FORMAT:
-        raise ValueError(f"this is a {part.format!r}, and {FORMAT!r} can be read")
-    return part
+    kind = msgspec.json.decode(body, type=_Kind).format  # its DecodeError is a ValueError
+    if kind != FORMAT:
+        raise ValueError(f"this is a {kind!r}, and {FORMAT!r} can be read")
+    return msgspec.json.decode(body, type=Part)

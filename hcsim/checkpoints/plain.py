@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hcsim.checkpoints.parts import as_tensor
 from hcsim.errors import CheckpointError
 
 
@@ -74,6 +73,11 @@ def put_together(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
             return array if kind == "$array" else array[()]
         case _:
             return {key: put_together(each, tensor) for key, each in value}
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """Bytes that can be sent."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

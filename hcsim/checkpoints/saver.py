@@ -1,33 +1,212 @@
-"""Saving: a copy is taken at once, and written while training goes on."""
+"""Saving: what differs among the ranks is found out, a copy is taken at once, and written while training goes on.
+
+DCP saves once what has one name. A tensor that is alike on all ranks keeps its name, and DCP's planner deals those out;
+so do the pieces of one that is divided. One that differs, such as a pipeline's stage, is each rank's own, and has a
+name of its own.
+"""
 
 from __future__ import annotations
 
-import secrets
+import math
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from hcsim.checkpoints.parts import (
     Part,
-    as_tensor,
     gathered,
-    parts_in,
     place,
     remove_savings,
     remove_step,
     steps_in,
     write_part,
 )
-from hcsim.checkpoints.snapshot import HasState, Marks, Snapshot, State
+from hcsim.checkpoints.plain import as_tensor, dtype_name
+from hcsim.checkpoints.state import Divided, Entry, HasState, Program, chunks, local, random_state
+from hcsim.checkpoints.storage import Taken, Writer, on_cpu, packed_plan, unpacked_plan
 from hcsim.errors import CheckpointError
+from hcsim.training.elastic.fingerprint import fingerprint
+
+_Kept = TypeVar("_Kept")
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells of a tensor, or of its piece of one."""
+
+    first: bool
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    """Offsets and sizes of what it has, where the tensor is divided."""
+    digest: tuple[int, int] | None = None
+    """Of its bits; none, if they are not compared."""
+
+    @classmethod
+    def of(cls, entry: Entry) -> Mark:
+        """Without a digest."""
+        shape = tuple(entry.held.shape)
+        boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks(entry.held))
+        return cls(entry.first, dtype_name(local(entry.held).dtype), shape, boxes)
+
+    @property
+    def size(self) -> int:
+        """How many elements these are."""
+        return sum(math.prod(sizes) for _, sizes in self.boxes)
+
+
+Marks = dict[str, Mark]
+"""Of a rank's tensors, by their names."""
+
+
+def is_own(found: Sequence[Mark | None], rank: int) -> bool:
+    """Whether a rank has another tensor than others under one name, whose marks are these."""
+    ours = found[rank]
+    assert ours is not None
+    if not ours.boxes:
+        return len({*found}) > 1 and (not ours.first or (rank != 0 and ours != found[0]))
+    every = {mark for mark in found if mark is not None}
+    kinds = {(mark.first, mark.dtype, mark.shape, bool(mark.boxes)) for mark in every}
+    pieces = {mark.boxes: mark for mark in every}
+    return len(kinds) > 1 or len(pieces) < len(every) or sum(mark.size for mark in every) != math.prod(ours.shape)
+
+
+def own(rank: int, name: str, first: bool = False) -> str:
+    """What a tensor of that name is called that this rank alone has."""
+    return f"{'first' if first else 'own'}.{rank}.{name}"
+
+
+class State:
+    """What a rank has, where it lies."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        also: Mapping[str, HasState] | None = None,
+        plain: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.world = place(group)
+        program = Program(model, group)
+        self._entries = [*program.entries()]
+        extra = program.extra_state()
+        mine: dict[str, Any] = {
+            "given": dict(plain or {}), "names": [*program.whole()], "extra": extra, "optimizer": None
+        }  # fmt: skip
+        shown: dict[str, Any] = {"model": extra}  # to other programs; ours go on from what each rank had
+        if optimizer is not None:
+            state = program.optimizer_state(optimizer)
+            self._entries += program.optimizer_entries(state)
+            mine["optimizer"] = shown["optimizer"] = program.optimizer_plain(state)
+        mine["also"] = {name: each.state_dict() for name, each in (also or {}).items()}
+        mine["random"] = random_state()
+        shown, self._paths = flatten_state_dict(shown)
+        self._objects = {f"rank.{self.rank}": mine, **shown}
+        self.aliases = {f"model.{name}": f"model.{saved}" for name, saved in program.aliases.items()}
+        self._brought: dict[str, Tensor] = {}
+        """From another device, by name, while they were compared: what will be ours to write, presumably."""
+
+    def marks(self, alike: bool = False) -> Marks:
+        """By these the ranks find out what is alike, unless they know; one that is alone has nothing to find out."""
+        if self.world == 1:
+            return {}
+        marks = {entry.name: Mark.of(entry) for entry in self._entries}
+        if not alike:
+            for name, digest in self._digests(self.planner([marks] * self.world).presumed(self.rank, self.world)):
+                marks[name] = msgspec.structs.replace(marks[name], digest=digest)
+        return marks
+
+    def _digests(self, ours: set[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Of what is compared. At most one tensor for each thread is in memory beside those that are ours."""
+        threads = min(4, os.cpu_count() or 1)
+        pending: deque[tuple[str, Future[tuple[int, int]]]] = deque()
+        with ThreadPoolExecutor(threads, "digests") as pool:
+            for entry in self._entries:
+                if not entry.compared:
+                    continue
+                if len(pending) == threads:
+                    name, digest = pending.popleft()
+                    yield name, digest.result()
+                there = local(entry.held)
+                here = on_cpu(there)  # not on a thread, which would have another stream of the device
+                if there.device != here.device and (entry.name in ours or chunks(entry.held)):
+                    self._brought[entry.name] = here
+                pending.append((entry.name, pool.submit(_digest, here)))
+                del here
+            for name, digest in pending:
+                yield name, digest.result()
+
+    def planner(self, everyones: Sequence[Marks]) -> Planner:
+        """When all have told their marks."""
+        values: dict[str, Any] = {**self._objects}
+        paths: dict[str, tuple[str | int, ...]] = {**self._paths}
+        brought = {}
+        for entry in self._entries:
+            name, held = entry.name, entry.held
+            found = [marks.get(name) for marks in everyones]
+            if self.world > 1 and is_own(found, self.rank):
+                name, held = own(self.rank, name, entry.first), local(held)
+                paths[name] = ("first" if entry.first else "own", str(self.rank), *entry.path)
+            else:
+                paths[name] = entry.path
+            values[name] = held
+            if entry.name in self._brought:
+                brought[name] = self._brought[entry.name]
+        self._brought = {}
+        return Planner(values, paths, brought)
+
+
+class Planner(DefaultSavePlanner):
+    """DCP's, for what is on a rank, or was brought from its device; what it gives are copies."""
+
+    def __init__(
+        self, values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], brought: dict[str, Tensor]
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._paths, self._brought = paths, brought
+        self.set_up_planner(dict(values), is_coordinator=True)
+
+    def create_local_plan(self) -> SavePlan:
+        """The largest first, that they are dealt out evenly."""
+        plan = super().create_local_plan()
+        return replace(plan, items=sorted(plan.items, key=_largest), planner_data=self._paths)
+
+    def presumed(self, rank: int, world: int) -> set[str]:
+        """What a rank will have to write if all have the same."""
+        return {item.index.fqn for item in self._dedup_save_plans([self.create_local_plan()] * world)[rank].items}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """What was brought and is not ours to write is let go."""
+        ours = {item.index.fqn for item in new_plan.items}
+        self._brought = {name: tensor for name, tensor in self._brought.items() if name in ours}
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """A copy of a tensor, or of a piece of it."""
+        name = write_item.index.fqn
+        held = self.state_dict[name]
+        if isinstance(held, Divided):
+            flat = self._brought.get(name, held.flat)
+            return on_cpu(Divided(flat, held.shape, held.lo).__get_tensor_shard__(write_item.index), copy=True)
+        here = self._brought.pop(name, None)
+        return on_cpu(local(held), copy=True) if here is None else here
 
 
 class Saver:
@@ -55,8 +234,6 @@ class Saver:
             raise CheckpointError(f"{self._world} ranks hold 1 to {self._world} copies of a part, not {copies}")
         if keep < 1:
             raise CheckpointError(f"at least one step stays beside the newest, not {keep}")
-        if "random" in (also or {}):
-            raise CheckpointError("the state called random is that of the generators: call yours something else")
         self._folder = Path(folder)
         self._model, self._optimizer, self._also = model, optimizer, dict(also or {})
         self._group, self._copies, self._keep, self._alike = group, copies, keep, alike
@@ -77,30 +254,34 @@ class Saver:
 
         Returns when a copy has been taken. Raises, on all ranks, what went wrong with the saving before or with
         taking the copy, on any of them; nothing is saved then."""
-        trouble: BaseException | None = None
-        word = _Word()
-        try:
+
+        def look() -> tuple[State, bytes]:
             self.wait()
-            state = State.of(step, self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
-            again = 1 + max((part.again for part in parts_in(self._folder, step)[0]), default=-1)
-            word = _Word(_Saving(secrets.token_hex(16), again), state.marks(self._alike))
-        except Exception as error:
-            trouble = error
-        words = self._told(word, trouble)
-        try:
-            taken = state.copied([word.marks for word in words])
-        except Exception as error:
-            trouble = error
-        self._told(_Word(), trouble)
-        saving = words[0].saving._replace(again=max(word.saving.again for word in words))
+            state = State(self._model, self._optimizer, also=self._also, plain=plain, group=self._group)
+            return state, msgspec.msgpack.encode(state.marks(self._alike))
+
+        state, marks = self._together(look)
+
+        def plan() -> tuple[tuple[Writer, Planner], bytes]:
+            writer = Writer(self._folder, step, state.aliases)
+            planner = state.planner([msgspec.msgpack.decode(each, type=Marks) for each in marks])
+            return (writer, planner), packed_plan(writer.prepare_local_plan(planner.create_local_plan()))
+
+        (writer, planner), plans = self._together(plan)
+
+        def copy() -> tuple[Taken, bytes]:
+            dealt, _ = planner.create_global_plan([unpacked_plan(each) for each in plans])
+            ours = planner.finish_plan(writer.prepare_global_plan(dealt)[self._rank])
+            return writer.take(ours, planner, copy=False), b""
+
+        taken, _ = self._together(copy)
         replaced = None if self._step is None or not self._again else (self._step, self._again)
         if self._step is not None:
             self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
-        self._step, self._again = step, saving.again
+        self._step, self._again = step, taken.saving.again
         pruned = min(self._whole) if len(self._whole) == self._keep else 0
-        parts = self._exchanged(*taken.packed(*saving)) if self._copies > 1 else None
-        work = (taken, saving, parts, pruned, replaced)
-        self._writing = threading.Thread(target=self._write, args=work, name="checkpoint")
+        parts = self._exchanged(*taken.packed()) if self._copies > 1 else None
+        self._writing = threading.Thread(target=self._write, args=(taken, parts, pruned, replaced), name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -112,16 +293,22 @@ class Saver:
             self._step = None
             raise self._errors.pop()
 
-    def _told(self, word: _Word, trouble: BaseException | None) -> list[_Word]:
-        """What each rank says. Raises on all of them if one has trouble."""
+    def _together(self, work: Callable[[], tuple[_Kept, bytes]]) -> tuple[_Kept, list[bytes]]:
+        """What we keep of that work, and what each rank tells of its. Raises on all of them if one has trouble."""
+        kept, told, trouble = [], b"", None
+        try:
+            ours, told = work()
+            kept.append(ours)
+        except Exception as error:
+            trouble = error
         said = "" if trouble is None else str(trouble) or repr(trouble)
-        ours = msgspec.msgpack.encode(msgspec.structs.replace(word, trouble=said))
-        words = [msgspec.msgpack.decode(each, type=_Word) for each in gathered(ours, self._group)]
-        troubles = [f"rank {rank}: {word.trouble}" for rank, word in enumerate(words) if word.trouble]
+        answers = gathered(msgspec.msgpack.encode((said, told)), self._group)
+        words = [msgspec.msgpack.decode(each, type=tuple[str, bytes]) for each in answers]
+        troubles = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(words) if said]
         if troubles:
             self._step = None
             raise CheckpointError("; ".join(troubles)) from trouble
-        return words
+        return kept[0], [told for _, told in words]
 
     def _exchanged(self, part: Part, data: bytes) -> list[tuple[Part, bytes]]:
         """Our part, and those of the ranks before us, of which we hold copies."""
@@ -141,8 +328,7 @@ class Saver:
 
     def _write(
         self,
-        taken: Snapshot,
-        saving: _Saving,
+        taken: Taken,
         parts: list[tuple[Part, bytes]] | None,
         pruned: int,
         replaced: tuple[int, int] | None,
@@ -154,7 +340,7 @@ class Saver:
             for older in steps_in(self._folder):
                 if older < pruned:
                     remove_step(self._folder, older)
-            for part, data in parts or [taken.packed(*saving)]:
+            for part, data in parts or [taken.packed()]:
                 write_part(self._folder, part, data)
         except BaseException as error:
             self._errors.append(error)
@@ -166,16 +352,13 @@ def _tell_unheard(errors: list[BaseException]) -> None:
         warnings.warn(f"the last saving failed: {error}", stacklevel=2)
 
 
-class _Saving(NamedTuple):
-    """See `Part`."""
+def _digest(here: Tensor) -> tuple[int, int]:
+    """Of its bits. A fingerprint, being a sum, cannot tell rows that change places, nor two signs; a CRC can."""
+    data = here.reshape(-1).view(torch.uint8).numpy()
+    return fingerprint(data), zlib.crc32(data.data)
 
-    number: str = ""
-    again: int = 0
 
-
-class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before a saving, and when its copy is taken."""
-
-    saving: _Saving = _Saving()
-    marks: Marks = {}
-    trouble: str = ""
+def _largest(item: WriteItem) -> tuple[int, str, tuple[int, ...]]:
+    data = item.tensor_data
+    size = 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    return -size, item.index.fqn, tuple(item.index.offset or ())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hcsim.checkpoints.snapshot import Snapshot, State
+from hcsim.checkpoints.parts import write_part
+from hcsim.checkpoints.saver import State
+from hcsim.checkpoints.storage import Writer, packed_plan, unpacked_plan
 from hcsim.training.modules.batch_norm import SyncBatchNorm
 from hcsim.training.modules.sharded import Sharded
 
@@ -85,7 +87,17 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def snapshot(*args: Any, **options: Any) -> Snapshot:
-    """What a rank saves if the others hold the same."""
-    state = State.of(*args, **options)
-    return state.copied([state.marks()] * state.world)
+def write(folder: Path, step: int, states: list[State]) -> None:
+    """What ranks save that are not there at once: each has told its marks, and then its plan."""
+    marks = [state.marks() for state in states]
+    writers = [Writer(folder, step, state.aliases) for state in states]
+    planners = [state.planner(marks) for state in states]
+    local = [
+        writer.prepare_local_plan(planner.create_local_plan())
+        for writer, planner in zip(writers, planners, strict=True)
+    ]
+    plans = [unpacked_plan(packed_plan(plan)) for plan in local]
+    for rank, (writer, planner) in enumerate(zip(writers, planners, strict=True)):
+        dealt, _ = planner.create_global_plan(plans)
+        plan = planner.finish_plan(writer.prepare_global_plan(dealt)[rank])
+        write_part(folder, *writer.take(plan, planner, copy=False).packed())

@@ -132,7 +132,7 @@ def one_disk_is_full(folder: str) -> None:
         Saver(where, wide).save(5)
     narrow = nn.Module()
     narrow.register_buffer("narrow", torch.ones(2).to(torch.complex32 if rank == 1 else torch.float32))
-    with pytest.raises(CheckpointError, match=r"^rank 1: model/narrow is complex32"):
+    with pytest.raises(CheckpointError, match=r"^rank 1: .*model.narrow is complex32"):
         Saver(where, narrow, copies=2).save(5)
     assert steps_in(where) == [3, 1]
     saver.save(6)
@@ -217,7 +217,7 @@ def diloco_alone(folder: str) -> None:
     small = nn.Linear(5, 2)
     outer = DiLoCo(small, every=3)
     found = load(folder, 6)
-    with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/bias differs .*: only 2 ranks can go on from it"):
+    with pytest.raises(CheckpointError, match=r"state.bias.exp_avg differs .*: only 2 ranks can go on"):
         found.restore(small, adam(small), also={"outer": outer})
     found.restore(small, also={"outer": outer})
     assert torch.equal(small.weight, found.model()["weight"])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hcsim.checkpoints.loader import Checkpoint
-from hcsim.checkpoints.parts import write_part
+from hcsim.checkpoints.saver import State
 from hcsim.training.modules.sharded import Sharded
-from tests.checkpoints.programs import adam, model, same, sharded, snapshot, tensors, train
+from tests.checkpoints.programs import adam, model, same, sharded, tensors, train, write
 
 MOST = 8
 
@@ -80,9 +80,10 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 def saved(plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same as N ranks save it, at step N; at step 0, in one piece."""
     folder = tmp_path_factory.mktemp("saved")
-    write_part(folder, *snapshot(0, *plain).packed("0"))
+    write(folder, 0, [State(*plain)])
     whole = tensors(*plain)
     for world in range(1, MOST + 1):
+        states = []
         for rank in range(world):
             with as_rank(rank, world):
                 ours = sharded(seed=9)
@@ -95,7 +96,8 @@ def saved(plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path_factory: pyte
                     ends = f" of {name}"
                     state = {key.removesuffix(ends): values[key].clone() for key in values if key.endswith(ends)}
                     optimizer.state[parameter] = state
-                write_part(folder, *snapshot(world, ours, optimizer).packed(str(world)))
+                states.append(State(ours, optimizer))
+        write(folder, world, states)
     return folder
 
 
@@ -138,7 +140,9 @@ def test_each_rank_writes_its_share_and_no_more(saved: Path) -> None:
 
     def size_bytes(step: int) -> list[int]:
         parts = (saved / f"step-{step:08d}").glob("*.safetensors")
-        return [sum(tensor.nbytes for name, tensor in read(path).items() if "own" not in name) for path in parts]
+        return [
+            sum(tensor.nbytes for name, tensor in read(path).items() if not name.startswith("rank.")) for path in parts
+        ]
 
     from safetensors.torch import load_file as read
 
@@ -181,12 +185,14 @@ class Schedule:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
 def test_nothing_that_was_not_sent_is_lost_and_new_ranks_know_the_schedule(tmp_path: Path, world: int) -> None:
-    savers = 5
+    savers, linear = 5, nn.Linear(1, 1)
+    states = []
     for rank in range(savers):
         with as_rank(rank, savers):
             torch.manual_seed(rank)
             also = {"residual": Residual(2.0**rank), "schedule": Schedule(7)}
-            write_part(tmp_path, *snapshot(1, nn.Linear(1, 1), also=also).packed("a"))
+            states.append(State(linear, also=also))
+    write(tmp_path, 1, states)
     total = 0.0
     for rank in range(world):
         with as_rank(rank, world):
@@ -198,6 +204,5 @@ def test_nothing_that_was_not_sent_is_lost_and_new_ranks_know_the_schedule(tmp_p
             drawn = torch.rand(1)
             if rank < savers:
                 torch.manual_seed(rank)
-                snapshot(1, nn.Linear(1, 1))  # draws as much as above
                 assert torch.equal(drawn, torch.rand(1))
     assert total == 2.0**savers - 1

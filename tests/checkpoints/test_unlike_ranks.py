@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from hcsim.checkpoints import snapshot
+from hcsim.checkpoints import saver as saving
 from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import step_folder
-from hcsim.checkpoints.ranges import Range
 from hcsim.checkpoints.saver import Saver
-from hcsim.checkpoints.snapshot import _digest
 from hcsim.errors import CheckpointError
 from hcsim.training.modules.pipeline import Pipeline
 from hcsim.training.modules.sharded import Sharded
@@ -139,7 +137,7 @@ def save_all_but(folder: str, other: dict[str, Tensor]) -> None:
 def written(folder: Path) -> dict[str, int]:
     """How many ranks wrote a parameter."""
     files = [load_file(path) for path in step_folder(folder, 1).glob("*.safetensors")]
-    return {name: sum(f"model/{name}" in file for file in files) for name in VALUES}
+    return {name: sum(any(each.endswith(f"model.{name}") for each in file) for file in files) for name in VALUES}
 
 
 def test_what_is_alike_is_saved_once_and_what_differs_by_a_bit_by_every_rank(ranks: Ranks, tmp_path: Path) -> None:
@@ -303,18 +301,18 @@ def test_tensors_are_compared_however_they_lie_in_memory(ranks: Ranks, tmp_path:
     ranks.run(save_odd_layouts, str(tmp_path), size=2)
 
 
-def digested(saving: Callable[[], None]) -> int:
+def digested(work: Callable[[], None]) -> int:
     """How many tensors are compared meanwhile."""
-    seen = 0
+    seen, digest = 0, saving._digest
 
     def counting(flat: Tensor) -> tuple[int, int]:
         nonlocal seen
         seen += 1
-        return _digest(flat)
+        return digest(flat)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "_digest", counting)
-        saving()
+        patch.setattr(saving, "_digest", counting)
+        work()
     return seen
 
 
@@ -431,42 +429,34 @@ def test_buffers_that_some_ranks_lack_or_of_unlike_shapes_are_the_first_ranks_fo
     same(dict(alone.state_dict()), dict(first))
 
 
-class Elsewhere:
-    """A tensor of another device, as far as saving looks at it."""
-
-    device = torch.device("meta")
-    dtype = torch.float32
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.nbytes = values.nbytes
-
-    def numel(self) -> int:
-        return self.values.numel()
-
-
 @pytest.mark.parametrize("alike", [True, False])
 def test_what_is_on_another_device_is_brought_once_and_kept_only_to_be_written(
-    monkeypatch: pytest.MonkeyPatch, alike: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alike: bool
 ) -> None:
+    """What a rank compares is brought there by `on_cpu`, and no other way."""
     brought: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def bring(tensor: Any, copy: bool = False) -> Tensor:
+    def bring(tensor: Tensor, copy: bool = False) -> Tensor:
         nonlocal most
-        made: Tensor = tensor.values.clone()
+        made = torch.full((5,), float(tensor.numel()))
         brought.append(weakref.ref(made))
         most = max(most, sum(each() is not None for each in brought))
         return made
 
-    monkeypatch.setattr(snapshot, "_on_cpu", bring)
-    values = [Elsewhere(torch.full((5,), float(number))) for number in range(80)]
-    ranges: Any = [Range(f"model/{n}", each, (5,), 0, "all") for n, each in enumerate(values)]  # type: ignore[arg-type]
-    state = snapshot.State(1, 0, 2, ranges, {}, None, None, {})
+    monkeypatch.setattr(saving, "on_cpu", bring)
+    ours = nn.Module()
+    for number in range(80):
+        ours.register_parameter(f"n{number}", nn.Parameter(torch.zeros(1 + number, device="meta")))
+    state = saving.State(ours)
+    state.rank, state.world = 0, 2
     marks = state.marks()
     assert most <= 40 + 2 * 4
     others = marks if alike else {name: msgspec.structs.replace(mark, digest=(0, 0)) for name, mark in marks.items()}
-    taken = state.copied([marks, others])
-    assert len(taken.tensors) == (40 if alike else 80)
+    planner = state.planner([marks, others])
+    plan = planner.create_local_plan()
+    plan = planner.finish_plan(planner.create_global_plan([plan, *([plan] if alike else [])])[0][0])
+    written = [item for item in plan.items if item.tensor_data is not None]
+    assert len(written) == (40 if alike else 80)
+    assert all(float(planner.resolve_data(item)[0]) == item.tensor_data.size[0] for item in written)
     assert len(brought) == (80 if alike else 80 + 40)
-    assert all(torch.equal(tensor, values[int(name[6:])].values) for name, tensor in taken.tensors.items())

@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from hcsim.checkpoints.loader import load
 from hcsim.checkpoints.parts import step_folder
 from hcsim.checkpoints.saver import Saver
-from hcsim.errors import CheckpointError
+from hcsim.errors import CheckpointError, NoCheckpoint
 from hcsim.training.modules.sharded import Sharded
 from tests.torch_backend.ranks import Ranks
 
@@ -111,7 +112,7 @@ def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> No
         found.restore(_without_count())
     with pytest.raises(CheckpointError, match=r"has no 0\._extra_state"):
         saved(tmp_path / "without", _without_count()).restore(again)
-    with pytest.raises(CheckpointError, match=r"0\._extra_state/updates is a object"):
+    with pytest.raises(CheckpointError, match=r"0\._extra_state\.updates is a object"):
         saved(tmp_path, nn.Sequential(Counting(object())))
 
 
@@ -147,7 +148,7 @@ def test_extra_states_may_be_files_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{1, 2}, np.array(["word"]), np.array([None]), torch.float32, {1.5: 2}])
 def test_other_extra_states_are_refused_by_the_name_of_their_module(tmp_path: Path, other: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"0\._extra_state/updates (is|has) a "):
+    with pytest.raises(CheckpointError, match=r"0\._extra_state[./]updates (is|has) a "):
         saved(tmp_path, nn.Sequential(Counting(other)))
 
 
@@ -186,20 +187,24 @@ def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path, number: int, 
     assert kept.get_buffer("numbers").tolist() == [1, 100]
 
 
-def test_checkpoints_of_the_first_release_are_loaded(tmp_path: Path) -> None:
-    """They say nothing of ranks that differ, of further names and of extra states."""
-    ours = Counting(5)
-    saved(tmp_path, ours)
-    path = step_folder(tmp_path, 1) / "rank-0-of-1.json"
+def other_format(folder: Path) -> None:
+    saved(folder, nn.Linear(2, 2))
+    path = step_folder(folder, 1) / "rank-0-of-1.json"
     part = msgspec.json.decode(path.read_bytes().rsplit(b"\n", 2)[0])
-    plain = dict(part["plain"]["$dict"])
-    part["plain"]["$dict"] = [["given", plain["given"]], ["optimizer", plain["optimizer"]]]
-    assert {field for piece in part["pieces"].values() for field in piece} == {"dtype", "shape", "lo", "hi"}
-    body = msgspec.json.encode(part)
+    body = msgspec.json.encode({"format": "hcsim checkpoint part 1", "step": part["step"]})
     path.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
-    found = load(tmp_path)
-    again = Counting(4)
-    found.restore(again)
-    assert again.updates == 4
-    assert torch.equal(again.layer.weight, ours.layer.weight)
-    assert list(found.model()) == ["layer.bias", "layer.weight"]
+
+
+def by_torch(folder: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("others", "error"), [(other_format, "'hcsim checkpoint part 1', and 'hcsim"), (by_torch, "its FileSystemReader")]
+)
+def test_what_is_no_checkpoint_of_ours_is_refused_by_its_name(tmp_path: Path, others: Any, error: str) -> None:
+    others(tmp_path)
+    with pytest.raises(CheckpointError, match=error) as caught:
+        load(tmp_path)
+    assert not isinstance(caught.value, NoCheckpoint)

@@ -123,8 +123,7 @@ def test_the_program_runs_in_the_real_world(program: Path) -> None:
 def shown_under(title: str) -> str:
     """The one piece of code in a section about torch."""
     section = TEXTS["docs/reference/torch.md"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    [code] = [block.text for block in blocks(section) if block.language == "py"]
-    return code
+    return "\n".join(block.text for block in blocks(section) if block.language == "py")
 
 
 def execute(code: str) -> None:
@@ -135,6 +134,7 @@ def test_the_module_runs_on_two_ranks(ranks: Ranks) -> None:
     ranks.run(execute, shown_under("Modules"), size=2)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_checkpoint_is_saved_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,11 +99,9 @@ class Checkpoint:
         for entry in program.entries():
             self._check_fits(entry, rank)
         extra = mine["extra"]
-        aliases = {name.removeprefix("model.") for name in self.reader.aliases()}
-        alike = [name for name, _ in self._alike()]
         known = {*program.whole(), *program.extra}
-        saved = [*(alike if rank is None else mine["names"]), *extra]
-        if beyond := [name for name in saved if name not in known and name not in aliases]:
+        saved = [*(mine["names"] if rank is not None else (name for name, _ in self._alike())), *extra]
+        if beyond := [name for name in saved if name not in known]:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} is of another model: this one has no {', '.join(beyond[:3])}"
                 + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
@@ -190,7 +188,7 @@ class Checkpoint:
             held: dict[str, Held] = program.held(name, moment) if block else {name: moment}
             if block and (key == "step" or any(not each.size and pieces[whole] for whole, each in there.items())):
                 held = dict.fromkeys([*there][:1], moment := torch.zeros((), dtype=dtype))
-            elif not block and there and self._fitting(saved[name], moment).shape != there[name].size:
+            elif not block and any(self._fitting(saved[name], moment).shape != each.size for each in there.values()):
                 held = {name: (moment := torch.zeros(there[name].size, dtype=dtype, device=parameter.device))}
             if there or not held:  # all of a block's shard may be padding
                 state[key] = moment
@@ -221,7 +219,7 @@ class Checkpoint:
 
     def _check_whole(self, within: str) -> None:
         """Raise if there is a tensor that only the ranks have again that saved it."""
-        for path in sorted(self.reader.read_metadata().planner_data.values()):
+        for path in sorted(self.reader.read_metadata().planner_data.values(), key=str):
             name = ".".join(map(str, path[2:]))
             if path[0] == "own" and name.startswith(within) and name not in self._saved:
                 raise CheckpointError(

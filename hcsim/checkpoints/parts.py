@@ -60,12 +60,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = FORMAT
     saving: str
+    """The same in all parts of one saving."""
     again: int = 0
+    """How many savings of this step there were before; they stay until this one is whole."""
     step: int
     rank: int
     world: int
-    size_bytes: int
-    sha256: str
+    size_bytes: int = 0
+    sha256: str = ""
     """Of the data file."""
     items: list[Item]
     aliases: dict[str, str] = {}

@@ -278,7 +278,7 @@ class Saver:
         replaced = None if self._step is None or not self._again else (self._step, self._again)
         if self._step is not None:
             self._whole = [*dict.fromkeys([*self._whole, self._step])][-self._keep :]
-        self._step, self._again = step, taken.saving.again
+        self._step, self._again = step, taken.part.again
         pruned = min(self._whole) if len(self._whole) == self._keep else 0
         parts = self._exchanged(*taken.packed()) if self._copies > 1 else None
         self._writing = threading.Thread(target=self._write, args=(taken, parts, pruned, replaced), name="checkpoint")

@@ -50,12 +50,10 @@ from hcsim.errors import CheckpointError
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """What makes parts one checkpoint."""
+    """What makes parts one checkpoint: see `Part`."""
 
-    number: str
-    """The same in all parts of one saving."""
-    again: int = 0
-    """How many savings of this step there were before; they stay until this one is whole."""
+    saving: str
+    again: int
     rank: int = 0
     world: int = 1
 
@@ -63,27 +61,14 @@ class Saving(msgspec.Struct, frozen=True):
 class Taken(NamedTuple):
     """A rank's part of a checkpoint at one moment, in memory of its own."""
 
-    step: int
-    saving: Saving
-    items: list[Item]
-    aliases: dict[str, str]
+    part: Part
     tensors: dict[str, Tensor]
 
     def packed(self) -> tuple[Part, bytes]:
         """As it is written."""
         data = packed_tensors(self.tensors)
-        part = Part(
-            saving=self.saving.number,
-            again=self.saving.again,
-            step=self.step,
-            rank=self.saving.rank,
-            world=self.saving.world,
-            size_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            items=self.items,
-            aliases=self.aliases,
-        )
-        return part, data
+        digest = hashlib.sha256(data).hexdigest()
+        return msgspec.structs.replace(self.part, size_bytes=len(data), sha256=digest), data
 
 
 class Writer(StorageWriter):
@@ -114,7 +99,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """All of one saving: whichever rank works this out, it is the same."""
-        number = plans[0].storage_data.number
+        number = plans[0].storage_data.saving
         again = max(plan.storage_data.again for plan in plans)
         return [replace(plan, storage_data=Saving(number, again, rank, len(plans))) for rank, plan in enumerate(plans)]
 
@@ -138,7 +123,8 @@ class Writer(StorageWriter):
             assert isinstance(data, Tensor)
             tensors[_packed(stored, data)] = on_cpu(data, copy=True) if copy else data
             items.append(msgspec.structs.replace(item, stored="" if stored == item.name else stored))
-        return Taken(self._step, plan.storage_data, items, self._aliases, tensors)
+        saving = msgspec.structs.asdict(plan.storage_data)
+        return Taken(Part(step=self._step, items=items, aliases=self._aliases, **saving), tensors)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Returns when it is on the disk."""
@@ -156,8 +142,7 @@ class Reader(StorageReader):
     `parts` are known to be sound; without them, they are looked for and checked."""
 
     def __init__(self, folder: Path | str, step: int | None = None, *, parts: Mapping[int, Part] | None = None) -> None:
-        self._folder, self._step = Path(folder), step
-        self._parts = parts
+        self._folder, self._step, self._parts = Path(folder), step, parts
         self._files: dict[int, Any] = {}
         self._places: dict[tuple[str, tuple[int, ...] | None], tuple[int, Item]] = {}
         self._metadata: Metadata | None = None
@@ -170,9 +155,10 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another folder, perhaps."""
         if checkpoint_id is not None:
-            self.__init__(checkpoint_id, self._step)  # type: ignore[misc]
+            self._folder, self._parts, self._metadata = Path(checkpoint_id), None, None
+            self._files, self._places = {}, {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """What all parts together have."""
         if self._metadata is None:
             self._metadata = self._put_together()

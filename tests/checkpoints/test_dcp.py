@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +23,7 @@ from hcsim.checkpoints.loader import Checkpoint, load
 from hcsim.checkpoints.parts import step_folder
 from hcsim.checkpoints.saver import Saver
 from hcsim.checkpoints.storage import Reader, Writer
+from hcsim.errors import CheckpointError
 from tests.checkpoints.programs import adam, model, same, sharded, tensors, train
 from tests.torch_backend.ranks import Ranks
 
@@ -80,6 +83,54 @@ def test_what_fully_shard_divides_is_loaded_by_any_number_of_ranks(ranks: Ranks,
     optimizer = adam(alone)
     Checkpoint.open(tmp_path).restore(alone, optimizer)
     same(tensors(alone, optimizer), saved)
+
+
+def piped(folder: str, names: list[str]) -> None:
+    """Each half of the ranks divides a stage of its own, under a name of its own or that of the other half's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    stage = mesh.get_local_rank("stages")
+
+    def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed + stage)
+        made = nn.Sequential(OrderedDict([(names[stage], nn.Linear(4, 3))]))
+        fully_shard(made, mesh=mesh["shards"])
+        return made, adam(made)
+
+    ours = begun(1)
+    for parameter in ours[0].parameters():
+        parameter.grad = torch.ones_like(parameter) * (1 + stage)
+    ours[1].step()
+    saver = Saver(folder, *ours)
+    saver.save(1)
+    saver.wait()
+    dist.barrier()
+    again = begun(5)
+    load(folder).restore(*again)
+    same(whole(*again), whole(*ours))
+
+
+@pytest.mark.parametrize("names", [["first", "second"], ["stage", "stage"]])
+def test_stages_that_fully_shard_divides_go_back_to_their_ranks(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
+    ranks.run(piped, str(tmp_path), names, size=4)
+    if names[0] == names[1]:
+        with pytest.raises(CheckpointError, match=r"stage\.bias differs among the 4 ranks"):
+            Checkpoint.open(tmp_path).model()
+    else:
+        assert [*Checkpoint.open(tmp_path).model()] == ["first.bias", "first.weight", "second.bias", "second.weight"]
+
+
+def test_to_save_is_no_step_of_an_optimizer_that_has_taken_none(tmp_path: Path) -> None:
+    ours, again = small(), small()
+    optimizer, fresh = adam(ours), adam(again)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("it took a step"))
+    fresh.register_step_pre_hook(lambda *_: pytest.fail("it took a step"))
+    saver = Saver(tmp_path, ours, optimizer)
+    saver.save(0)
+    saver.wait()
+    load(tmp_path).restore(again, fresh)
+    assert not optimizer.state
+    assert not fresh.state
+    same(tensors(again, fresh), tensors(ours, optimizer))
 
 
 def save_blocks(folder: str) -> dict[str, Tensor]:

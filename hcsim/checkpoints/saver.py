@@ -129,7 +129,9 @@ class State:
             return {}
         marks = {entry.name: Mark.of(entry) for entry in self._entries}
         if not alike:
-            for name, digest in self._digests(self.planner([marks] * self.world).presumed(self.rank, self.world)):
+            elsewhere = any(local(entry.held).device.type != "cpu" for entry in self._entries)
+            presuming = self.planner([marks] * self.world) if elsewhere else None
+            for name, digest in self._digests(presuming.presumed(self.rank, self.world) if presuming else set()):
                 marks[name] = msgspec.structs.replace(marks[name], digest=digest)
         return marks
 

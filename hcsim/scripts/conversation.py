@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -176,19 +177,24 @@ class HungUp(Exception):
 
 
 class Conversation:
-    """One end. Sending blocks while the other side has too much to read yet, and receiving until something comes."""
+    """One end of a socket pair. Sending blocks while the peer has too much to read; receiving blocks until a message
+    has come. A request is a message whose sender then receives, so replies need no numbers."""
 
-    def __init__(self, end: socket.socket, heard: Any) -> None:
+    def __init__(self, end: socket.socket, heard: Any, *, descriptors: int = 0) -> None:
         self._end = end
         self._buffer = bytearray()
+        self._most_descriptors = descriptors
+        self._descriptors: list[int] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(heard).decode
 
-    def say(self, message: Message | Answer | Failed) -> None:
-        """Send one message."""
+    def say(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send one message, and open files with it."""
         data = self._encode(message)
+        framed = _LENGTH.pack(len(data)) + data
         try:
-            self._end.sendall(_LENGTH.pack(len(data)) + data)
+            sent = socket.send_fds(self._end, [framed], descriptors) if descriptors else 0
+            self._end.sendall(framed[sent:])
         except OSError:
             raise HungUp from None
 
@@ -196,6 +202,16 @@ class Conversation:
         """The next message."""
         size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
         return self._decode(self._take(size))
+
+    def ask(self, message: Any, descriptors: Sequence[int] = ()) -> Any:
+        """Send a request and wait for its reply."""
+        self.say(message, descriptors)
+        return self.hear()
+
+    def take_descriptors(self) -> list[int]:
+        """The open files that have come with the messages so far."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
 
     def close(self) -> None:
         """Hang up."""
@@ -205,7 +221,7 @@ class Conversation:
         buffer = self._buffer
         while len(buffer) < size:
             try:
-                piece = self._end.recv(_READ_BYTES)
+                piece = self._read()
             except OSError:
                 piece = b""
             if not piece:
@@ -214,6 +230,13 @@ class Conversation:
         taken = bytes(buffer[:size])
         del buffer[:size]
         return taken
+
+    def _read(self) -> bytes:
+        if not self._most_descriptors:
+            return self._end.recv(_READ_BYTES)
+        piece, descriptors, *_ = socket.recv_fds(self._end, _READ_BYTES, self._most_descriptors)
+        self._descriptors += descriptors
+        return piece
 
 
 def ended_how(code: int) -> str:

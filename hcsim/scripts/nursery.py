@@ -13,23 +13,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
-from hcsim.scripts.conversation import HungUp
+from hcsim.scripts.conversation import Conversation, HungUp
 from hcsim.scripts.early import import_early
 from hcsim.scripts.environment import Seat
 
 FORKS = sys.platform.startswith("linux")
-_LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 2
 _GRACE_S = 5.0
 """Of wall time, for a process that has said goodbye to come to its end."""
@@ -49,39 +45,21 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Otherwise it has a moment to come to its end by itself."""
 
 
-def transmit(line: socket.socket, what: Any, descriptors: Sequence[int] = ()) -> None:
-    """Send a value, and open files with it."""
-    data = msgspec.msgpack.encode(what)
-    packed = _LENGTH.pack(len(data)) + data
-    sent = socket.send_fds(line, [packed], descriptors) if descriptors else line.send(packed)
-    line.sendall(packed[sent:])
-
-
-def receive(line: socket.socket, kind: Any) -> tuple[Any, list[int]]:
-    """The value that was sent, and the open files."""
-    data, descriptors, *_ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
-    while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-        more = line.recv(1 << 16) if data else b""
-        if not more:
-            raise HungUp
-        data += more
-    return msgspec.msgpack.decode(data[_LENGTH.size :], type=kind), descriptors
-
-
 def main(line: socket.socket) -> None:
     """Serve until the simulator hangs up."""
     if FORKS:
         import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
+    simulator = Conversation(line, Birth | End, descriptors=_MOST_DESCRIPTORS)
     living: dict[int, None] = {}
     try:
         while True:
-            request, descriptors = receive(line, Birth | End)
+            request = simulator.hear()
             if isinstance(request, Birth):
-                pid = _begin(line, request.seat, *descriptors)
+                pid = _begin(simulator, request.seat, *simulator.take_descriptors())
                 living[pid] = None
-                transmit(line, pid)
+                simulator.say(pid)
             else:
-                transmit(line, _end(request))
+                simulator.say(_end(request))
                 del living[request.pid]
     except (HungUp, OSError):
         pass
@@ -90,14 +68,14 @@ def main(line: socket.socket) -> None:
             _kill(pid)
 
 
-def _begin(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
-    pid = _fork(line, seat, conversation, arena) if FORKS else _spawn(seat, conversation, arena)
+def _begin(simulator: Conversation, seat: Seat, conversation: int, arena: int) -> int:
+    pid = _fork(simulator, seat, conversation, arena) if FORKS else _spawn(seat, conversation, arena)
     os.close(conversation)
     os.close(arena)
     return pid
 
 
-def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int:
+def _fork(simulator: Conversation, seat: Seat, conversation: int, arena: int) -> int:
     import_early(seat.script)  # for the first rank; the others find the modules loaded
     pid = os.fork()
     if pid:
@@ -105,7 +83,7 @@ def _fork(line: socket.socket, seat: Seat, conversation: int, arena: int) -> int
     from hcsim.scripts.rank.script import run_script
 
     try:
-        line.close()
+        simulator.close()
         os.setsid()
         run_script(seat, conversation, arena)
     except BaseException:

@@ -28,7 +28,7 @@ from hcsim.runtime.host import Host
 from hcsim.scripts.arena import Mapped, shared_file
 from hcsim.scripts.conversation import Conversation, Failed, HungUp, Message, Stored
 from hcsim.scripts.environment import Seat
-from hcsim.scripts.nursery import Birth, End, receive, transmit
+from hcsim.scripts.nursery import Birth, End
 from hcsim.scripts.store import StoreLine
 
 _LOOK_S = 1.0
@@ -112,7 +112,7 @@ class Processes:
                 env={"PYTHONHASHSEED": "0", **os.environ, **_ALONE},
                 start_new_session=True,  # an interrupt is for us, and we end them
             )
-        self._line = ours
+        self._line = Conversation(ours, int)
         self._living: dict[int, Process] = {}
 
     def __enter__(self) -> Processes:
@@ -153,8 +153,6 @@ class Processes:
 
     def _ask(self, what: Birth | End, descriptors: tuple[int, ...] = ()) -> int:
         try:
-            transmit(self._line, what, descriptors)
-            answer, _ = receive(self._line, int)
-        except (HungUp, OSError):
+            return int(self._line.ask(what, descriptors))
+        except HungUp:
             raise HcsimError("the process that starts the ranks has ended: look above for its reason") from None
-        return int(answer)

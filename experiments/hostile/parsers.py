@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,6 +54,7 @@ from hcsim.training.elastic.standing import Era
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
 from hcsim.transport.callers import one_line
+from hcsim.transport.messages import Schema
 from hcsim.transport.rpc import messages as rpc
 from hcsim.transport.wire import Wire
 
@@ -90,6 +91,10 @@ def pure(
     return Parser(name, valid, partial(nullcontext, run), mutation)
 
 
+def _messages(name: str, schema: Schema[Any], valid: Sequence[msgspec.Struct]) -> Parser:
+    return pure(name, list(map(schema.encode, valid)), lambda data: schema.decode(data, PEER), mutations.msgpack)
+
+
 def pure_parsers() -> Iterator[Parser]:
     """Those that need neither a network nor a disk."""
     yield pure("frame header", _HEADERS, _header, mutations.sealed(mutations.bytewise, _with_crc))
@@ -97,14 +102,11 @@ def pure_parsers() -> Iterator[Parser]:
     yield pure("control message", [msgspec.msgpack.encode(each) for each in CONTROL], _control, mutations.msgpack)
     yield pure("announcement", [_announced()], _announcement)
     yield pure("group hello", [msgspec.msgpack.encode(_HELLO)], _hello, mutations.msgpack)
-    yield pure("invitation talk", list(map(msgspec.msgpack.encode, _TALK)), lambda data: joining.decode(data, PEER),
-               mutations.msgpack)  # fmt: skip
+    yield _messages("invitation talk", joining.SCHEMA, _TALK)
     yield pure("measurement", list(map(msgspec.msgpack.encode, _MEASURED)), _measurement, mutations.msgpack)
-    yield pure("remote call", list(map(msgspec.msgpack.encode, RPC)), lambda data: rpc.decode(memoryview(data), PEER),
-               mutations.msgpack)  # fmt: skip
-    yield pure("worker's question", list(map(ps.encode, _QUESTIONS)), lambda data: ps.question(data, PEER),
-               mutations.msgpack)  # fmt: skip
-    yield pure("server's answer", list(map(ps.encode, _ANSWERS)), lambda data: ps.answer(data, PEER), mutations.msgpack)
+    yield _messages("remote call", rpc.SCHEMA, RPC)
+    yield _messages("worker's question", ps.QUESTIONS, _QUESTIONS)
+    yield _messages("server's answer", ps.ANSWERS, _ANSWERS)
     yield pure("settings", [msgspec.json.encode(_INTENT, enc_hook=float)], _settings, mutations.json)
     yield pure("handed-over state", [_PARCEL.packed()[0]], _parcel, mutations.msgpack)
     yield pure("trust list", _TRUST, _trust, mutations.msgpack)
@@ -244,7 +246,7 @@ _DAY_S = 86400.0
 
 def _control(data: bytes) -> None:
     """A message by b, which a node takes in that is in a view with it; what it then says must be readable."""
-    message = messages.decode(data, PEER)
+    message = messages.SCHEMA.decode(data, PEER)
     node = Membership(_A, "a:1", Rules(3), Record(VIEW), lambda record: None)
     for member in (_B, _C):
         node.heard(msgspec.structs.replace(_STATUS, us=member), 0.0)
@@ -261,7 +263,7 @@ def _control(data: bytes) -> None:
     try:
         for effect in node.effects:
             if isinstance(effect, Send):
-                messages.decode(messages.encode(effect.message), PEER)
+                messages.SCHEMA.decode(messages.SCHEMA.encode(effect.message), PEER)
             elif isinstance(effect, Adopted):
                 encode_header(Header(0, epoch=effect.view.epoch))
     except HcsimError as error:
@@ -282,7 +284,7 @@ _MEASURED = (
 
 
 def _measurement(data: bytes) -> None:
-    match probe.decode(data, PEER):
+    match probe.SCHEMA.decode(data, PEER):
         case probe.Took(seconds) if not seconds >= 0:
             raise Finding("it takes a time that is none")
         case probe.Found(line) if not (line.latency_s >= 0 and line.there_Bps > 0 and line.back_Bps > 0):

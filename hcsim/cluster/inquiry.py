@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Sequence
 
 from hcsim.cluster.discovery import place_of
-from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES, hear, say
-from hcsim.cluster.messages import Ask, Told
+from hcsim.cluster.lines import HELLO_TIMEOUT_S, MESSAGE_LIMIT_BYTES
+from hcsim.cluster.messages import SCHEMA, Ask, Told
 from hcsim.cluster.view import Member
-from hcsim.errors import DeadlineExceeded, HcsimError, RemoteProtocolError
+from hcsim.errors import DeadlineExceeded, HcsimError
 from hcsim.runtime.host import Host
+from hcsim.transport.messages import expect
 
 
 async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> Told:
@@ -23,15 +24,11 @@ async def ask(host: Host, address: str, timeout_s: float, forget: str = "") -> T
     try:
         channel.limit(MESSAGE_LIMIT_BYTES)
         async with host.clock.timeout(HELLO_TIMEOUT_S):
-            await say(channel, Ask(forget))
-            answer = await hear(channel)
+            return expect(await SCHEMA.ask(channel, Ask(forget)), Told, address)
     except TimeoutError:
         raise DeadlineExceeded(f"{address} did not answer within {HELLO_TIMEOUT_S:g} s") from None
     finally:
         await channel.close()
-    if not isinstance(answer, Told):
-        raise RemoteProtocolError(f"{address} was asked how it stands, and said something else", address)
-    return answer
 
 
 MOST_FOREIGN = 8

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -26,11 +26,11 @@ from hcsim.identity.key import node_id_of
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, Invitation, PublicKey, TrustRecord
 from hcsim.identity.trust_store import TrustStore
-from hcsim.runtime.channel import Channel, Phantom
-from hcsim.runtime.frame import Header, Kind, decode_message
+from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.lan import Service
 from hcsim.transport.callers import Callers, one_line
+from hcsim.transport.messages import Schema, expect
 
 _ANSWER_S = 10.0
 _LIMIT_BYTES = MOST_BYTES + 1024
@@ -65,13 +65,7 @@ class Thanks(msgspec.Struct, frozen=True, tag="thanks"):
 
 
 Message: TypeAlias = Knock | Welcome | Denied | Thanks
-_M = TypeVar("_M", Knock, Thanks, Welcome)
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def decode(data: bytes | memoryview, peer: str) -> Message:
-    """A message from a peer, checked."""
-    return decode_message(_DECODER, data, peer)
+SCHEMA: Schema[Message] = Schema(Message)
 
 
 class Inviting:
@@ -123,11 +117,11 @@ class Inviting:
         try:
             channel.limit(_LIMIT_BYTES)
             async with self._host.clock.timeout(_ANSWER_S):
-                knock = await _hear(channel, Knock)
+                knock = expect(await SCHEMA.recv(channel), Knock, channel.peer)
                 answer = self._answer(knock, channel)
-                await _say(channel, answer)
+                await SCHEMA.send(channel, answer)
                 if isinstance(answer, Welcome):
-                    await _hear(channel, Thanks)
+                    expect(await SCHEMA.recv(channel), Thanks, channel.peer)
                     self._invitation.confirm(knock.public)
                     self._tell(f"{one_line(knock.name)} has joined, as node {node_id_of(knock.public)}")
                     self._news.set()
@@ -164,8 +158,10 @@ async def knock(host: Host, address: str, ours: Knock, timeout_s: float) -> tupl
     try:
         channel.limit(_LIMIT_BYTES)
         async with host.clock.timeout(_ANSWER_S):
-            await _say(channel, ours)
-            return await _hear(channel, Welcome), channel
+            answer = await SCHEMA.ask(channel, ours)
+        if isinstance(answer, Denied):
+            raise PeerRefused(f"{channel.peer} does not take us in: {one_line(answer.reason)}", channel.peer)
+        return expect(answer, Welcome, channel.peer), channel
     except TimeoutError:
         await channel.close()
         raise PeerRefused(f"{address} did not answer within {_ANSWER_S:g} s", address) from None
@@ -177,7 +173,7 @@ async def knock(host: Host, address: str, ours: Knock, timeout_s: float) -> tupl
 async def thank(channel: Channel) -> None:
     """The answer is saved."""
     try:
-        await _say(channel, Thanks())
+        await SCHEMA.send(channel, Thanks())
     finally:
         await channel.close()
 
@@ -192,20 +188,3 @@ async def find(host: Host, namespace: str, look_s: float) -> str:
     except TimeoutError:
         pass
     return ""
-
-
-async def _say(channel: Channel, message: Message) -> None:
-    data = msgspec.msgpack.encode(message)
-    await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
-
-
-async def _hear(channel: Channel, kind: type[_M]) -> _M:
-    header, payload = await channel.recv(lambda header: None)
-    if isinstance(payload, Phantom) or header.kind is not Kind.CONTROL:
-        raise RemoteProtocolError(f"{channel.peer} sent {header.kind.name} where a message belongs", channel.peer)
-    message = decode(payload, channel.peer)
-    if isinstance(message, Denied):
-        raise PeerRefused(f"{channel.peer} does not take us in: {one_line(message.reason)}", channel.peer)
-    if not isinstance(message, kind):
-        raise RemoteProtocolError(f"{channel.peer} sent something else than a {kind.__name__.lower()}", channel.peer)
-    return message

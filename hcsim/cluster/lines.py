@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from hcsim.cluster.messages import Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told, decode, encode
+from hcsim.cluster.messages import SCHEMA, Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told
 from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError
-from hcsim.runtime.channel import Channel, Listener, Phantom
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import within
 from hcsim.transport.callers import Callers
+from hcsim.transport.messages import expect
 
 MESSAGE_LIMIT_BYTES = 256 * 1024
 HELLO_TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ class Line:
     async def send_all(self) -> None:
         """Send what is put, until the channel ends."""
         while True:
-            await say(self.channel, await self._outbox.get())
+            await SCHEMA.send(self.channel, await self._outbox.get())
 
 
 class Lines:
@@ -127,8 +127,7 @@ class Lines:
             channel.limit(MESSAGE_LIMIT_BYTES)
             late = f"{address} did not say who it is within {HELLO_TIMEOUT_S:g} s"
             async with within(self._host.clock, HELLO_TIMEOUT_S, late):
-                await say(channel, self._owner.hello())
-                theirs = _hello(await hear(channel), channel)
+                theirs = _hello(await SCHEMA.ask(channel, self._owner.hello()), channel)
             await self._introduce(channel, theirs, self._owner.status().us.node)
         except BaseException:
             await channel.close()
@@ -141,7 +140,7 @@ class Lines:
         for line in list(self._lines.values()):
             try:
                 async with self._host.clock.timeout(PROBE_S):
-                    await say(line.channel, Goodbye(reason))
+                    await SCHEMA.send(line.channel, Goodbye(reason))
             except (ChannelError, TimeoutError):
                 pass  # it will notice by itself
             await line.channel.close()
@@ -154,14 +153,14 @@ class Lines:
         try:
             channel.limit(MESSAGE_LIMIT_BYTES)
             async with self._host.clock.timeout(HELLO_TIMEOUT_S):
-                first = await hear(channel)
+                first = await SCHEMA.recv(channel)
                 if isinstance(first, Ask):
-                    await say(channel, self._owner.asked(first))
+                    await SCHEMA.send(channel, self._owner.asked(first))
                     await channel.close()
                     return
                 if not isinstance(first, Probe):
                     theirs = _hello(first, channel)
-                    await say(channel, self._owner.hello())
+                    await SCHEMA.send(channel, self._owner.hello())
             self._strangers.known(channel)
             known = True
             if isinstance(first, Probe):
@@ -213,7 +212,7 @@ class Lines:
     async def _refuse(self, channel: Channel, reason: str, text: str) -> None:
         self._host.metrics.counter("hcsim_admission_refusals_total", reason=reason).add()
         try:
-            await say(channel, Goodbye(text, refused=True))
+            await SCHEMA.send(channel, Goodbye(text, refused=True))
         finally:
             await channel.close()
         raise PeerRefused(f"{channel.peer} was refused: {text}", channel.peer)
@@ -230,7 +229,7 @@ class Lines:
         goodbye: Goodbye | None = None
         try:
             while True:
-                message = await hear(line.channel)
+                message = await SCHEMA.recv(line.channel)
                 line.signs += 1
                 if isinstance(message, Goodbye):
                     goodbye = message
@@ -252,23 +251,7 @@ class Lines:
                     self._owner.down(node, goodbye)
 
 
-async def say(channel: Channel, message: Message) -> None:
-    """Send one message."""
-    data = encode(message)
-    await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
-
-
-async def hear(channel: Channel) -> Message:
-    """The next message."""
-    header, payload = await channel.recv(lambda header: None)
-    if isinstance(payload, Phantom) or header.kind is not Kind.CONTROL:
-        raise RemoteProtocolError(f"{channel.peer} sent {header.kind.name} where control messages belong", channel.peer)
-    return decode(payload, channel.peer)
-
-
 def _hello(message: Message, channel: Channel) -> Hello:
     if isinstance(message, Goodbye):
         raise PeerRefused(f"{channel.peer} refused us: {message.reason}", channel.peer)
-    if not isinstance(message, Hello):
-        raise RemoteProtocolError(f"{channel.peer} did not start with a hello", channel.peer)
-    return message
+    return expect(message, Hello, channel.peer)

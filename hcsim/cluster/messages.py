@@ -14,9 +14,9 @@ from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepa
 from hcsim.cluster.diagnosis import Findings
 from hcsim.cluster.view import Member, Standing, View, standing
 from hcsim.identity.trust_list import TrustRecord
-from hcsim.runtime.frame import decode_message
 from hcsim.runtime.host import Interface
 from hcsim.transport.hello import MOST_EPOCHS
+from hcsim.transport.messages import Schema
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -176,15 +176,4 @@ Message: TypeAlias = (
     | LastCall
     | TrustUpdate
 )
-
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """The bytes of a message."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: bytes | memoryview, peer: str) -> Message:
-    """A message from a peer, checked."""
-    return decode_message(_DECODER, data, peer)
+SCHEMA: Schema[Message] = Schema(Message)

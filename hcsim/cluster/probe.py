@@ -22,12 +22,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from hcsim.errors import ChannelError, DeadlineExceeded, RemoteProtocolError
-from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
+from hcsim.errors import ChannelError, DeadlineExceeded
+from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.device import Work
-from hcsim.runtime.frame import Header, Kind, decode_message
+from hcsim.runtime.frame import Header
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import Callers
+from hcsim.transport.messages import Schema, expect
 
 KIB = 1024
 LARGEST_FRAME_BYTES = 512 * KIB
@@ -122,12 +123,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
 
 
 Message: TypeAlias = Turn | Ping | Burst | Took | Found
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def decode(data: bytes | memoryview, peer: str) -> Message:
-    """A message from a peer, checked."""
-    return decode_message(_DECODER, data, peer, "does not measure as we do")
+SCHEMA: Schema[Message] = Schema(Message, "does not measure as we do")
 
 
 async def measure_speed(host: Host) -> Speed:
@@ -200,7 +196,7 @@ class Prober:
             turn = await self._greeting(channel, known)
             if isinstance(turn, Turn):
                 async with self._turn:
-                    await _say(channel, Turn())
+                    await SCHEMA.send(channel, Turn())
                     while True:
                         async with self._host.clock.timeout(self._pace.silence_s):
                             line = await self._answer_one(channel)
@@ -214,8 +210,7 @@ class Prober:
 
     async def _ask_turn(self, channel: Channel) -> None:
         async with self._host.clock.timeout(TURN_TIMEOUT_S):
-            await _say(channel, Turn(self._name))
-            await _hear(channel)
+            await SCHEMA.ask(channel, Turn(self._name))
 
     async def _timed(self, channel: Channel) -> Line:
         clock = self._host.clock
@@ -223,14 +218,13 @@ class Prober:
             trips_s = []
             for _ in range(self._pace.pings):
                 began_s = clock.elapsed()
-                await _say(channel, Ping())
-                await _hear(channel)
+                await SCHEMA.ask(channel, Ping())
                 trips_s.append(clock.elapsed() - began_s)
             trip_s = min(trips_s)
             there_Bps = await self._rate_Bps(trip_s, lambda *burst: self._there(channel, *burst))
             back_Bps = await self._rate_Bps(trip_s, lambda *burst: self._back(channel, *burst))
             line = Line(trip_s / 2, there_Bps, back_Bps)
-            await _say(channel, Found(line))
+            await SCHEMA.send(channel, Found(line))
         return line
 
     async def _rate_Bps(self, trip_s: float, burst: Callable[[int, int], Coroutine[Any, Any, float]]) -> float:
@@ -250,15 +244,12 @@ class Prober:
         return frames // 2 * frame_bytes / half_s if half_s else inf
 
     async def _there(self, channel: Channel, frames: int, frame_bytes: int) -> float:
-        await _say(channel, Burst(frames, frame_bytes, back=False))
+        await SCHEMA.send(channel, Burst(frames, frame_bytes, back=False))
         await _send_burst(channel, frames, frame_bytes)
-        took = await _hear(channel)
-        if not isinstance(took, Took):
-            raise RemoteProtocolError(f"{channel.peer} did not say how long a burst took", channel.peer)
-        return took.seconds
+        return expect(await SCHEMA.recv(channel), Took, channel.peer).seconds
 
     async def _back(self, channel: Channel, frames: int, frame_bytes: int) -> float:
-        await _say(channel, Burst(frames, frame_bytes, back=True))
+        await SCHEMA.send(channel, Burst(frames, frame_bytes, back=True))
         return await self._receive_burst(channel, frames, frame_bytes)
 
     def _called_by(self, channel: Channel, number: int) -> None:
@@ -268,19 +259,19 @@ class Prober:
         try:
             channel.limit(MESSAGE_BYTES)
             async with self._host.clock.timeout(PROBE_TIMEOUT_S):
-                return await _hear(channel)
+                return await SCHEMA.recv(channel)
         finally:
             known()
 
     async def _answer_one(self, channel: Channel) -> Line | None:
-        match await _hear(channel):
+        match await SCHEMA.recv(channel):
             case Burst(frames, frame_bytes, back):
                 if back:
                     await _send_burst(channel, frames, frame_bytes)
                 else:
-                    await _say(channel, Took(await self._receive_burst(channel, frames, frame_bytes)))
+                    await SCHEMA.send(channel, Took(await self._receive_burst(channel, frames, frame_bytes)))
             case Ping():
-                await _say(channel, Ping())
+                await SCHEMA.send(channel, Ping())
             case Found(line):
                 return line
         return None
@@ -304,13 +295,3 @@ _ZEROS = memoryview(bytes(LARGEST_FRAME_BYTES))
 async def _send_burst(channel: Channel, frames: int, frame_bytes: int) -> None:
     for _ in range(frames):
         await channel.send(Header(frame_bytes), _ZEROS[:frame_bytes])
-
-
-async def _say(channel: Channel, message: Message) -> None:
-    data = msgspec.msgpack.encode(message)
-    await channel.send(Header(len(data), Kind.CONTROL), memoryview(data))
-
-
-async def _hear(channel: Channel) -> Message:
-    _, payload = await channel.recv(lambda header: None)
-    return decode(EMPTY if isinstance(payload, Phantom) else payload, channel.peer)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from hcsim.cluster.lines import say
-from hcsim.cluster.messages import Probe
+from hcsim.cluster.messages import SCHEMA, Probe
 from hcsim.cluster.probe import QUICK, Line, Prober
 from hcsim.cluster.view import Member
 from hcsim.errors import HcsimError
@@ -125,7 +124,7 @@ class Ways:
         try:
             channel = await self._host.connect(address, timeout_s=CALL_TIMEOUT_S)
             channels.append(channel)
-            await say(channel, Probe())
+            await SCHEMA.send(channel, Probe())
         except HcsimError:
             return None
         return channel

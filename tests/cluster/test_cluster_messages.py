@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hcsim.cluster.messages import Beat, Decided, Goodbye, Status, decode
+from hcsim.cluster.messages import SCHEMA, Beat, Decided, Goodbye, Status
 from hcsim.cluster.view import Member, View
 from hcsim.errors import RemoteProtocolError
 from hcsim.transport.hello import MOST_EPOCHS
@@ -21,10 +21,10 @@ ENDLESS = b"\x91" * 100_000
 @example(ENDLESS)
 def test_bytes_that_are_no_message_are_the_peers_fault(data: bytes) -> None:
     try:
-        message = decode(data, "mini")
+        message = SCHEMA.decode(data, "mini")
     except RemoteProtocolError:
         return
-    assert decode(msgspec.msgpack.encode(message), "mini") == message
+    assert SCHEMA.decode(msgspec.msgpack.encode(message), "mini") == message
 
 
 @pytest.mark.parametrize("epoch", [-1, MOST_EPOCHS, 1 << 40])
@@ -33,8 +33,8 @@ def test_an_epoch_that_no_frame_has_room_for_is_the_peers_fault(epoch: int) -> N
     view = View("1.1", epoch, (mini,))
     for message in (Decided(view), Beat(1, Status(mini, "mini:1", "1.1", epoch, 1, True))):
         with pytest.raises(RemoteProtocolError, match="epoch"):
-            decode(msgspec.msgpack.encode(message), "mini")
+            SCHEMA.decode(msgspec.msgpack.encode(message), "mini")
 
 
 def test_a_message_is_read_as_it_was_sent() -> None:
-    assert decode(msgspec.msgpack.encode(Goodbye("gone")), "mini") == Goodbye("gone")
+    assert SCHEMA.decode(msgspec.msgpack.encode(Goodbye("gone")), "mini") == Goodbye("gone")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 from hcsim.cluster.picture import draw, table
-from hcsim.cluster.probe import Found, Line, Prober, Speed, Took, decode, measure_speed
+from hcsim.cluster.probe import SCHEMA, Found, Line, Prober, Speed, Took, measure_speed
 from hcsim.cluster.topology import Node, Topology, Way, describe, fastest, survey
 from hcsim.collectives.ring_order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
@@ -220,9 +220,9 @@ def test_a_figure_that_no_measurement_gives_is_the_peers_fault(figure: float) ->
     lines = Line(figure, 1e8, 1e8), Line(0.1, figure, 1e8), Line(0.1, 1e8, figure)
     for message in (Took(figure), *map(Found, lines)):
         with pytest.raises(RemoteProtocolError, match="mini does not measure as we do"):
-            decode(msgspec.msgpack.encode(message), "mini")
+            SCHEMA.decode(msgspec.msgpack.encode(message), "mini")
     endless = Found(Line(0.0, inf, inf))
-    assert decode(msgspec.msgpack.encode(endless), "mini") == endless
+    assert SCHEMA.decode(msgspec.msgpack.encode(endless), "mini") == endless
 
 
 def test_the_table_names_what_is_best(mixed: Topology) -> None:

@@ -20,7 +20,7 @@ from hcsim.node import Plan
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials, new_secret, save_secret
 from hcsim.real.tls import ClusterTls
-from hcsim.training.parameter_server.messages import Join, Line, Refused, answer
+from hcsim.training.parameter_server.messages import ANSWERS, QUESTIONS, Join, Line, Refused
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.strategies import train
 from hcsim.training.tasks import task
@@ -136,7 +136,7 @@ def test_a_stranger_who_finds_the_tunnel_is_not_taken_for_a_rank(behind: Behind,
             return
         async with RealHost(RealOptions("stranger")) as host:
             assert behind.settings.server is not None
-            line = Line(await host.connect(behind.settings.server), host.clock, answer, silence_s=5.0)
+            line = Line(await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
             await line.send(Join("epoch 0", "00001", 1, task("convex").fingerprint))
             heard.append(await line.recv(5.0))
             await line.close()
@@ -175,7 +175,7 @@ def test_members_of_a_cluster_prove_themselves_through_the_tunnel(behind: Behind
             with pytest.raises(AdmissionRefused) as caught:
                 await AdmittedHost(host, credentials(key, other)).connect(behind.settings.server)
             refused.append(caught.value)
-            line = Line(await host.connect(behind.settings.server), host.clock, answer, silence_s=5.0)
+            line = Line(await host.connect(behind.settings.server), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
             await line.send(Join("elastic", "a", 1, task("convex").fingerprint))
             with pytest.raises((ChannelError, DeadlineExceeded)) as hung_up:
                 await line.recv(5.0)

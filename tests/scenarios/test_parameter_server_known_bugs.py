@@ -26,6 +26,8 @@ from hcsim.runtime.host import Host
 from hcsim.training.learner import digest
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import (
+    ANSWERS,
+    QUESTIONS,
     Accepted,
     Answer,
     Done,
@@ -35,11 +37,11 @@ from hcsim.training.parameter_server.messages import (
     Model,
     Pull,
     Push,
+    Question,
     Refused,
     Stale,
     Wait,
     Welcome,
-    answer,
 )
 from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.tasks import task
@@ -87,13 +89,13 @@ def run(request: pytest.FixtureRequest) -> Callable[[Body], Any]:
 class Peer:
     """Somebody who speaks the protocol by hand."""
 
-    def __init__(self, line: Line[Answer], host: Host) -> None:
+    def __init__(self, line: Line[Question, Answer], host: Host) -> None:
         self.line = line
         self.host = host
 
     @classmethod
     async def call(cls, host: Host, address: str, name: str = "b") -> Peer:
-        line = Line(await host.connect(address), host.clock, answer, silence_s=5.0)
+        line = Line(await host.connect(address), host.clock, QUESTIONS, ANSWERS, silence_s=5.0)
         await line.send(Join(JOB, name, 1, task("convex").fingerprint))
         assert isinstance(await line.recv(5.0), Welcome)
         return cls(line, host)

@@ -30,6 +30,7 @@ from hcsim.runtime.host import Host
 from hcsim.training.parameter_server import messages
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.hello import Hello, Membership
+from hcsim.transport.messages import Schema
 from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
@@ -257,10 +258,10 @@ def test_nothing_that_arrives_is_unpickled() -> None:
             assert not [name for name in names if name.partition(".")[0] in kin], path
 
 
-@pytest.mark.parametrize("read", [messages.question, messages.answer])
+@pytest.mark.parametrize("schema", [messages.QUESTIONS, messages.ANSWERS])
 @pytest.mark.parametrize(
     "data", [b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa4type\xa2\xff\xff"], ids=["nested", "no text"]
 )
-def test_a_message_made_to_crash_the_reader_is_a_fault_of_its_sender(read: Callable[..., Any], data: bytes) -> None:
+def test_a_message_made_to_crash_the_reader_is_a_fault_of_its_sender(schema: Schema[Any], data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="cannot be read"):
-        read(data, "stranger")
+        schema.decode(data, "stranger")

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.transport.rpc import RemoteRef
 from hcsim.transport.rpc.boxes import Inbox, Outgoing
-from hcsim.transport.rpc.messages import OF_CALL, ArraySpec, Call, Limits, Parcel, decode, encode
+from hcsim.transport.rpc.messages import OF_CALL, SCHEMA, ArraySpec, Call, Limits, Parcel
 from hcsim.transport.rpc.references import DTYPES, Refs, oversized, pack, unpack
 
 
@@ -66,7 +66,7 @@ def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray
                 continue
             header, payload = queues[which % len(queues)].popleft()
             if header.kind:
-                call = decode(payload, "peer")
+                call = SCHEMA.decode(payload, "peer")
                 assert isinstance(call, Call)
                 incoming[call.number] = inbox.announce((OF_CALL, call.number), call.parcel, {})
             else:
@@ -96,10 +96,10 @@ def test_values_arrive_as_they_were_sent_however_their_pieces_are_mixed(sent, or
 @settings(max_examples=300)
 def test_bytes_that_are_no_message_are_the_peers_fault(data):
     try:
-        message = decode(memoryview(data), "peer")
+        message = SCHEMA.decode(memoryview(data), "peer")
     except RemoteProtocolError:
         return
-    assert decode(memoryview(encode(message)), "peer") == message
+    assert SCHEMA.decode(memoryview(SCHEMA.encode(message)), "peer") == message
 
 
 @given(

@@ -22,7 +22,8 @@ from msgspec import Meta
 from hcsim.errors import DeadlineExceeded, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Payload, Phantom
 from hcsim.runtime.clock import Clock
-from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_message
+from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
+from hcsim.transport.messages import Schema
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=256)]
@@ -130,24 +131,8 @@ Answer: TypeAlias = Welcome | Model | Accepted | Stale | Refused | Wait | Done
 Verdict: TypeAlias = Accepted | Stale | Refused
 """What became of a push: it is given once, and repeated if asked again."""
 
-_Message = TypeVar("_Message", Question, Answer)
-_QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Question | Answer) -> bytes:
-    """The message's bytes on the wire."""
-    return msgspec.msgpack.encode(message)
-
-
-def question(data: bytes | memoryview, peer: str) -> Question:
-    """What a worker asks."""
-    return decode_message(_QUESTIONS, data, peer)
-
-
-def answer(data: bytes | memoryview, peer: str) -> Answer:
-    """What the server answers."""
-    return decode_message(_ANSWERS, data, peer)
+QUESTIONS: Schema[Question] = Schema(Question)
+ANSWERS: Schema[Answer] = Schema(Answer)
 
 
 SEGMENT_BYTES = 16 << 20
@@ -155,25 +140,27 @@ SEGMENT_BYTES = 16 << 20
 MESSAGE_BYTES = 4096
 """What a message may have, before its lists."""
 
-M = TypeVar("M", bound=Question | Answer)
+S = TypeVar("S")
+R = TypeVar("R")
 
 
-class Line(Generic[M]):
-    """One end of a connection on which messages of type M arrive.
+class Line(Generic[S, R]):
+    """One end of a connection.
 
     A frame that does not pass within `silence_s` ends the wait with `DeadlineExceeded`. After any error the
     connection is of no more use, and is to be closed.
     """
 
     def __init__(
-        self, channel: Channel, clock: Clock, read: Callable[[bytes | memoryview, str], M], *, silence_s: float
+        self, channel: Channel, clock: Clock, sends: Schema[S], receives: Schema[R], *, silence_s: float
     ) -> None:
         self.peer = channel.peer
         self.sent_bytes = 0
         """Headers included."""
         self._channel = channel
         self._clock = clock
-        self._read = read
+        self._sends = sends
+        self._receives = receives
         self._silence_s = silence_s
         self._message_bytes = MESSAGE_BYTES
 
@@ -181,10 +168,9 @@ class Line(Generic[M]):
         """The peer is known: its messages may have lists of this length."""
         self._message_bytes = MESSAGE_BYTES + 10 * list_length
 
-    async def send(self, message: Question | Answer, payload: Payload | None = None) -> None:
+    async def send(self, message: S, payload: Payload | None = None) -> None:
         """Send a message, and the payload that it announces."""
-        data = encode(message)
-        await self._frame(Header(len(data), Kind.CONTROL), memoryview(data))
+        await self._frame(*self._sends.frame(message))
         if payload is not None:
             total = payload.nbytes
             for offset in range(0, total, SEGMENT_BYTES):
@@ -192,13 +178,11 @@ class Line(Generic[M]):
                 part = Phantom(length) if isinstance(payload, Phantom) else payload[offset : offset + length]
                 await self._frame(Header(length, Kind.DATA, offset=offset, total=total), part)
 
-    async def recv(self, within_s: float | None) -> M:
+    async def recv(self, within_s: float | None) -> R:
         """The next message; None waits for it as long as the connection lives."""
         self._channel.limit(self._message_bytes)
         header, payload = await self._hear(lambda _: None, within_s)
-        if header.kind is not Kind.CONTROL or isinstance(payload, Phantom):
-            raise RemoteProtocolError(f"{self.peer} sent data where a message was due", self.peer)
-        return self._read(payload, self.peer)
+        return self._receives.framed(header, payload, self.peer)
 
     async def recv_payload(self, size_bytes: int, into: memoryview | None) -> None:
         """Receive what was announced, into place; with None it is heard and forgotten, piece by piece."""

@@ -22,6 +22,8 @@ from hcsim.runtime.channel import Channel, Listener, Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients, Received
 from hcsim.training.parameter_server.messages import (
+    ANSWERS,
+    QUESTIONS,
     Answer,
     Await,
     Join,
@@ -31,10 +33,10 @@ from hcsim.training.parameter_server.messages import (
     Push,
     Question,
     Refused,
-    question,
 )
 from hcsim.training.parameter_server.rounds import Effect, Rounds
 from hcsim.transport.callers import Callers
+from hcsim.transport.messages import expect
 
 HELLO_TIMEOUT_S = 5.0
 """Callers that have not said who they are."""
@@ -53,7 +55,7 @@ Happening: TypeAlias = tuple[Event, asyncio.Future[None]]
 class Caller:
     """A connected worker."""
 
-    def __init__(self, worker: str, line: Line[Question]) -> None:
+    def __init__(self, worker: str, line: Line[Answer, Question]) -> None:
         self.worker = worker
         self.line = line
         self.unread: asyncio.Queue[tuple[Answer, Payload | None]] = asyncio.Queue(MAX_UNREAD)
@@ -132,14 +134,12 @@ class Reception:
 
     async def _receive(self, channel: Channel) -> None:
         """Hear who calls; serve it until the connection ends, or say why not."""
-        line = Line(channel, self._host.clock, question, silence_s=self._rounds.policy.silence_s)
+        line = Line(channel, self._host.clock, ANSWERS, QUESTIONS, silence_s=self._rounds.policy.silence_s)
         try:
             try:
-                join = await line.recv(HELLO_TIMEOUT_S)
+                join = expect(await line.recv(HELLO_TIMEOUT_S), Join, line.peer)
             finally:
                 self._strangers.known(channel)
-            if not isinstance(join, Join):
-                raise RemoteProtocolError(f"{line.peer} did not say who it is", line.peer)
             if self.guests is not None and join.worker not in self.guests:
                 raise PeerRefused(f"{join.worker} is not in our view", line.peer)
             await self._serve(Caller(join.worker, line), join)

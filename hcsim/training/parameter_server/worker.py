@@ -27,6 +27,8 @@ from hcsim.runtime.channel import Payload, Phantom
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import WHOLE, Gradients
 from hcsim.training.parameter_server.messages import (
+    ANSWERS,
+    QUESTIONS,
     UNKNOWN,
     Accepted,
     Answer,
@@ -44,7 +46,6 @@ from hcsim.training.parameter_server.messages import (
     Verdict,
     Wait,
     Welcome,
-    answer,
 )
 from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.task import Indices
@@ -87,7 +88,7 @@ class Worker:
         """The version that the push is of which has no answer yet."""
         self._history = 0
         self._address = ""
-        self._line: Line[Answer] | None = None
+        self._line: Line[Question, Answer] | None = None
         self._failures: list[Exception] = []
         """Of this server to answer our question."""
         self._sent_bytes = 0
@@ -234,7 +235,7 @@ class Worker:
         text = f"the parameter server at {self._address} failed us {MAX_ATTEMPTS} times: {reason}"
         raise DeadlineExceeded(text) from reason
 
-    async def _answer(self, line: Line[Answer], question: Question) -> Answer:
+    async def _answer(self, line: Line[Question, Answer], question: Question) -> Answer:
         while True:
             heard = await line.recv(self._policy.silence_s)
             match question, heard:
@@ -254,7 +255,7 @@ class Worker:
                 case _:
                     raise RemoteProtocolError(f"{line.peer} answered {question} with {heard}", line.peer)
 
-    async def _take(self, line: Line[Answer], model: Model) -> None:
+    async def _take(self, line: Line[Question, Answer], model: Model) -> None:
         """Receive the model straight into place."""
         parameters = self.learner.replica.parameters
         if model.size_bytes not in (0, parameters.nbytes) or (not model.size_bytes and model.version != self.version):
@@ -265,7 +266,7 @@ class Worker:
             await line.recv_payload(model.size_bytes, into)
         self.version = model.version
 
-    async def _call(self) -> Line[Answer]:
+    async def _call(self) -> Line[Question, Answer]:
         """Connect and introduce ourselves, again and again until our patience ends."""
         await self.reachable.wait()
         called, failure = self._address, next(reversed(self._failures), None)
@@ -301,13 +302,13 @@ class Worker:
             self._history, self.version = welcome.history, UNKNOWN
         return line
 
-    async def _connect(self) -> Line[Answer]:
+    async def _connect(self) -> Line[Question, Answer]:
         while not (address := self._address):  # it may be gone again by the time that we wake up
             await self.reachable.wait()
         channel = await self._host.connect(address, timeout_s=self.connect_timeout_s)
-        return Line(channel, self._host.clock, answer, silence_s=self._policy.silence_s)
+        return Line(channel, self._host.clock, QUESTIONS, ANSWERS, silence_s=self._policy.silence_s)
 
-    async def _introduce(self, line: Line[Answer]) -> Welcome | Refused:
+    async def _introduce(self, line: Line[Question, Answer]) -> Welcome | Refused:
         try:
             await line.send(self._join)
             heard = await line.recv(self._policy.silence_s)

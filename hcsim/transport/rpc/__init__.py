@@ -1,12 +1,9 @@
 """Remote calls over one channel: both ends call and serve at the same time.
 
-- `procedures`: what can be called, with the types of its arguments and its result
-- `values`: arguments and results as a parcel: msgpack, and arrays beside it
-- `refs`: handles to values that stay with their owner
-- `messages`, `inbox`, `outbox`: what travels, put together and sent in turns
-- `failures`: how errors travel
-- `calling`, `serving`: the two directions, over a `line`
-- `endpoint`: one end of a channel
+- `references`: procedures, with the types of their arguments and results; values as parcels; handles to values
+- `messages`: what travels
+- `boxes`: messages whose arrays are put together and sent in turns
+- `endpoint`: one end of a channel, which calls and serves
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel
-from hcsim.runtime.frame import Header, Kind
+from hcsim.runtime.frame import Header
 from hcsim.runtime.waiting import disappoint
-from hcsim.transport.rpc.messages import Failure, Message, Parcel, Result, encode
+from hcsim.transport.rpc.messages import SCHEMA, Failure, Message, Parcel, Result
 from hcsim.transport.rpc.references import DTYPES, Handles, arrays_bytes
 
 Key: TypeAlias = tuple[int, int]
@@ -165,8 +165,7 @@ class Outbox:
 def _frames(
     message: Message, step: int, arrays: Sequence[memoryview], segment_bytes: int
 ) -> Iterator[tuple[Header, memoryview]]:
-    data = encode(message)
-    yield Header(len(data), Kind.CONTROL), memoryview(data)
+    yield SCHEMA.frame(message)
     for number, array in enumerate(arrays):
         for offset in range(0, len(array), segment_bytes):
             piece = array[offset : offset + segment_bytes]

@@ -33,6 +33,7 @@ from hcsim.errors import (
     ChannelError,
     DeadlineExceeded,
     HcsimError,
+    RemoteError,
     RemoteProtocolError,
     UsageError,
 )
@@ -41,11 +42,13 @@ from hcsim.runtime.channel import Channel, Payload
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import within
+from hcsim.transport.messages import Requests, describe, revive
 from hcsim.transport.rpc.boxes import Inbox, Incoming, Outbox, Outgoing
 from hcsim.transport.rpc.messages import (
     MAX_DEPTH,
     OF_CALL,
     OF_RESULT,
+    SCHEMA,
     Call,
     Cancel,
     Failure,
@@ -53,9 +56,6 @@ from hcsim.transport.rpc.messages import (
     Parcel,
     Release,
     Result,
-    decode,
-    describe,
-    revive,
 )
 from hcsim.transport.rpc.references import (
     Fetch,
@@ -83,8 +83,10 @@ class Line:
         self.refs = Refs(channel.peer, limits.max_refs, self._dropped, fetch)
         self.inbox = Inbox(channel.peer, lambda key: self.known(*key))
         self.outbox = Outbox(channel)
-        self.last = {OF_CALL: 0, OF_RESULT: 0}
-        """The number of the peer's last call, and of ours, which its results answer."""
+        self.requests: Requests[Pending] = Requests()
+        """Our calls."""
+        self.last_call = 0
+        """The number of the peer's last one."""
 
     @property
     def peer(self) -> str:
@@ -93,7 +95,7 @@ class Line:
 
     def known(self, step: int, number: int) -> bool:
         """Whether there has been a call of that number, theirs (OF_CALL) or ours (OF_RESULT)."""
-        return 0 < number <= self.last.get(step, 0)
+        return self.requests.made(number) if step == OF_RESULT else step == OF_CALL and 0 < number <= self.last_call
 
     def expect(self, right: bool, otherwise: str) -> None:
         """The peer breaks the protocol unless this is right."""
@@ -137,7 +139,6 @@ class Calling:
         self._line = line
         self._errors = registry.errors
         self._slots = asyncio.Semaphore(line.limits.max_calls)
-        self.pending: dict[int, Pending] = {}
 
     async def call(self, procedure: Procedure[Any], args: tuple[Any, ...], deadline_s: float | None) -> Any:
         """See `Endpoint.call`."""
@@ -161,18 +162,18 @@ class Calling:
         if line.ended.done():
             raise line.over(procedure.name)
         packed = pack(args, line.refs, line.limits)
-        number = line.last[OF_RESULT] = line.last[OF_RESULT] + 1
+        number = line.requests.number()
         left_s = None if until_s is None else max(until_s - line.host.clock.elapsed(), SHORTEST_S)
         asked = Call(number, procedure.name, packed.parcel, left_s, depth)
         outgoing = Outgoing(asked, OF_CALL, packed.arrays, line.limits.segment_bytes)
         answer: asyncio.Future[Incoming | Failure] = asyncio.get_running_loop().create_future()
-        self.pending[number] = Pending(procedure, answer)
+        line.requests.add(number, Pending(procedure, answer))
         line.outbox.put(outgoing)
         try:
             return await self._value(number, procedure, answer)
         finally:
             outgoing.dropped = True
-            unfinished = self.pending.pop(number, None) is not None
+            unfinished = line.requests.take(number) is not None
             line.inbox.forget((OF_RESULT, number))
             if not outgoing.begun:
                 unlend(packed.parcel.loans, line.refs)
@@ -183,12 +184,14 @@ class Calling:
         line = self._line
         answered = await answer
         if isinstance(answered, Failure):
-            raise revive(answered.kind, answered.text, procedure.name, line.peer, self._errors)
+            error = revive(answered.kind, answered.text, self._errors)
+            text = f"{procedure.name} failed at {line.peer}: {answered.kind}: {answered.text}"
+            raise error or RemoteError(text, answered.kind)
         try:
             await answered.complete
         except ChannelError:
             raise line.over(procedure.name) from None
-        del self.pending[number]  # nothing is left to be cancelled
+        line.requests.take(number)  # nothing is left to be cancelled
         try:
             return unpack(answered.parcel, answered.arrays, answered.taken, procedure.result)
         except (*UNDECODABLE, CallRefused) as error:
@@ -201,7 +204,7 @@ class Calling:
         line, number = self._line, message.number
         line.expect(line.known(OF_RESULT, number), "answered a call that we did not make")
         taken = line.refs.take(message.parcel) if isinstance(message, Result) else {}
-        pending = self.pending.get(number)
+        pending = line.requests.get(number)
         if pending is None or pending.answer.done():
             return  # we gave up on it
         if isinstance(message, Result):
@@ -210,12 +213,12 @@ class Calling:
                 pending.answer.set_result(line.inbox.announce((OF_RESULT, number), message.parcel, taken))
                 return
             message = Failure(number, CallRefused.__name__, f"the result is refused: {objection}")
-        del self.pending[number]
+        line.requests.take(number)
         pending.answer.set_result(message)
 
     def end(self) -> None:
         """The channel has ended, and with it every call."""
-        for pending in self.pending.values():
+        for pending in self._line.requests.waiting():
             waiting.disappoint(pending.answer, self._line.over(pending.procedure.name))
 
 
@@ -269,8 +272,8 @@ class Serving:
     def called(self, call: Call) -> None:
         """Answer a call, or refuse it."""
         line = self._line
-        line.expect(call.number > line.last[OF_CALL], "used the number of a call twice")
-        line.last[OF_CALL] = call.number
+        line.expect(call.number > line.last_call, "used the number of a call twice")
+        line.last_call = call.number
         line.expect(line.outbox.answers <= line.limits.max_unread, "calls and calls, and does not read our answers")
         taken = line.refs.take(call.parcel)
         objection = self._objection(call)
@@ -400,7 +403,7 @@ class Endpoint:
     @property
     def busy(self) -> int:
         """How many calls are under way, in both directions."""
-        return len(self._calling.pending) + len(self._serving.under_way)
+        return len(self._line.requests) + len(self._serving.under_way)
 
     @property
     def unread_bytes(self) -> int:
@@ -469,7 +472,7 @@ class Endpoint:
         if header.kind is Kind.DATA:
             self._line.inbox.landed(header)
             return
-        match decode(payload, self.channel.peer):
+        match SCHEMA.framed(header, payload, self.channel.peer):
             case Call() as call:
                 self._serving.called(call)
             case Result() | Failure() as answer:

@@ -6,15 +6,12 @@ as DATA frames, in pieces, between which other messages may come:
     operation  the number of the call        bucket  which of its arrays
     step       0 of a call, 1 of a result    offset, total  of the piece within its array
 
-Errors of a closed table travel by the name of their class, all others as text.
-
-No traceback, and nothing of the other side's classes: an error is built anew here, from its text. Errors about
-channels are not in the table, since they would be taken for errors of this one.
+Errors of a closed table arrive as themselves, all others as a `RemoteError`. Errors about channels are not in the
+table, since they would be taken for errors of this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -27,13 +24,10 @@ from hcsim.errors import (
     ConfigError,
     DeadlineExceeded,
     HcsimError,
-    RemoteError,
-    RemoteProtocolError,
     UsageError,
     WorkerLost,
 )
-from hcsim.runtime.channel import Payload, Phantom
-from hcsim.runtime.frame import decode_message
+from hcsim.transport.messages import MAX_KIND, Schema
 
 Number = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -133,7 +127,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """It failed, or was refused."""
 
     number: Number
-    kind: Annotated[str, Meta(max_length=128)]
+    kind: Annotated[str, Meta(max_length=MAX_KIND)]
     text: str
 
 
@@ -151,22 +145,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 Message: TypeAlias = Call | Result | Failure | Cancel | Release
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """The message's bytes on the wire."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(payload: Payload, peer: str) -> Message:
-    """Check and decode a message from `peer`."""
-    if isinstance(payload, Phantom):
-        raise RemoteProtocolError(f"{peer} sent a message without content", peer)
-    return decode_message(_DECODER, payload, peer)
-
-
-MAX_TEXT = 4096
+SCHEMA: Schema[Message] = Schema(Message)
 
 OUR_ERRORS: dict[str, type[HcsimError]] = {
     error.__name__: error
@@ -175,25 +154,4 @@ OUR_ERRORS: dict[str, type[HcsimError]] = {
         WorkerLost,
     )
 }  # fmt: skip
-
-
-def describe(error: BaseException) -> tuple[str, str]:
-    """The kind and the text of an error, for the caller."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "an error that cannot say what it is"
-    return _sendable(type(error).__name__[:128]), _sendable(text[:MAX_TEXT])
-
-
-def _sendable(text: str) -> str:
-    """A file's name may have bytes in it that are no text."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def revive(kind: str, text: str, call: str, peer: str, table: Mapping[str, type[HcsimError]]) -> HcsimError:
-    """The error that a call ended with."""
-    known = table.get(kind)
-    if known is not None:
-        return known(text)
-    return RemoteError(f"{call} failed at {peer}: {kind}: {text}", kind)
+"""Those that travel as themselves, whatever a registry adds."""

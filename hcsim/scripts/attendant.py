@@ -82,7 +82,7 @@ class Attendant:
         conversation = self._process.conversation
         while True:
             try:
-                message: Message = conversation.hear()
+                message = conversation.hear()
             except HungUp:
                 return None
             match message:

@@ -12,16 +12,18 @@ import signal
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from hcsim import errors
 from hcsim.calls.call import Call
-from hcsim.errors import ChannelError, CollectiveError, HcsimError
+from hcsim.errors import CollectiveError, CompressionError, HcsimError
+from hcsim.transport.messages import Schema, describe, revive
 
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
+R = TypeVar("R")
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -172,25 +174,30 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
+MESSAGES: Schema[Message] = Schema(Message)
+ANSWERS: Schema[Answer] = Schema(Answer)
+STORE_REQUESTS: Schema[Stored] = Schema(Stored)
+FAILURES: Schema[Failed] = Schema(Failed)
+
+
 class HungUp(Exception):
     """The other side is gone."""
 
 
-class Conversation:
+class Conversation(Generic[R]):
     """One end of a socket pair. Sending blocks while the peer has too much to read; receiving blocks until a message
     has come. A request is a message whose sender then receives, so replies need no numbers."""
 
-    def __init__(self, end: socket.socket, heard: Any, *, descriptors: int = 0) -> None:
+    def __init__(self, end: socket.socket, receives: Schema[R], *, descriptors: int = 0) -> None:
         self._end = end
         self._buffer = bytearray()
         self._most_descriptors = descriptors
         self._descriptors: list[int] = []
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(heard).decode
+        self._receives = receives
 
     def say(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message, and open files with it."""
-        data = self._encode(message)
+        data = msgspec.msgpack.encode(message)
         framed = _LENGTH.pack(len(data)) + data
         try:
             sent = socket.send_fds(self._end, [framed], descriptors) if descriptors else 0
@@ -198,12 +205,12 @@ class Conversation:
         except OSError:
             raise HungUp from None
 
-    def hear(self) -> Any:
+    def hear(self) -> R:
         """The next message."""
         size = _LENGTH.unpack(self._take(_LENGTH.size))[0]
-        return self._decode(self._take(size))
+        return self._receives.decode(self._take(size), "the process at the other end")
 
-    def ask(self, message: Any, descriptors: Sequence[int] = ()) -> Any:
+    def ask(self, message: Any, descriptors: Sequence[int] = ()) -> R:
         """Send a request and wait for its reply."""
         self.say(message, descriptors)
         return self.hear()
@@ -250,22 +257,23 @@ def ended_how(code: int) -> str:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What is said of it."""
-    peer = error.peer if isinstance(error, CollectiveError) else None
-    phase = error.phase if isinstance(error, CollectiveError) else ""
-    return Failure(type(error).__name__, str(error) or repr(error), peer, phase)
+    """The error as it travels."""
+    kind, text = describe(error)
+    if isinstance(error, CollectiveError):
+        return Failure(kind, text, error.peer, error.phase)
+    return Failure(kind, text or repr(error))
 
 
-def raised(failure: Failure) -> Exception:
+_ERRORS = {
+    name: HcsimError if issubclass(kind, CompressionError) else kind  # which wants to know the tensor
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, HcsimError)
+}
+
+
+def raised(failure: Failure) -> HcsimError:
     """The same error, on the other side."""
-    kind = getattr(errors, failure.kind, None)
-    if not isinstance(kind, type) or not issubclass(kind, HcsimError):
-        return HcsimError(failure.text if failure.kind == "HcsimError" else f"{failure.kind}: {failure.text}")
-    if issubclass(kind, CollectiveError):
-        return kind(failure.text, peer=failure.peer, phase=failure.phase)
-    if issubclass(kind, ChannelError):
-        return kind(failure.text)
-    try:
-        return kind(failure.text)
-    except TypeError:
-        return HcsimError(failure.text)
+    error = revive(failure.kind, failure.text, _ERRORS) or HcsimError(f"{failure.kind}: {failure.text}")
+    if isinstance(error, CollectiveError):
+        error.peer, error.phase = failure.peer, failure.phase
+    return error

@@ -30,7 +30,17 @@ from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored, ended_how, failure_of
+from hcsim.scripts.conversation import (
+    FAILURES,
+    STORE_REQUESTS,
+    Answer,
+    Conversation,
+    Failed,
+    HungUp,
+    Stored,
+    ended_how,
+    failure_of,
+)
 from hcsim.scripts.environment import environment
 from hcsim.scripts.processes import end_of, lost
 from hcsim.scripts.store import LINGER_S, StoreLine, StoreService
@@ -149,11 +159,11 @@ async def _run(
             pass_fds=[theirs.fileno(), to_them.fileno()], env=found,
             start_new_session=True,  # an interrupt is for us, and we pass it on
         )  # fmt: skip
-    told = Conversation(news, Failed)
+    told = Conversation(news, FAILURES)
     beside = [
         asyncio.ensure_future(_tell_failure(store, told)),
         asyncio.ensure_future(_tell_loss(losing, store, told)),
-        asyncio.ensure_future(_attend(Conversation(ours, Stored), store)),
+        asyncio.ensure_future(_attend(Conversation(ours, STORE_REQUESTS), store)),
     ]
     passing_on = asyncio.ensure_future(_interrupt(process, leaving)) if leaving is not None else None
     try:
@@ -167,20 +177,20 @@ async def _run(
         await asyncio.gather(*beside, return_exceptions=True)
 
 
-async def _tell_failure(store: StoreLine, news: Conversation) -> None:
+async def _tell_failure(store: StoreLine, news: Conversation[Failed]) -> None:
     """Our script hears of the first failure of a script on any machine."""
     try:
         word = (await store.do(Stored("get", (_FAILED,)))).values[0]
     except HcsimError as error:
         store.hurry(str(error), LINGER_S)
         return
-    failed = msgspec.msgpack.decode(word, type=Failed)
+    failed = FAILURES.decode(word, "the store")
     store.hurry(failed.reason, LINGER_S)
     with suppress(HungUp):
         news.say(failed)
 
 
-async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversation) -> None:
+async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversation[Failed]) -> None:
     """It hears of the first machine that is lost, and so do the others; with that of rank 0 the store is."""
     failed = await losing
     store.hurry(failed.reason, LINGER_S if failed.rank else 0.0)
@@ -192,11 +202,11 @@ async def _tell_loss(losing: Awaitable[Failed], store: StoreLine, news: Conversa
 
 async def _set_failed(store: StoreLine, failed: Failed) -> None:
     """Let all ranks hear of it, if it is the first failure."""
-    word = msgspec.msgpack.encode(failed)
+    word = FAILURES.encode(failed)
     await store.do(Stored("compare_set", (_FAILED,), (b"", word), timeout_s=_GRACE_S))
 
 
-async def _attend(conversation: Conversation, store: StoreLine) -> None:
+async def _attend(conversation: Conversation[Stored], store: StoreLine) -> None:
     while True:
         try:
             asked = await asyncio.to_thread(conversation.hear)

@@ -24,6 +24,7 @@ import msgspec
 from hcsim.scripts.conversation import Conversation, HungUp
 from hcsim.scripts.early import import_early
 from hcsim.scripts.environment import Seat
+from hcsim.transport.messages import Schema
 
 FORKS = sys.platform.startswith("linux")
 _MOST_DESCRIPTORS = 2
@@ -45,11 +46,15 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Otherwise it has a moment to come to its end by itself."""
 
 
+REQUESTS: Schema[Birth | End] = Schema(Birth | End)
+REPLIES: Schema[int] = Schema(int)
+
+
 def main(line: socket.socket) -> None:
     """Serve until the simulator hangs up."""
     if FORKS:
         import hcsim.scripts.rank.script  # noqa: F401 (so that no rank has to)
-    simulator = Conversation(line, Birth | End, descriptors=_MOST_DESCRIPTORS)
+    simulator = Conversation(line, REQUESTS, descriptors=_MOST_DESCRIPTORS)
     living: dict[int, None] = {}
     try:
         while True:
@@ -68,14 +73,14 @@ def main(line: socket.socket) -> None:
             _kill(pid)
 
 
-def _begin(simulator: Conversation, seat: Seat, conversation: int, arena: int) -> int:
+def _begin(simulator: Conversation[Birth | End], seat: Seat, conversation: int, arena: int) -> int:
     pid = _fork(simulator, seat, conversation, arena) if FORKS else _spawn(seat, conversation, arena)
     os.close(conversation)
     os.close(arena)
     return pid
 
 
-def _fork(simulator: Conversation, seat: Seat, conversation: int, arena: int) -> int:
+def _fork(simulator: Conversation[Birth | End], seat: Seat, conversation: int, arena: int) -> int:
     import_early(seat.script)  # for the first rank; the others find the modules loaded
     pid = os.fork()
     if pid:

@@ -26,9 +26,9 @@ from hcsim.cluster.view import Member, View
 from hcsim.errors import HcsimError
 from hcsim.runtime.host import Host
 from hcsim.scripts.arena import Mapped, shared_file
-from hcsim.scripts.conversation import Conversation, Failed, HungUp, Message, Stored
+from hcsim.scripts.conversation import MESSAGES, Conversation, Failed, HungUp, Message, Stored
 from hcsim.scripts.environment import Seat
-from hcsim.scripts.nursery import Birth, End
+from hcsim.scripts.nursery import REPLIES, Birth, End
 from hcsim.scripts.store import StoreLine
 
 _LOOK_S = 1.0
@@ -93,7 +93,7 @@ _ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 class Process:
     """One rank's process, and our ways to it."""
 
-    def __init__(self, pid: int, conversation: Conversation, arena: Mapped) -> None:
+    def __init__(self, pid: int, conversation: Conversation[Message], arena: Mapped) -> None:
         self.pid = pid
         self.conversation = conversation
         self.arena = arena
@@ -112,7 +112,7 @@ class Processes:
                 env={"PYTHONHASHSEED": "0", **os.environ, **_ALONE},
                 start_new_session=True,  # an interrupt is for us, and we end them
             )
-        self._line = Conversation(ours, int)
+        self._line = Conversation(ours, REPLIES)
         self._living: dict[int, Process] = {}
 
     def __enter__(self) -> Processes:
@@ -135,7 +135,7 @@ class Processes:
             ours.close()
             os.close(arena)
             raise
-        process = self._living[pid] = Process(pid, Conversation(ours, Message), Mapped(arena))
+        process = self._living[pid] = Process(pid, Conversation(ours, MESSAGES), Mapped(arena))
         return process
 
     def end(self, process: Process, *, at_once: bool) -> int:
@@ -153,6 +153,6 @@ class Processes:
 
     def _ask(self, what: Birth | End, descriptors: tuple[int, ...] = ()) -> int:
         try:
-            return int(self._line.ask(what, descriptors))
+            return self._line.ask(what, descriptors)
         except HungUp:
             raise HcsimError("the process that starts the ranks has ended: look above for its reason") from None

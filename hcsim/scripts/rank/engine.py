@@ -96,7 +96,6 @@ class RemoteEngine:
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self._started = 0
         self._after_backward: dict[int, list[tuple[RemotePending, Callable[[], None]]]] = {}
 
     def open(self, place: Place, store: Store) -> RemoteLine:
@@ -114,7 +113,7 @@ class RemoteEngine:
         """Put what the call reads into the shared memory, and begin."""
         simulator = self.simulator
         with simulator.lock:
-            self._started += 1
+            number = simulator.pending.number()
             taken = []
             for what, array in zip(ARRAYS[call.operation], arrays, strict=False):
                 slot, grown = simulator.arena.take(array)
@@ -123,8 +122,9 @@ class RemoteEngine:
                 if what != "o":
                     np.copyto(simulator.arena.mapped.at(slot), array)
                 taken.append((what, array, slot))
-            pending = simulator.pending[self._started] = RemotePending(self, self._started, taken)
-            simulator.tell(Started(self._started, line, call, tuple(slot for *_, slot in taken)))
+            pending = RemotePending(self, number, taken)
+            simulator.pending.add(number, pending)
+            simulator.tell(Started(number, line, call, tuple(slot for *_, slot in taken)))
             return pending
 
     def after_backward(self, pending: RemotePending, act: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from hcsim.scripts.conversation import Answer, Conversation, Failed, HungUp, Stored
+from hcsim.scripts.conversation import ANSWERS, FAILURES, Answer, Conversation, Failed, HungUp, Stored
 from hcsim.scripts.rank import rendezvous
 from hcsim.scripts.rank.store import RemoteStore
 from hcsim.torch_backend.local import local_engine
@@ -20,7 +20,7 @@ from hcsim.torch_backend.local import local_engine
 class Member:
     """The process that has found the cluster, and keeps or reaches the store for us. When it ends, so do we."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation[Answer]) -> None:
         self._conversation = conversation
         self._turn = threading.Lock()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -41,16 +41,16 @@ class Member:
             os._exit(1)
 
 
-def _hear_of_failure(news: Conversation) -> None:
+def _hear_of_failure(news: Conversation[Failed]) -> None:
     """On a thread of its own: when another rank's script has failed, our groups hear of it."""
     with suppress(HungUp):
-        failed: Failed = news.hear()
+        failed = news.hear()
         local_engine().peer_failed(failed.rank, int(os.environ["WORLD_SIZE"]), failed.reason)
 
 
 def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
-    store = RemoteStore(Member(Conversation(socket.socket(fileno=int(descriptor)), Answer)))
-    told = Conversation(socket.socket(fileno=int(news)), Failed)
+    store = RemoteStore(Member(Conversation(socket.socket(fileno=int(descriptor)), ANSWERS)))
+    told = Conversation(socket.socket(fileno=int(news)), FAILURES)
     threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
     rendezvous.install(store)
     sys.argv = [script, *arguments]

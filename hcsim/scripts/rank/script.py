@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hcsim.scripts.arena import Arena
-from hcsim.scripts.conversation import Answer, Conversation, Left, Stepped
+from hcsim.scripts.conversation import ANSWERS, Conversation, Left, Stepped
 from hcsim.scripts.environment import Seat, environment
 from hcsim.scripts.rank import output, rendezvous
 from hcsim.scripts.rank.clock import Clock
@@ -36,7 +36,7 @@ _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>"
 def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     """Run it to its end, tell how it ended, and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    simulator = Simulator(Conversation(socket.socket(fileno=conversation), Answer), Arena(arena))
+    simulator = Simulator(Conversation(socket.socket(fileno=conversation), ANSWERS), Arena(arena))
     counter = simulator.work = Counter(simulator, seat.flops_per_byte)
     output.install(simulator)
     clock = Clock(simulator, counter)

@@ -9,6 +9,7 @@ from typing import Protocol
 from hcsim.errors import UsageError
 from hcsim.scripts.arena import Arena
 from hcsim.scripts.conversation import Answer, Computed, Conversation, Finished, HungUp, Message
+from hcsim.transport.messages import Requests
 
 _ABANDONED = 1
 """Exit status of a rank whose simulator is gone."""
@@ -34,7 +35,7 @@ class Settled(Protocol):
 class Simulator:
     """Everything that the rank says goes through here. What was computed before it is said first."""
 
-    def __init__(self, conversation: Conversation, arena: Arena) -> None:
+    def __init__(self, conversation: Conversation[Answer], arena: Arena) -> None:
         self.arena = arena
         self.lock = threading.RLock()
         self.now_s = self.elapsed_s = 0.0
@@ -42,8 +43,8 @@ class Simulator:
         self.stale = False
         """Whether something has been said since, so that time may have passed."""
         self.work: Work | None = None
-        self.pending: dict[int, Settled] = {}
-        """Calls on their way, by number."""
+        self.pending: Requests[Settled] = Requests()
+        """Calls on their way."""
         self._conversation = conversation
         self._left = False
 
@@ -63,14 +64,16 @@ class Simulator:
             self.tell_work()
             self._say(message)
             try:
-                answer: Answer = self._conversation.hear()
+                answer = self._conversation.hear()
             except HungUp:
                 os._exit(_ABANDONED)
             self.now_s, self.elapsed_s, self.stale = answer.now_s, answer.elapsed_s, False
             if self.work is not None:
                 self.work.answered()
             for finished in answer.finished:
-                self.pending.pop(finished.number).settle(finished)
+                call = self.pending.take(finished.number)
+                assert call is not None  # each ends once
+                call.settle(finished)
             return answer
 
     def tell_work(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hcsim.calls.call import perform
+from hcsim.calls import perform
 from hcsim.errors import HcsimError
 from hcsim.runtime.device import Work
 from hcsim.scripts.conversation import (

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from hcsim import errors
-from hcsim.calls.call import Call
+from hcsim.calls import GroupCall
 from hcsim.errors import CollectiveError, CompressionError, HcsimError
 from hcsim.transport.messages import Schema, describe, revive
 
@@ -80,7 +80,7 @@ class Started(_Told, frozen=True):
     number: int
     """Of the call, on this rank."""
     line: int
-    call: Call
+    call: GroupCall
     slots: tuple[Slot, ...]
 
 

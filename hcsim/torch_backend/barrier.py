@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hcsim.calls.call import Call
+from hcsim.calls import GroupCall
 from hcsim.errors import CollectiveTimeout, HcsimError
 from hcsim.torch_backend.engine import Line, Pending
 from hcsim.torch_backend.work import CallTimedOut, translated
@@ -35,7 +35,7 @@ def monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, nam
 
 
 def _begin(line: Line, operation: str, rank: int, timeout_s: float) -> Pending:
-    call = Call(operation=operation, root=rank, tag=_TAG, timeout_s=timeout_s)
+    call = GroupCall(operation=operation, root=rank, tag=_TAG, timeout_s=timeout_s)
     return line.start(call, [np.zeros(1, np.uint8)])
 
 

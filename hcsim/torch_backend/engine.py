@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from hcsim.calls.call import Call
+from hcsim.calls import GroupCall
 from hcsim.collectives.buffers import Array
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Line(Protocol):
     rank: int
     size: int
 
-    def start(self, call: Call, arrays: Sequence[Array]) -> Pending:
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> Pending:
         """Begin a call. The arrays are flat, and belong to the call until it is over.
 
         Ranks start collectives in one order. May be called from any thread."""

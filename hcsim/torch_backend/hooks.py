@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from hcsim.calls.call import Call
-from hcsim.calls.compression import Compression, check, with_debts_of, without_debts
+from hcsim.calls import Compression, GroupCall, check_compressor, with_debts_of, without_debts
 from hcsim.torch_backend.process_group import HcsimGroup
 
 _lives = itertools.count(1)
@@ -40,7 +39,7 @@ class CompressionState:
         """The same on all ranks. Models that are trained side by side on one group need unlike names: a new state takes
         the place of the one before it that had its name, and owes nothing. `compression` as everywhere in the
         toolkit: "topk:0.01+ef", "int8+ef", "powersgd:4+ef"; without "+ef" what is not sent is lost."""
-        check(compression, remembered=True)
+        check_compressor(compression, remembered=True)
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, HcsimGroup):
             raise ValueError('this hook compresses on a process group of the backend "hcsim"; torch has its own others')
@@ -64,9 +63,9 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank still owes, and what else is remembered. Each rank has its own; call it between steps."""
-        call = Call(operation="memory_size", compression=self._whose())
+        call = GroupCall(operation="memory_size", compression=self._whose())
         memory = np.empty(self.group.line.start(call, []).wait(None), np.uint8)
-        self.group.line.start(Call(operation="memory", compression=self._whose()), [memory]).wait(None)
+        self.group.line.start(GroupCall(operation="memory", compression=self._whose()), [memory]).wait(None)
         return {"compression": self.compression, "step": self._step, "memory": torch.from_numpy(memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +85,7 @@ class CompressionState:
         self._remember(with_debts_of(ours, state["memory"].cpu().numpy().tobytes()))
 
     def _remember(self, memory: bytes) -> None:
-        call = Call(operation="restore", compression=self._whose())
+        call = GroupCall(operation="restore", compression=self._whose())
         self.group.line.start(call, [np.frombuffer(bytearray(memory), np.uint8)]).wait(None)
 
     def _whose(self) -> Compression:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hcsim.calls.call import Call, begin, outcome
+from hcsim.calls import GroupCall, begin, outcome
 from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
@@ -97,7 +97,7 @@ class LocalLine:
         self.rank = group.rank
         self.size = group.size
 
-    def start(self, call: Call, arrays: Sequence[Array]) -> LocalPending:
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> LocalPending:
         """See `Line.start`."""
         pending = LocalPending()
         self._engine.hand_over(self._begin, call, arrays, pending)
@@ -134,7 +134,7 @@ class LocalLine:
         if self._under_way:
             self._group.fail("the program destroyed the process group while calls were under way")
 
-    def _begin(self, call: Call, arrays: Sequence[Array], pending: LocalPending) -> None:
+    def _begin(self, call: GroupCall, arrays: Sequence[Array], pending: LocalPending) -> None:
         """In the loop's thread. The operation's own task is all there is: one around it would only take time."""
         try:
             task = begin(self._group, call, arrays)

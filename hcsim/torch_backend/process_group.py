@@ -1,7 +1,7 @@
 """torch.distributed's process group over a toolkit group.
 
 torch's C++ code and its Python code call the methods by torch's names, with lists of tensors in the ways that torch
-has come to pass them; each becomes one or several `Call`s over flat arrays.
+has come to pass them; each becomes one or several `GroupCall`s over flat arrays.
 
 Of sparse tensors, as embeddings have them for gradients, all get all elements, and add them up. Each rank first learns
 how many elements the others have, for which it waits here.
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
 
-from hcsim.calls.call import ANY_SOURCE, Call
-from hcsim.calls.compression import Compression, check
+from hcsim.calls import ANY_SOURCE, Compression, GroupCall, check_compressor
 from hcsim.torch_backend import DEVICES, NAME
 from hcsim.torch_backend.barrier import monitored_barrier
 from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
@@ -65,7 +64,7 @@ def _options(given: object | None) -> Options:
     if not isinstance(given, Options):
         raise ValueError(f"pg_options of the backend hcsim are hcsim.torch_backend.Options, not {type(given).__name__}")
     if given.compression:
-        check(given.compression, remembered=False)
+        check_compressor(given.compression, remembered=False)
     return given
 
 
@@ -140,24 +139,25 @@ class HcsimGroup(ProcessGroup):
         """The same for several, which travel together."""
         if any(tensor.is_sparse for tensor in tensors):
             return PendingWork.of_all([sum_sparse(self, tensor, opts) for tensor in tensors])
-        return self._work([self._reduce(tensor, opts, Call(operation="all_reduce")) for tensor in tensors], tensors)
+        call = GroupCall(operation="all_reduce")
+        return self._work([self._reduce(tensor, opts, call) for tensor in tensors], tensors)
 
     def allreduce_compressed(self, tensor: Tensor, compression: Compression, *, mean: bool = True) -> PendingWork:
         """The mean or the sum of everybody's tensors, in place, where they travel in this way."""
         flat = Flat([tensor], reduced=True)
-        call = Call(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
+        call = GroupCall(operation="all_reduce", op="mean" if mean else "sum", compression=compression)
         return self._work([self._start(call, None, [flat], [flat])], [tensor])
 
     def reduce(self, tensors: Tensors, opts: Any) -> PendingWork:
         """Combine everybody's tensors; the root gets the result."""
         (tensor,) = _listed(tensors)
-        return self._work([self._reduce(tensor, opts, Call(operation="reduce", root=opts.rootRank))], [tensor])
+        return self._work([self._reduce(tensor, opts, GroupCall(operation="reduce", root=opts.rootRank))], [tensor])
 
     def broadcast(self, tensors: Tensors, opts: Any) -> PendingWork:
         """Everybody gets the root's tensor."""
         (tensor,) = _listed(tensors)
         flat = Flat([tensor], read=self.rank() == opts.rootRank)
-        call = Call(operation="broadcast", root=opts.rootRank)
+        call = GroupCall(operation="broadcast", root=opts.rootRank)
         return self._work([self._start(call, opts, [flat], [] if self.rank() == opts.rootRank else [flat])], [tensor])
 
     def allgather(
@@ -188,7 +188,7 @@ class HcsimGroup(ProcessGroup):
         outputs = output_tensors[0] if self.rank() == opts.rootRank else []
         flats = [Flat(input_tensors), *([Flat(outputs, read=False)] if outputs else [])]
         _check_alike(flats, self.size())
-        call = Call(operation="gather", root=opts.rootRank)
+        call = GroupCall(operation="gather", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, flats[1:])], outputs)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> PendingWork:
@@ -196,7 +196,7 @@ class HcsimGroup(ProcessGroup):
         target = Flat(output_tensors, read=False)
         flats = [target, *([Flat(input_tensors[0])] if self.rank() == opts.rootRank else [])]
         _check_alike(flats, self.size())
-        call = Call(operation="scatter", root=opts.rootRank)
+        call = GroupCall(operation="scatter", root=opts.rootRank)
         return self._work([self._start(call, opts, flats, [target])], output_tensors)
 
     def reduce_scatter(
@@ -220,7 +220,7 @@ class HcsimGroup(ProcessGroup):
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> PendingWork:
         """Send the i-th tensor to rank i, and get one from each."""
         target, source = Flat(output_tensors, read=False), Flat(input_tensors)
-        call = Call(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
+        call = GroupCall(operation="all_to_all", counts=tuple(source.lengths), received=tuple(target.lengths))
         return self._work([self._start(call, opts, [source, target], [target])], output_tensors)
 
     def all_to_all_single(
@@ -228,7 +228,7 @@ class HcsimGroup(ProcessGroup):
     ) -> PendingWork:
         """The same with parts of one tensor: by its first dimension, equal ones unless the splits say otherwise."""
         here, there = Flat([source]), Flat([output], read=False)
-        call = Call(
+        call = GroupCall(
             operation="all_to_all",
             counts=_split(source, input_splits, self.size()),
             received=_split(output, output_splits, self.size()),
@@ -237,7 +237,7 @@ class HcsimGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None) -> PendingWork:
         """Return when everybody has called it."""
-        return self._work([self._start(Call(operation="barrier"), opts, [], [])], [])
+        return self._work([self._start(GroupCall(operation="barrier"), opts, [], [])], [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names, at rank 0, who did not come."""
@@ -253,12 +253,13 @@ class HcsimGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PendingWork:
         """Send a tensor to one rank."""
-        return self._work([self._start(Call(operation="send", root=dst, tag=tag), None, [Flat(tensors)], [])], tensors)
+        call = GroupCall(operation="send", root=dst, tag=tag)
+        return self._work([self._start(call, None, [Flat(tensors)], [])], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PendingWork:
         """Receive a tensor from one rank."""
         flat = Flat(tensors, read=False)
-        return self._work([self._start(Call(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
+        return self._work([self._start(GroupCall(operation="recv", root=src, tag=tag), None, [flat], [flat])], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
         """Receive a tensor from whoever sends one."""
@@ -288,7 +289,7 @@ class HcsimGroup(ProcessGroup):
 
     # What the calls have in common.
 
-    def _reduce(self, tensor: Tensor, opts: Any, call: Call) -> Started:
+    def _reduce(self, tensor: Tensor, opts: Any, call: GroupCall) -> Started:
         flat = Flat([tensor], reduced=True, factor=_factor(opts))
         call = _reducing(call, opts)
         if call.operation == "all_reduce" and call.op in _COMPRESSED and self._compresses(tensor):
@@ -306,15 +307,15 @@ class HcsimGroup(ProcessGroup):
     def _gather(self, outputs: list[Tensor], source: Tensor, opts: Any) -> Started:
         target = Flat(outputs, read=False)
         counts = tuple(target.lengths) if len(outputs) > 1 else ()
-        return self._start(Call(operation="all_gather", counts=counts), opts, [Flat([source]), target], [target])
+        return self._start(GroupCall(operation="all_gather", counts=counts), opts, [Flat([source]), target], [target])
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> Started:
         source, target = Flat(parts, reduced=True, factor=_factor(opts)), Flat([output], reduced=True, read=False)
         counts = tuple(source.lengths) if len(parts) > 1 else ()
-        call = _reducing(Call(operation="reduce_scatter", counts=counts), opts)
+        call = _reducing(GroupCall(operation="reduce_scatter", counts=counts), opts)
         return self._start(call, opts, [source, target], [target])
 
-    def _start(self, call: Call, opts: Any, flats: Sequence[Flat], filled: Sequence[Flat]) -> Started:
+    def _start(self, call: GroupCall, opts: Any, flats: Sequence[Flat], filled: Sequence[Flat]) -> Started:
         limit_s = opts.timeout.total_seconds() if opts is not None else 0.0
         if limit_s <= 0:
             limit_s = self._timeout_s
@@ -338,7 +339,7 @@ def _listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def _reducing(call: Call, opts: Any) -> Call:
+def _reducing(call: GroupCall, opts: Any) -> GroupCall:
     """The call with the reduction that the options ask for."""
     chosen: Any = opts.reduceOp if opts is not None else ReduceOp.SUM
     return msgspec.structs.replace(call, op=_REDUCTIONS[getattr(chosen, "op", chosen)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hcsim import Group, Options, Phantom, Wire
-from hcsim.calls.call import Call, perform
+from hcsim.calls import GroupCall, perform
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.buffers import WORTH_SPARING, Array
 from hcsim.collectives.plan import offsets, split
@@ -218,7 +218,7 @@ def test_calls_of_a_torch_program_fill_the_arrays_they_are_given(cluster):
             room = np.zeros(size, np.int64)
             arrays = (room, given) if name == "scatter" else (given, room)
             is_left_out = name in ("gather", "scatter") and rank != 1
-            await perform(group, Call(operation=name, root=1, timeout_s=9.0, **details), arrays[: 2 - is_left_out])
+            await perform(group, GroupCall(operation=name, root=1, timeout_s=9.0, **details), arrays[: 2 - is_left_out])
             found[name] = room.tolist()
 
         await carry_out("all_gather", 6, data)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hcsim.calls.call import ARRAYS, Call
+from hcsim.calls import ARRAYS, GroupCall
 from hcsim.collectives.buffers import Array
 from hcsim.errors import DeadlineExceeded
 from hcsim.scripts.conversation import Awaited, Closed, Finished, Opened, Slept, Slot, Started, raised
@@ -78,7 +78,7 @@ class RemoteLine:
         self.number = number
         self._engine = engine
 
-    def start(self, call: Call, arrays: Sequence[Array]) -> RemotePending:
+    def start(self, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
         """See `Line.start`."""
         return self._engine.start(self.number, call, arrays)
 
@@ -109,7 +109,7 @@ class RemoteEngine:
             raise raised(answer.failure)
         return RemoteLine(self, answer.number, place)
 
-    def start(self, line: int, call: Call, arrays: Sequence[Array]) -> RemotePending:
+    def start(self, line: int, call: GroupCall, arrays: Sequence[Array]) -> RemotePending:
         """Put what the call reads into the shared memory, and begin."""
         simulator = self.simulator
         with simulator.lock:

@@ -2,6 +2,9 @@
 
 Wishes (to join, to leave, to have a failed view replaced) are part of a node's `Status`, which is repeated with
 every heartbeat: a message that is lost delays a wish and does not lose it.
+
+These are notices, not requests: nothing waits for a reply to one. What answers another message names it, by a ballot or
+the number of a heartbeat, and what is lost is said again. Only who asks from outside (`Ask`) waits for what it is told.
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ from typing import Annotated, Generic, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hcsim.errors import DeadlineExceeded, RemoteProtocolError
+from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.channel import Channel, Payload, Phantom
 from hcsim.runtime.clock import Clock
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
+from hcsim.runtime.waiting import within
 from hcsim.transport.messages import Schema
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -145,7 +146,7 @@ R = TypeVar("R")
 
 
 class Line(Generic[S, R]):
-    """One end of a connection.
+    """One end of a connection on which a worker asks one thing at a time.
 
     A frame that does not pass within `silence_s` ends the wait with `DeadlineExceeded`. After any error the
     connection is of no more use, and is to be closed.
@@ -208,23 +209,15 @@ class Line(Generic[S, R]):
         await self._channel.close()
 
     async def _frame(self, header: Header, payload: Payload) -> None:
-        try:
-            async with self._clock.timeout(self._silence_s):
-                await self._channel.send(header, payload)
-        except TimeoutError as error:
-            raise self._silent(error, self._silence_s) from None
+        async with within(self._clock, self._silence_s, self._late(self._silence_s)):
+            await self._channel.send(header, payload)
         self.sent_bytes += HEADER_BYTES + header.length
 
     async def _hear(
         self, place: Callable[[Header], memoryview | None], within_s: float | None
     ) -> tuple[Header, Payload]:
-        try:
-            async with self._clock.timeout(within_s):
-                return await self._channel.recv(place)
-        except TimeoutError as error:
-            raise self._silent(error, within_s) from None
+        async with within(self._clock, within_s, self._late(within_s)):
+            return await self._channel.recv(place)
 
-    def _silent(self, error: TimeoutError, after_s: float | None) -> DeadlineExceeded:
-        if isinstance(error, DeadlineExceeded):
-            return error
-        return DeadlineExceeded(f"nothing passed between us and {self.peer} for {after_s:g} s")
+    def _late(self, after_s: float | None) -> str:
+        return f"nothing passed between us and {self.peer} for {after_s or 0:g} s"

@@ -34,7 +34,7 @@ from hcsim.scripts.conversation import (
     Stored,
     failure_of,
 )
-from hcsim.scripts.lines import Lines
+from hcsim.scripts.groups import RankGroups
 from hcsim.scripts.processes import Process
 from hcsim.scripts.store import LINGER_S, StoreLine
 from hcsim.virtual.host import VirtualHost
@@ -67,10 +67,12 @@ class Record(msgspec.Struct):
 class Attendant:
     """Sees one rank through."""
 
-    def __init__(self, host: VirtualHost, process: Process, lines: Lines, store: StoreLine, record: Record) -> None:
+    def __init__(
+        self, host: VirtualHost, process: Process, groups: RankGroups, store: StoreLine, record: Record
+    ) -> None:
         self._host = host
         self._process = process
-        self._lines = lines
+        self._groups = groups
         self._store = store
         self._record = record
         self._flops_per_byte = flops_per_byte(host)
@@ -109,18 +111,18 @@ class Attendant:
 
     def peer_failed(self, rank: int, reason: str) -> None:
         """We are told that another rank's script has failed."""
-        self._lines.peer_failed(rank, reason)
+        self._groups.peer_failed(rank, reason)
         self._store.hurry(reason, LINGER_S)
 
     def peer_began_anew(self, rank: int) -> None:
         """Its machine was started again, and its script with it."""
-        self._lines.peer_began_anew(rank)
-        if not self._lines.failed:
+        self._groups.peer_began_anew(rank)
+        if not self._groups.failed:
             self._store.take_time()
 
     async def end(self, reason: str) -> None:
         """Leave the groups, and tell the others why, if there is a reason."""
-        await self._lines.end(reason)
+        await self._groups.end(reason)
         await self._store.close()
 
     async def _charge(self, done: Computed) -> None:
@@ -137,14 +139,14 @@ class Attendant:
         self._record.calls += 1
         task = self._host.spawn(self._perform(started), name=f"{started.call.operation} {started.number}")
         self._under_way[started.number] = task
-        self._lines.started(started.line, task)
+        self._groups.started(started.line, task)
 
     async def _perform(self, started: Started) -> int:
         """Never fails: how it ended is kept for the next answer."""
         failure, result = None, 0
         try:
             arrays = [self._process.arena.at(slot) for slot in started.slots]
-            result = await perform(self._lines.group(started.line), started.call, arrays)
+            result = await perform(self._groups.group(started.line), started.call, arrays)
         except Exception as error:
             failure = failure_of(error)
         self._finished.append(Finished(started.number, result, failure))
@@ -174,9 +176,9 @@ class Attendant:
                 reply = await self._store.do(asked)
                 return {"number": reply.number, "values": reply.values}
             case Opened():
-                return {"number": await self._lines.open(asked)}
+                return {"number": await self._groups.open(asked)}
             case Closed(line, in_order):
-                await self._lines.close(line, in_order=in_order)
+                await self._groups.close(line, in_order=in_order)
             case unknown:
                 raise AssertionError(unknown)
         return {}

@@ -1,6 +1,6 @@
 """The ranks' processes, as the simulator sees them: started, ended, never left behind.
 
-All are children of one nursery (see there), which ends them when we are gone, however that came about.
+All are children of one fork server (see `fork_server`), which ends them when we are gone, however that came about.
 
 On a real cluster the view says which machines are lost while a script runs on them: their ranks are not heard of
 again.
@@ -28,7 +28,7 @@ from hcsim.runtime.host import Host
 from hcsim.scripts.arena import Mapped, shared_file
 from hcsim.scripts.conversation import MESSAGES, Conversation, Failed, HungUp, Message, Stored
 from hcsim.scripts.environment import Seat
-from hcsim.scripts.nursery import REPLIES, Birth, End
+from hcsim.scripts.fork_server import REPLIES, Birth, End
 from hcsim.scripts.store import StoreLine
 
 _LOOK_S = 1.0
@@ -105,8 +105,8 @@ class Processes:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "hcsim.scripts.nursery", str(theirs.fileno())],
+            self._fork_server = subprocess.Popen(
+                [sys.executable, "-m", "hcsim.scripts.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={"PYTHONHASHSEED": "0", **os.environ, **_ALONE},
@@ -122,7 +122,7 @@ class Processes:
         for process in tuple(self._living.values()):
             self.end(process, at_once=True)
         self._line.close()
-        self._nursery.wait()
+        self._fork_server.wait()
 
     def start(self, seat: Seat) -> Process:
         """A process for this seat."""

@@ -20,7 +20,7 @@ from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.scripts.attendant import Attendant, Record, flops_per_byte
 from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.environment import Seat
-from hcsim.scripts.lines import Directory, Lines
+from hcsim.scripts.groups import GroupDirectory, RankGroups
 from hcsim.scripts.processes import Process, Processes
 from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreLine, StoreService
@@ -105,7 +105,7 @@ class _ScriptWorld(World):
         super().__init__(scenario, sink=sink)
         self._names = [node.name for node in scenario.nodes]
         self._records = [Record(rank, name) for rank, name in enumerate(self._names)]
-        self._directory = Directory(self._names, wire)
+        self._directory = GroupDirectory(self._names, wire)
         self._attendants: dict[VirtualHost, Attendant] = {}
         self._failed: dict[int, tuple[VirtualHost, str]] = {}
         """Ranks whose scripts have failed, where, and why."""
@@ -133,9 +133,9 @@ class _ScriptWorld(World):
         seed = stream(self.scenario.seed, "script", host.name, host.life).getrandbits(32)
         seat = Seat(rank, len(names), names[0], str(script), arguments, flops_per_byte(host), seed, host.life)
         process = self._running[host.name] = self._processes.start(seat)
-        lines = Lines(host, rank, self._directory)
+        groups = RankGroups(host, rank, self._directory)
         record = self._records[rank]
-        attendant = Attendant(host, process, lines, StoreLine(host, names[0], store), record)
+        attendant = Attendant(host, process, groups, StoreLine(host, names[0], store), record)
         self._began(host, rank, attendant)
         left = await attendant.attend(partial(say, rank))
         del self._running[host.name]

@@ -16,7 +16,7 @@ from torch import nn
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
 from hcsim.runtime.device import Work
 from hcsim.scripts.conversation import ended_how
-from hcsim.scripts.nursery import FORKS
+from hcsim.scripts.fork_server import FORKS
 from hcsim.scripts.processes import Processes
 from hcsim.scripts.run import simulate_script
 from hcsim.virtual.hardware import machine_of, seconds

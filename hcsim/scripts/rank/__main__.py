@@ -1,4 +1,4 @@
-"""`python -m hcsim.scripts.rank SEAT CONVERSATION ARENA`: a rank that begins anew (see `nursery`)."""
+"""`python -m hcsim.scripts.rank SEAT CONVERSATION ARENA`: a rank that begins anew (see `fork_server`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups of a script, in the simulator: each rank's lines, and what the ranks have to agree on."""
+"""The groups of a script, in the simulator: each rank's part in them, and what the ranks have to agree on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 
 
-class Directory:
+class GroupDirectory:
     """Where each group listens, and in which of its lives each rank has it. The same for all ranks."""
 
     def __init__(self, hosts: Sequence[str], wire: Wire) -> None:
@@ -43,10 +43,10 @@ class Directory:
         return Membership(opened.rank, addresses, f"script {opened.name}", epoch, wire)
 
 
-class Lines:
+class RankGroups:
     """One rank's groups."""
 
-    def __init__(self, host: VirtualHost, seat: int, directory: Directory) -> None:
+    def __init__(self, host: VirtualHost, seat: int, directory: GroupDirectory) -> None:
         self._host = host
         self._seat = seat
         self._directory = directory

@@ -1,4 +1,4 @@
-"""The process whose children the ranks are: `python -m hcsim.scripts.nursery DESCRIPTOR`.
+"""The fork server, whose children the ranks are: `python -m hcsim.scripts.fork_server DESCRIPTOR`.
 
 It imports torch, and what else a script begins with, once and forks each rank from there: that saves each of them
 seconds and a hundred megabytes. Where forking a process that has loaded the system's frameworks is not safe (macOS),
@@ -94,7 +94,7 @@ def _fork(simulator: Conversation[Birth | End], seat: Seat, conversation: int, a
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # whatever happens, this is no nursery
+        os._exit(1)  # whatever happens, this is no fork server
 
 
 def _spawn(seat: Seat, conversation: int, arena: int) -> int:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from hcsim.collectives.options import Options
     from hcsim.config import Scenario, Training, load_scenario
     from hcsim.errors import HcsimError
-    from hcsim.launch import Outcome, real_group, simulate, simulate_cluster, simulate_training
+    from hcsim.launch.real import real_group
+    from hcsim.launch.virtual import Outcome, simulate, simulate_training
+    from hcsim.launch.virtual_cluster import simulate_cluster
     from hcsim.real.tls import TlsFiles
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
@@ -48,7 +50,7 @@ _HOMES = {
     "HcsimError": "errors",
     "Links": "collectives.cost",
     "Options": "collectives.options",
-    "Outcome": "launch",
+    "Outcome": "launch.virtual",
     "Phantom": "runtime.channel",
     "Report": "training.run",
     "Scenario": "config",
@@ -56,10 +58,10 @@ _HOMES = {
     "Training": "config",
     "Wire": "transport.wire",
     "load_scenario": "config",
-    "real_group": "launch",
-    "simulate": "launch",
-    "simulate_cluster": "launch",
-    "simulate_training": "launch",
+    "real_group": "launch.real",
+    "simulate": "launch.virtual",
+    "simulate_cluster": "launch.virtual_cluster",
+    "simulate_training": "launch.virtual",
     "train": "training.strategies",
 }
 

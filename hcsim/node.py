@@ -6,7 +6,7 @@ The same in both worlds. `launch` makes the host; everything from here on is abo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -18,6 +18,7 @@ from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
 from hcsim.errors import HcsimError
 from hcsim.identity.handshake import Credentials
+from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, Origin, in_store
 from hcsim.training.elastic.part import Extras
@@ -43,6 +44,19 @@ def admitted(host: Host, credentials: Credentials, tell: Callable[[str], None]) 
     """The host, with channels that lead to members only; whoever is refused is told of."""
     once = Once(tell)
     return AdmittedHost(host, credentials, lambda verdict: _report(verdict, once))
+
+
+def introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Credentials, home: str = "") -> Introduction:
+    """A machine that is reached at these hosts, as it introduces itself to the others."""
+    return Introduction(
+        node=proved.key.node_id,
+        boot=proved.boot,
+        name=name,
+        control=address_at(hosts, cluster.discovery_port),
+        address=address_at(hosts, cluster.gradient_port),
+        namespace=proved.secret.namespace.hex(),
+        home=home,
+    )
 
 
 @asynccontextmanager

@@ -25,7 +25,8 @@ from hcsim.compressors.feedback import OWED, SUFFIX
 from hcsim.compressors.registry import make
 from hcsim.config import Cluster, Fault, Restart, Scenario, Training, load_scenario, parse_scenario, write_scenario
 from hcsim.errors import CompressionError, NotFinite, UsageError
-from hcsim.launch import Outcome, simulate_cluster, simulate_training
+from hcsim.launch.virtual import Outcome, simulate_training
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.strategies import strategy
 from hcsim.training.task import Task

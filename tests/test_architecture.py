@@ -168,13 +168,33 @@ def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hcsim", "hcsim.launch", "hcsim.cli", "hcsim.cli.ranks", "hcsim.training.tasks.shapes"]
-)
+    "module",
+    ["hcsim", "hcsim.launch.virtual", "hcsim.launch.virtual_cluster", "hcsim.launch.real", "hcsim.cli",
+     "hcsim.cli.ranks", "hcsim.cli.training", "hcsim.training.tasks.shapes"],
+)  # fmt: skip
 def test_the_ways_in_do_not_wait_for_heavy_libraries(module: str) -> None:
     heavy = ("torch", "matplotlib", "pandas", "networkx", "cryptography.x509")
     program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_virtual_job_imports_no_more_than_it_needs() -> None:
+    program = """
+import sys
+from hcsim.cli import main
+sys.argv = ["hcsim", "run", "four-macs-1gbe"]
+try:
+    main()
+finally:
+    print("imported", *[name for name in sys.modules if name.partition(".")[0] == "hcsim"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    *_, last = done.stdout.splitlines()
+    modules = last.split()[1:]
+    others = ("hcsim.real", "hcsim.cluster", "hcsim.identity", "hcsim.training", "hcsim.node", "hcsim.scripts")
+    assert [name for name in modules if is_within(name, others)] == []
+    assert len(modules) <= 115
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from experiments.figures.style import LOOKS, figure, save_data
 from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scenario
-from hcsim.launch import simulate_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.rng import stream
 from hcsim.telemetry.trace import Event
 from hcsim.training.tasks.slopes import Slopes

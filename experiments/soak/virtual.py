@@ -12,7 +12,7 @@ from experiments.soak.job import NAMES, job
 from experiments.soak.schedule import SWITCH, Planned, Profile, as_fault, strikes
 from experiments.soak.task import MACHINE, STEP_S, Paced
 from hcsim.config import Scenario, parse_scenario
-from hcsim.launch import simulate_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 
 BEGINS_S = 5.0

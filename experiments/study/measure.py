@@ -14,7 +14,7 @@ from hcsim.collectives.cost import closed_form
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Scenario
-from hcsim.launch import simulate
+from hcsim.launch.virtual import simulate
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.transport.wire import MAX_FRAME_BYTES, Wire

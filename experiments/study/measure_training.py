@@ -14,7 +14,7 @@ from hcsim.collectives.options import Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CompressionError, ConfigError
-from hcsim.launch import Outcome, simulate
+from hcsim.launch.virtual import Outcome, simulate
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Report
 from hcsim.training.strategies import DiLoCo, LocalSgd, strategy, train

@@ -117,7 +117,7 @@ def topology(
         from hcsim.cli.request import shipped_scenario
         from hcsim.cluster.picture import draw, table
         from hcsim.errors import ConfigError
-        from hcsim.launch import measure_topology
+        from hcsim.launch.virtual_cluster import measure_topology
 
         formats = (".png", ".svg", ".pdf")
         if picture is not None and picture.suffix not in formats:
@@ -171,7 +171,7 @@ def evaluate(
 ) -> None:
     """Score a saved model on data that it was not trained on."""
     with errors_told():
-        from hcsim.cli.ranks import evaluate_model
+        from hcsim.cli.training import evaluate_model
 
         evaluate_model(model)
 
@@ -195,7 +195,7 @@ def coordinator(
 
         from hcsim.cli.request import coordinator_policy, tls
         from hcsim.cli.screen import say
-        from hcsim.launch import serve_coordinator
+        from hcsim.launch.real import serve_coordinator
 
         policy, files = coordinator_policy(workers, least, heartbeat, silence), tls(tls_cert, tls_key, tls_ca)
         asyncio.run(serve_coordinator(listen, policy, say, tls=files, insecure=insecure, state=state))

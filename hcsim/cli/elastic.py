@@ -23,11 +23,12 @@ from typing import TextIO
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.cli.ranks import Onlooker, check, tell_outcome
 from hcsim.cli.recording import Files, recording
+from hcsim.cli.training import Onlooker, check, tell_outcome
 from hcsim.config import Scenario, Training, write_job
 from hcsim.errors import ConfigError
-from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
+from hcsim.launch.real import RealNode, train_in_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import Plan
 from hcsim.real.device import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret

@@ -22,7 +22,7 @@ from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.trust_list import MOST_NAME, OTHER_CLUSTER, Invitation, TrustRecord
-from hcsim.launch import ask_cluster
+from hcsim.launch.real import ask_cluster
 from hcsim.node import admitted
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.interfaces import host_name, reachable_at

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from hcsim.cli import screen
-from hcsim.errors import ConfigError
+from hcsim.errors import CollectiveTimeout, ConfigError, HcsimError
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Event, Sink
 
@@ -107,6 +107,20 @@ def recording(files: Files) -> Iterator[Recording]:
             yield Recording(sink, None if files.metrics is None else stack.enter_context(_Output(files.metrics)))
     except _Lost as lost:
         raise lost.error from None
+
+
+def tell_failures(names: Sequence[str], results: Sequence[object]) -> bool:
+    """Name every rank that failed; whether none did."""
+    healthy = True
+    for rank, (name, result) in enumerate(zip(names, results, strict=True)):
+        if isinstance(result, BaseException):
+            if not isinstance(result, HcsimError):
+                raise result
+            healthy = False
+            screen.say(f"rank {rank} ({name}) failed: {result}")
+    if any(isinstance(result, CollectiveTimeout) for result in results):
+        screen.note('a large model on a slow link takes its time: --set timeout="5 min" allows more of it')
+    return healthy
 
 
 def tell_fingerprint(run: Ran) -> None:

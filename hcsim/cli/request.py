@@ -13,11 +13,9 @@ from msgspec.structs import replace
 
 from hcsim.cli import screen
 from hcsim.cli.settings import Settings, ThisMachine, WireSettings, seconds
-from hcsim.cluster.coordinator.policy import Policy
 from hcsim.config import Cluster, Job, Scenario, Training, load_scenario, parse_scenario, shipped_scenarios
 from hcsim.config.scenario import first_nodes
 from hcsim.errors import ConfigError
-from hcsim.real.tls import TlsFiles
 from hcsim.registry import load_plugin
 from hcsim.runtime.address import split_address
 from hcsim.transport.wire import Wire
@@ -27,7 +25,9 @@ if TYPE_CHECKING:
     from hcsim.cli.options import Bench, Rank, Run
     from hcsim.cli.ranks import Place
     from hcsim.cli.recording import Files
-    from hcsim.launch import RealNode
+    from hcsim.cluster.coordinator.policy import Policy
+    from hcsim.launch.real import RealNode
+    from hcsim.real.tls import TlsFiles
 
 _WAIT_S = 300.0
 _NO_SCRIPT = "without a script (what a script is given stands after --)"
@@ -71,8 +71,6 @@ def bench(options: Bench) -> bool:
 
 def rank(options: Rank) -> bool:
     """`hcsim rank`; whether all went well."""
-    from hcsim.cli.ranks import run_real, train_real
-
     _load(options.plugin)
     settings = Settings(options.set, {"job.operation": options.operation, "training.task": options.task})
     text, _ = _standard_input(options.job)
@@ -84,12 +82,16 @@ def rank(options: Rank) -> bool:
         here = settings.take("machine", ThisMachine(), ("device", "metrics"))
         settings.finish({"machine": _BY_ITSELF, "cluster": _BY_ITSELF})
         place = _place(options, files, here)
+        from hcsim.cli.training import train_real
+
         return train_real(training, _seed(options.seed, chosen), place, wire, here.device, options.save)
     job = _checked_real(chosen.name if chosen else "--set", settings.take("job", chosen.job if chosen else Job()))
     here = settings.take("machine", ThisMachine(), ("metrics",))
     learned = "where something is learned (--task)"
     settings.finish({"machine": _BY_ITSELF, "machine.device": learned, "cluster": _BY_ITSELF})
     only(learned, {"--save": options.save, "--seed": options.seed})
+    from hcsim.cli.ranks import run_real
+
     return run_real(job, _place(options, files, here), wire)
 
 
@@ -100,6 +102,8 @@ def shipped_scenario(name: str | None) -> Scenario:
 
 def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -> Policy:
     """How a coordinator treats its workers."""
+    from hcsim.cluster.coordinator.policy import Policy
+
     return Policy(
         workers=workers,
         least=least,
@@ -110,6 +114,8 @@ def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -
 
 def tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
     """The TLS files, all or none."""
+    from hcsim.real.tls import TlsFiles
+
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None or ca is None:
@@ -206,7 +212,7 @@ def _virtual(options: Run, chosen: Scenario, settings: Settings, training: Train
         from hcsim.cli.elastic import train_virtual_cluster
 
         return train_virtual_cluster(chosen, training, wire, files, options.save)
-    from hcsim.cli.ranks import train_virtual
+    from hcsim.cli.training import train_virtual
 
     return train_virtual(chosen, training, wire, files, options.save)
 
@@ -302,7 +308,7 @@ def _place(options: Rank, files: TlsFiles | None, here: ThisMachine) -> Place:
 def _here(machine: ThisMachine, state: Path | None) -> RealNode:
     """This machine's place in a real cluster."""
     from hcsim.cli.cluster import home
-    from hcsim.launch import RealNode
+    from hcsim.launch.real import RealNode
 
     name = machine.name
     if name is not None and not (name.strip() and name.isprintable()):

@@ -14,7 +14,7 @@ from rich.table import Table
 from hcsim.cli import screen
 from hcsim.cli.recording import Files, recording, tell_fingerprint
 from hcsim.config import Cluster, Scenario
-from hcsim.launch import RealNode
+from hcsim.launch.real import RealNode
 from hcsim.real.keys import load_secret
 from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.member import Ended, Script, run_in_cluster

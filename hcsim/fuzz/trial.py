@@ -12,7 +12,7 @@ from hcsim.fuzz.evidence import Evidence, Recorder
 from hcsim.fuzz.generate import LAUNCHES_OF_A_STEP, scenario_of
 from hcsim.fuzz.invariants import Breach, breaches
 from hcsim.fuzz.phases import Phases, excuse, phases_of
-from hcsim.launch import simulate_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
 from hcsim.virtual.census import Census
 

@@ -25,7 +25,7 @@ from hcsim.cluster.node import Node
 from hcsim.cluster.view import Member, View
 from hcsim.config import Cluster
 from hcsim.errors import ConfigError, HcsimError
-from hcsim.launch import RealNode, real_introduction, real_member
+from hcsim.launch.real import RealNode, real_introduction, real_member
 from hcsim.node import admitted, running
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.channel import Listener

@@ -13,7 +13,7 @@ from hcsim.collectives.group import Group
 from hcsim.config import ClockJump, Job
 from hcsim.errors import ConfigError
 from hcsim.jobs import Lap, check_job, compare_to_expected, run_job
-from hcsim.launch import simulate
+from hcsim.launch.virtual import simulate
 from hcsim.units import Bytes, Seconds
 
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from hcsim.cli.app import app
 from hcsim.cluster.node import Introduction, Node
 from hcsim.config import Cluster, Crash, Partition, Training
-from hcsim.launch import RealNode, simulate_cluster, train_in_cluster
+from hcsim.launch.real import RealNode, train_in_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import Plan
 from hcsim.real.keys import new_secret, save_secret
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics

@@ -9,7 +9,7 @@ import pytest
 
 from hcsim.cluster.conductor import LAST_CALL_S
 from hcsim.config import parse_scenario
-from hcsim.launch import simulate_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
 from hcsim.training.tasks.slopes import Slopes

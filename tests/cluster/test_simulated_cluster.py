@@ -24,7 +24,8 @@ from hcsim.config import (
     parse_scenario,
 )
 from hcsim.errors import TrainingError
-from hcsim.launch import Outcome, simulate_cluster
+from hcsim.launch.virtual import Outcome
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
 from hcsim.training.tasks import task
 from hcsim.units import ByteRate, FlopRate, PositiveSeconds, Seconds

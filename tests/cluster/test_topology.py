@@ -19,7 +19,7 @@ from hcsim.cluster.topology import Node, Topology, Way, describe, fastest, surve
 from hcsim.collectives.ring_order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
 from hcsim.errors import RemoteProtocolError, UsageError
-from hcsim.launch import measure_topology
+from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.device import Chip
 from hcsim.runtime.host import Interface, Medium

@@ -13,7 +13,8 @@ from hcsim.cluster.messages import Link
 from hcsim.cluster.node import Introduction
 from hcsim.config import AnyFault, Cluster, Crash, Pause, Reset, Restart, Scenario, Training, parse_scenario
 from hcsim.errors import ConfigError
-from hcsim.launch import Outcome, simulate_cluster
+from hcsim.launch.virtual import Outcome
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import Plan, train_as_member
 from hcsim.runtime.address import address_at
 from hcsim.telemetry.trace import Event

@@ -15,7 +15,7 @@ from hcsim.config import Cluster, Training
 from hcsim.errors import AdmissionRefused, ChannelError, DeadlineExceeded, HcsimError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
-from hcsim.launch import RealNode, train_in_cluster
+from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.node import Plan
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.keys import credentials, new_secret, save_secret

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Attachment, Scenario, load_scenario
-from hcsim.launch import measure_topology
+from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.host import Medium
 from hcsim.transport.hello import Membership

@@ -11,7 +11,7 @@ from hcsim.compressors.base import Bytes, Ident
 from hcsim.compressors.registry import make
 from hcsim.config import Training
 from hcsim.errors import CompressionError, HcsimError
-from hcsim.launch import simulate_training
+from hcsim.launch.virtual import simulate_training
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.aggregation.aggregator import OneLevel
 from hcsim.training.data import Batches

@@ -10,7 +10,7 @@ import pytest
 
 from hcsim.config import Cluster
 from hcsim.errors import ConfigError
-from hcsim.launch import RealNode
+from hcsim.launch.real import RealNode
 from hcsim.real.keys import new_secret, save_secret
 from hcsim.scripts.member import Script, run_in_cluster
 

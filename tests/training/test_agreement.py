@@ -12,7 +12,7 @@ from experiments.clusters import ideal
 from hcsim.collectives.group import Group
 from hcsim.config import Training
 from hcsim.errors import ConfigError
-from hcsim.launch import simulate
+from hcsim.launch.virtual import simulate
 from hcsim.training.agreement import Intent, agree
 
 

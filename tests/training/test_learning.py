@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcsim.config import Training
-from hcsim.launch import simulate_training
+from hcsim.launch.virtual import simulate_training
 from tests.training.clusters import quiet_cluster
 
 

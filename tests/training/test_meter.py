@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hcsim.launch import simulate_cluster
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 
 

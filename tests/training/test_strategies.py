@@ -11,7 +11,7 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array
 from hcsim.config import ClockJump, Crash, Training, load_scenario
 from hcsim.errors import ConfigError
-from hcsim.launch import simulate_training
+from hcsim.launch.virtual import simulate_training
 from hcsim.training import tasks
 from hcsim.training.strategies import strategy, train
 from hcsim.training.tasks.shapes import PhantomTask

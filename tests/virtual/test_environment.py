@@ -14,7 +14,7 @@ from simpy.core import EmptySchedule
 from hcsim.collectives.group import Group
 from hcsim.config import Crash, Pause, Scenario, Training, load_scenario
 from hcsim.errors import HcsimError
-from hcsim.launch import simulate_training
+from hcsim.launch.virtual import simulate_training
 from hcsim.training.run import Report
 from hcsim.training.strategies import train
 from hcsim.transport.hello import Membership

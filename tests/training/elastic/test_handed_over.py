@@ -15,7 +15,7 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.registry import make
 from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
-from hcsim.launch import simulate
+from hcsim.launch.virtual import simulate
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.keeper import Keeper, Start, State
 from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay

@@ -11,7 +11,8 @@ from hcsim import Group
 from hcsim.config import Crash
 from hcsim.config.training import Training
 from hcsim.errors import ConfigError
-from hcsim.launch import simulate_cluster, simulate_training
+from hcsim.launch.virtual import simulate_training
+from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.runtime.frame import HEADER_BYTES
 from hcsim.training.data import Batches
 from hcsim.training.optimizer import Sgd, clip

@@ -1,0 +1,110 @@
+"""Simulated clusters whose ranks are fixed: a program, or a training, on every host of a scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
+from hcsim.config import Scenario, Training, load_scenario
+from hcsim.errors import ConfigError
+from hcsim.launch import DEFAULT_PORT
+from hcsim.telemetry.metrics import HostMetrics
+from hcsim.telemetry.trace import Sink
+from hcsim.transport.hello import Membership
+from hcsim.transport.wire import Wire
+from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.world import World
+
+if TYPE_CHECKING:
+    from hcsim.training.run import Observer, Report
+    from hcsim.training.task import Task
+
+T = TypeVar("T")
+Program: TypeAlias = Callable[[Group], Coroutine[Any, Any, T]]
+
+
+class Outcome(msgspec.Struct, Generic[T], frozen=True):
+    """What a simulated run came to."""
+
+    results: list[T | BaseException]
+    """By rank: what the program returned, or what ended it."""
+    seconds: float
+    """Virtual time that passed."""
+    trace_sha256: str
+    """The run's fingerprint: the same scenario and program always give the same."""
+    events: int
+    metrics: Mapping[str, HostMetrics]
+    """By host, as they were at the end."""
+
+    def values(self) -> list[T]:
+        """The results, if there are any on all ranks; otherwise the first failure is raised."""
+        for result in self.results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in self.results if not isinstance(result, BaseException)]
+
+
+def simulate(
+    scenario: Scenario | str | Path,
+    program: Program[T],
+    *,
+    options: Options | None = None,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+) -> Outcome[T]:
+    """Run a program on every host of a scenario (a file, or the name of a shipped one)."""
+    world = World(load_scenario(scenario), sink=sink)
+    names = [host.name for host in world.hosts]
+    addresses = tuple(f"{name}:{DEFAULT_PORT}" for name in names)
+
+    async def on_host(host: VirtualHost) -> T:
+        us = Membership(names.index(host.name), addresses, wire=wire or Wire())
+        async with await Group.open(host, us, options) as group:
+            return await program(group)
+
+    return outcome_of(world, world.run_on_all(on_host))
+
+
+def outcome_of(world: World, results: list[T | BaseException]) -> Outcome[T]:
+    """What a world came to whose programs have ended."""
+    metrics = world.tell_metrics()
+    return Outcome(results, world.loop.time(), world.trace.digest(), world.trace.count, metrics)
+
+
+def simulate_training(
+    scenario: Scenario | str | Path,
+    settings: Training | None = None,
+    *,
+    wire: Wire | None = None,
+    sink: Sink | None = None,
+    observer: Observer | None = None,
+    what: Task | None = None,
+) -> Outcome[Report]:
+    """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`.
+
+    `what` is a task of one's own, in place of the one that these name."""
+    from hcsim.training.strategies import train
+
+    loaded = load_scenario(scenario)
+    chosen = settings or loaded.training or Training()
+    refuse_tunnels(chosen)
+    options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
+
+    async def program(group: Group) -> Report:
+        return await train(group, chosen, loaded.seed, observer, what)
+
+    return simulate(loaded, program, options=options, wire=wire, sink=sink)
+
+
+def refuse_tunnels(settings: Training) -> None:
+    """Refuse addresses that only a real parameter server has."""
+    for name, address in (("server", settings.server), ("listen", settings.listen)):
+        if address is not None and "://" in address:
+            raise ConfigError(
+                f'{name} = "{address}": there are no tunnels and proxies in a simulation; leave out server and listen'
+            )

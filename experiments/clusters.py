@@ -25,7 +25,7 @@ from hcsim.config import (
     load_scenario,
 )
 from hcsim.config.check import complete
-from hcsim.config.media import WIFI_STANDARDS
+from hcsim.config.home import WIFI_STANDARDS
 from hcsim.errors import ConfigError
 from hcsim.units import BitRate, PositiveSeconds, PositiveShare, Seconds, decode_quantity, did_you_mean
 

@@ -18,7 +18,7 @@ from experiments.figures.methods import method, with_methods
 from experiments.figures.style import count_label, figure, labelled, rate_label, save_data
 from experiments.study.grid import SINGLE
 from experiments.study.models import NAME, Transformer
-from hcsim.config.spec import read_spec
+from hcsim.config.training import read_spec
 from hcsim.units import BitRate, decode_quantity
 
 FILLS: tuple[tuple[str, str], ...] = (

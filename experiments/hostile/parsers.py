@@ -35,7 +35,7 @@ from hcsim.compressors.base import Ident, Shape
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make
 from hcsim.config import Training
-from hcsim.config.load import parse_scenario, shipped_scenarios
+from hcsim.config.file import parse_scenario, shipped_scenarios
 from hcsim.errors import UNDECODABLE, HcsimError
 from hcsim.identity.handshake import Credentials, Fault, Handshake, Role, State
 from hcsim.identity.key import NodeKey

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hcsim.config import shipped_scenarios
-from hcsim.config.load import load_scenario
+from hcsim.config.file import load_scenario
 
 SCRIPT = Path(__file__).with_name("cnn.py")
 SAMPLE_S = 0.25

@@ -33,8 +33,7 @@ from msgspec import Meta, field
 from experiments.clusters import ALONE
 from experiments.study.cell import AllReduce, AnyCell, Train
 from experiments.study.words import check_cell
-from hcsim.config.explain import explain
-from hcsim.config.table import Count, Name, Table
+from hcsim.config.table import Count, Name, Table, explain
 from hcsim.config.training import Positive
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.registry import load_plugin

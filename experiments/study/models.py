@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from hcsim.config.spec import read_spec
+from hcsim.config.training import read_spec
 from hcsim.training.task import Block, Defaults
 from hcsim.training.tasks.shapes import PhantomTask
 

@@ -23,9 +23,8 @@ import msgspec
 from msgspec import inspect as kinds
 
 from hcsim.config import Cluster, Job, Tcp, Training
-from hcsim.config.explain import explain
-from hcsim.config.table import Count, Table
-from hcsim.config.write import as_read
+from hcsim.config.file import as_read
+from hcsim.config.table import Count, Table, explain
 from hcsim.errors import ConfigError, UsageError
 from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds, Share, decode_quantity, did_you_mean

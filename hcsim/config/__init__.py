@@ -53,12 +53,10 @@ from hcsim.config.faults import (
     WifiGate,
     WrongSize,
 )
-from hcsim.config.load import load_scenario, parse_scenario, shipped_scenarios
-from hcsim.config.machines import CATALOGUE, Machine
-from hcsim.config.media import MEDIA, AnyMedium, Cable, Ethernet, Thunderbolt, Tunnel, Wan, Wifi
+from hcsim.config.file import load_scenario, parse_scenario, shipped_scenarios, write_faults, write_job, write_scenario
+from hcsim.config.home import CATALOGUE, MEDIA, AnyMedium, Cable, Ethernet, Machine, Thunderbolt, Tunnel, Wan, Wifi
 from hcsim.config.scenario import Attachment, Job, Node, Scenario, Tcp, idealised
 from hcsim.config.training import Training
-from hcsim.config.write import write_faults, write_job, write_scenario
 
 __all__ = [
     "CATALOGUE",

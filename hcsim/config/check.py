@@ -25,8 +25,7 @@ from hcsim.config.faults import (
     Stranger,
     WifiGate,
 )
-from hcsim.config.machines import CATALOGUE
-from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.home import CATALOGUE, AnyMedium, Thunderbolt, Wan, Wifi
 from hcsim.config.scenario import Attachment, Node, Scenario
 from hcsim.errors import ConfigError
 from hcsim.units import did_you_mean

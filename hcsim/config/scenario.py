@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from hcsim.config.cluster import Cluster
 from hcsim.config.faults import AnyFault, CopiedIdentity, Partition
-from hcsim.config.machines import Machine
-from hcsim.config.media import AnyMedium, Thunderbolt, Wan, Wifi
+from hcsim.config.home import AnyMedium, Machine, Thunderbolt, Wan, Wifi
 from hcsim.config.table import Count, Name, Table
 from hcsim.config.training import Training
 from hcsim.units import BitRate, Bytes, Flops, PositiveBytes, PositiveSeconds, Seconds, Share

@@ -57,7 +57,7 @@ from hcsim.config.faults import (
     WifiGate,
     WrongSize,
 )
-from hcsim.config.media import AnyMedium, Thunderbolt, Wifi
+from hcsim.config.home import AnyMedium, Thunderbolt, Wifi
 from hcsim.config.scenario import Node
 from hcsim.errors import UsageError
 from hcsim.rng import stream

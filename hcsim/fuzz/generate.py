@@ -42,7 +42,7 @@ from hcsim.config import (
     write_scenario,
 )
 from hcsim.config.cluster import PRESETS
-from hcsim.config.media import WIFI_STANDARDS, AnyMedium
+from hcsim.config.home import WIFI_STANDARDS, AnyMedium
 from hcsim.config.schedule import HEALED_BY, Draw, draw_faults, without_end
 from hcsim.fuzz.patterns import PATTERNS, Group, bunched, conditions, draw_groups
 from hcsim.fuzz.phases import breaks

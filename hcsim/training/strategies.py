@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from hcsim.collectives.algorithms import algorithms
 from hcsim.collectives.group import Group
 from hcsim.compressors.registry import make
-from hcsim.config.spec import read_spec
-from hcsim.config.training import Training
+from hcsim.config.training import Training, read_spec
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel

@@ -1,9 +1,13 @@
-"""Reading a scenario: from TOML to the finished tree, with shorthands spelled out."""
+"""Scenarios as files: from TOML to the finished tree, with shorthands spelled out, and parts of a scenario as the text
+that its file has for them. What is read back is the same.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import types
+from collections.abc import Iterable
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
@@ -12,16 +16,19 @@ from typing import Any, cast
 import msgspec
 
 from hcsim.config.check import complete
-from hcsim.config.explain import explain
-from hcsim.config.faults import FAULTS, OWN_FAULTS
-from hcsim.config.media import MEDIA, OWN_MEDIA, WIFI_STANDARDS
-from hcsim.config.scenario import Scenario, idealised
-from hcsim.config.table import Table
+from hcsim.config.cluster import Cluster
+from hcsim.config.faults import FAULTS, OWN_FAULTS, AnyFault
+from hcsim.config.home import MEDIA, OWN_MEDIA, WIFI_STANDARDS
+from hcsim.config.scenario import Scenario, Tcp, idealised
+from hcsim.config.table import Table, explain
+from hcsim.config.training import Training
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry, function_in, load_plugin
-from hcsim.units import decode_quantity, did_you_mean
+from hcsim.units import Quantity, decode_quantity, did_you_mean
 
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"
+_OF_THE_ROOT = ("name", "description", "plugins", "processes", "seed", "routes")
+_UNITS = {"_s": " s", "_bps": " b/s", "_Bps": " B/s", "_bytes": " B", "_flops": " FLOPS"}
 
 
 def shipped_scenarios() -> dict[str, Path]:
@@ -129,3 +136,62 @@ def _spell_out(raw: dict[str, Any]) -> None:
         for cable in _tables(medium, "cable"):
             if "forward" in cable:
                 cable.setdefault("backward", cable["forward"])
+
+
+def write_scenario(scenario: Scenario) -> str:
+    """A file of its own: a run of what is read back is the same run. Its job is not written, only its training."""
+    head = [line for line in _given(scenario) if line.partition(" ")[0] in _OF_THE_ROOT]
+    tables: list[tuple[str, Table]] = [("[[medium]]", medium) for medium in scenario.media]
+    tables += [("[[wan]]", line) for line in scenario.wan]
+    tables += [("[[node]]", node) for node in scenario.nodes]
+    once: list[tuple[str, Table | None]] = [("[tcp]", scenario.tcp), ("[cluster]", scenario.cluster)]
+    once += [("[training]", scenario.training)]
+    tables += [(header, table) for header, table in once if table is not None and table != Tcp()]
+    parts = ["\n".join([*head, ""])]
+    parts += ["\n".join([header, *_tag(table), *_given(table), ""]) for header, table in tables]
+    return "\n".join([*parts, write_faults(scenario.faults)])
+
+
+def write_faults(faults: Iterable[AnyFault]) -> str:
+    """`[[fault]]` tables to put at the end of a scenario's file; what is as by default is left out."""
+    return "\n".join(_table(fault) for fault in faults)
+
+
+def write_job(name: str, seed: int, cluster: Cluster, training: Training) -> str:
+    """A file that says what a real cluster is to do."""
+    head = [f"name = {json.dumps(name)}", f"seed = {seed}"]
+    return "\n".join([*head, "[cluster]", *_given(cluster), "[training]", *_given(training), ""])
+
+
+def as_read(table: Table) -> dict[str, Any]:
+    """What TOML has for a table, as the decoder takes it: with keys put in, it can be read again."""
+    return msgspec.toml.decode("\n".join(_given(table)), type=dict[str, Any])
+
+
+def _table(fault: AnyFault) -> str:
+    return "\n".join(["[[fault]]", *_tag(fault), *_given(fault), ""])
+
+
+def _tag(table: Table) -> list[str]:
+    """Which kind of table this is, where there are several."""
+    tag = table.__struct_config__.tag
+    return [] if tag is None else [f"kind = {json.dumps(tag)}"]
+
+
+def _given(table: Table) -> list[str]:
+    """What is not as by default."""
+    values = ((field, getattr(table, field.name)) for field in msgspec.structs.fields(table))
+    return [f"{field.encode_name} = {_value(field.name, value)}" for field, value in values if value != field.default]
+
+
+def _value(name: str, value: object) -> str:
+    if isinstance(value, Table):
+        return f"{{ {', '.join([*_tag(value), *_given(value)])} }}"
+    if isinstance(value, tuple) and any(isinstance(each, Table) for each in value):
+        return f"[{', '.join(_value('', each) for each in value)}]"
+    suffix = re.search(r"_(bps|Bps|s|bytes|flops)$", name)
+    unit = _UNITS[suffix[0]] if suffix else f" {value.dimension.base}" if isinstance(value, Quantity) else ""
+    if unit:
+        number = value if isinstance(value, int) else repr(float(str(value)))
+        return json.dumps(f"{number}{unit}")
+    return json.dumps(value, ensure_ascii=False)  # for texts, lists, numbers and truth values TOML is like JSON

@@ -22,8 +22,7 @@ from contextlib import suppress
 import msgspec
 
 from hcsim.scripts.conversation import Conversation, HungUp
-from hcsim.scripts.early import import_early
-from hcsim.scripts.environment import Seat
+from hcsim.scripts.environment import Seat, import_early
 from hcsim.transport.messages import Schema
 
 FORKS = sys.platform.startswith("linux")

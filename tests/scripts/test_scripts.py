@@ -457,7 +457,7 @@ def import_and_list(script: Path) -> list[str]:
     """Which of some modules are there after the early imports of a script."""
     program = f"""
 import sys
-from hcsim.scripts.early import import_early
+from hcsim.scripts.environment import import_early
 before = list(sys.path)
 import_early({str(script)!r})
 assert sys.path == before

@@ -6,8 +6,7 @@ import sys
 
 import msgspec
 
-from hcsim.scripts.early import import_early
-from hcsim.scripts.environment import Seat
+from hcsim.scripts.environment import Seat, import_early
 from hcsim.scripts.rank.script import run_script
 
 seat = msgspec.json.decode(sys.argv[1], type=Seat)

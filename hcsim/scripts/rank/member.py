@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hcsim.scripts.conversation import ANSWERS, FAILURES, Answer, Conversation, Failed, HungUp, Stored
-from hcsim.scripts.rank import rendezvous
-from hcsim.scripts.rank.store import RemoteStore
+from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.torch_backend.local import local_engine
 
 
@@ -52,7 +51,7 @@ def _main(descriptor: str, news: str, script: str, *arguments: str) -> None:
     store = RemoteStore(Member(Conversation(socket.socket(fileno=int(descriptor)), ANSWERS)))
     told = Conversation(socket.socket(fileno=int(news)), FAILURES)
     threading.Thread(target=_hear_of_failure, args=(told,), name="hcsim news", daemon=True).start()
-    rendezvous.install(store)
+    install_store(store)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

@@ -22,12 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hcsim.scripts.arena import Arena
 from hcsim.scripts.conversation import ANSWERS, Conversation, Left, Stepped
 from hcsim.scripts.environment import Seat, environment
-from hcsim.scripts.rank import output, rendezvous
-from hcsim.scripts.rank.clock import Clock
 from hcsim.scripts.rank.counting import Counter
 from hcsim.scripts.rank.engine import RemoteEngine
+from hcsim.scripts.rank.rendezvous import RemoteStore, install_store
 from hcsim.scripts.rank.simulator import Simulator
-from hcsim.scripts.rank.store import RemoteStore
+from hcsim.scripts.rank.stdlib import Clock, install_output
 from hcsim.torch_backend.engine import use_engine
 
 _OURS = (str(Path(__file__).parent), str(Path(runpy.__file__)), "<frozen runpy>")
@@ -38,11 +37,11 @@ def run_script(seat: Seat, conversation: int, arena: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     simulator = Simulator(Conversation(socket.socket(fileno=conversation), ANSWERS), Arena(arena))
     counter = simulator.work = Counter(simulator, seat.flops_per_byte)
-    output.install(simulator)
+    install_output(simulator)
     clock = Clock(simulator, counter)
     os.register_at_fork(after_in_child=lambda: _no_rank(simulator, clock))
     store = RemoteStore(simulator)  # held here: torch's own reference is to its C++ half
-    rendezvous.install(store)
+    install_store(store)
     use_engine(RemoteEngine(simulator))
     register_optimizer_step_post_hook(lambda *_: simulator.tell(Stepped()))
     torch.set_num_threads(1)

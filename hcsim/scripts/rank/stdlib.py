@@ -1,15 +1,21 @@
-"""The script's `time`: what its machine's clock shows in the simulation, and sleep that passes there."""
+"""The script's `time`, `sys.stdout` and `sys.stderr`: the simulated machine's clock, sleep that passes there, and lines
+that the simulator prints in the order of its time.
+"""
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
+import os
+import sys
 import threading
 import time
 import timeit
 from types import ModuleType
 from typing import Any
 
-from hcsim.scripts.conversation import Slept
+from hcsim.scripts.conversation import Printed, Slept
 from hcsim.scripts.rank.counting import Counter
 from hcsim.scripts.rank.simulator import Simulator
 
@@ -86,3 +92,34 @@ class Clock:
             raise ValueError("sleep length must be non-negative")
         else:
             self._simulator.ask(Slept(float(seconds)))
+
+
+class _Told(io.RawIOBase):
+    """Bytes go to the simulator; in a process that is no rank, where they went before."""
+
+    def __init__(self, simulator: Simulator, stream: int) -> None:
+        self._simulator = simulator
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._rank = os.getpid()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream
+
+    def write(self, data: Any) -> int:
+        if os.getpid() == self._rank:
+            self._simulator.tell(Printed(self._stream, self._decode(bytes(data))))
+            return len(data)
+        return os.write(self._stream, data)
+
+
+def install_output(simulator: Simulator) -> None:
+    """Have `sys.stdout` and `sys.stderr` go there."""
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.BufferedWriter(_Told(simulator, stream))
+        text = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)

@@ -16,8 +16,9 @@ import hashlib
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -100,7 +101,7 @@ async def _repeat(group: Group, job: Job, algorithm: str, number: int) -> Lap:
     computed_s = host.clock.elapsed()
     await group.barrier()
     sent_before, started_s = group.bytes_sent, host.clock.elapsed()
-    result = await start(algorithm)
+    result = await start(algorithm=algorithm)
     ended_s, sent_bytes = host.clock.elapsed(), group.bytes_sent - sent_before
     wrong, digest = compare_to_expected(_parts(result), expected())
     ours = _FIGURES.pack(computed_s - began_s, ended_s - started_s, sent_bytes, wrong, digest)
@@ -185,32 +186,37 @@ def compare_to_expected(result: Sequence[Data], expected: Sequence[Data]) -> tup
     return wrong, digest.digest()
 
 
-_Start: TypeAlias = Callable[[str], Awaitable[Any]]
+class _Start(Protocol):
+    """Starts the operation."""
+
+    def __call__(self, *, algorithm: str) -> Awaitable[Any]: ...
+
+
 _Expected: TypeAlias = Callable[[], list[Data]]
 
 
 def _all_reduce(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
-    return lambda algorithm: group.all_reduce(data, algorithm=algorithm), lambda: [inputs.total()]
+    return partial(group.all_reduce, data), lambda: [inputs.total()]
 
 
 def _reduce(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
     return (
-        lambda algorithm: group.reduce(data, algorithm=algorithm),
+        partial(group.reduce, data),
         lambda: [inputs.of(group.rank) if group.rank else inputs.total()],
     )
 
 
 def _broadcast(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
-    return lambda algorithm: group.broadcast(data, algorithm=algorithm), lambda: [inputs.of(0)]
+    return partial(group.broadcast, data), lambda: [inputs.of(0)]
 
 
 def _all_gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
     return (
-        lambda algorithm: group.all_gather(data, algorithm=algorithm),
+        partial(group.all_gather, data),
         lambda: [inputs.of(rank) for rank in range(group.size)],
     )
 
@@ -218,7 +224,7 @@ def _all_gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
 def _gather(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
     return (
-        lambda algorithm: group.gather(data, algorithm=algorithm),
+        partial(group.gather, data),
         lambda: [] if group.rank else [inputs.of(rank) for rank in range(group.size)],
     )
 
@@ -229,7 +235,7 @@ def _scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     parts = None if group.rank else [inputs.of(0, rank * part, (rank + 1) * part) for rank in range(group.size)]
     into = inputs.room(part)
     return (
-        lambda algorithm: group.scatter(parts, into, algorithm=algorithm),
+        partial(group.scatter, parts, into),
         lambda: [inputs.of(0, group.rank * part, (group.rank + 1) * part)],
     )
 
@@ -237,7 +243,7 @@ def _scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
 def _reduce_scatter(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = inputs.of(group.rank)
     lo, hi = split(inputs.length, group.size)[group.rank : group.rank + 2]
-    return lambda algorithm: group.reduce_scatter(data, algorithm=algorithm), lambda: [inputs.total(lo, hi)]
+    return partial(group.reduce_scatter, data), lambda: [inputs.total(lo, hi)]
 
 
 def _all_to_all(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
@@ -246,7 +252,7 @@ def _all_to_all(group: Group, inputs: _Inputs) -> tuple[_Start, _Expected]:
     data = [inputs.of(group.rank, lo, hi) for lo, hi in cuts]
     lo, hi = cuts[group.rank]
     return (
-        lambda algorithm: group.all_to_all(data, [hi - lo] * group.size, algorithm=algorithm),
+        partial(group.all_to_all, data, [hi - lo] * group.size),
         lambda: [inputs.of(rank, lo, hi) for rank in range(group.size)],
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,38 +30,38 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command(cls=Command)
 @taking(Run)
-def run(options: Run) -> None:
+def run(**options: Any) -> None:
     """Train, or run a torch script: on a virtual cluster, or for real.
 
     A scenario without anything to learn has a job, which is done instead."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.run(options)
+        done = request.run(Run(**options))
     _end(done)
 
 
 @app.command(cls=Command)
 @taking(Bench)
-def bench(options: Bench) -> None:
+def bench(**options: Any) -> None:
     """Time and check one collective operation on a virtual cluster."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.bench(options)
+        done = request.bench(Bench(**options))
     _end(done)
 
 
 @app.command(cls=Command)
 @taking(Rank)
-def rank(options: Rank) -> None:
+def rank(**options: Any) -> None:
     """Be one rank of several that are started by hand, for real.
 
     They do one collective operation, or train (--task). In clusters, machines find each other: `hcsim run --real`."""
     with errors_told():
         from hcsim.cli import request
 
-        done = request.rank(options)
+        done = request.rank(Rank(**options))
     _end(done)
 
 

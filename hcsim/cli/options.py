@@ -133,26 +133,22 @@ class Rank(msgspec.Struct, frozen=True):
     save: Save = None
 
 
-T = TypeVar("T", bound=msgspec.Struct)
+CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
-def taking(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a command of a function of such a struct, as typer wants it: with a parameter for each field."""
+def taking(kind: type[msgspec.Struct]) -> Callable[[CommandT], CommandT]:
+    """Gives a command that takes any keywords a parameter for each field of the struct, as typer wants it."""
 
-    def as_command(function: Callable[[T], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
-            function(kind(**given))
-
+    def with_parameters(command: CommandT) -> CommandT:
         hints = get_type_hints(kind, include_extras=True)
         defaults = zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True)
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
              for name, default in defaults]
         )  # fmt: skip
         return command
 
-    return as_command
+    return with_parameters
 
 
 _NOW = {"--metrics-port": "metrics"}

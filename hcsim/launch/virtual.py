@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -94,10 +95,7 @@ def simulate_training(
     chosen = settings or loaded.training or Training()
     refuse_tunnels(chosen)
     options = Options(timeout_s=chosen.timeout_s, groups=loaded.homes if len(loaded.homes) > 1 else ())
-
-    async def program(group: Group) -> Report:
-        return await train(group, chosen, loaded.seed, observer, what)
-
+    program = partial(train, settings=chosen, seed=loaded.seed, observer=observer, what=what)
     return simulate(loaded, program, options=options, wire=wire, sink=sink)
 
 

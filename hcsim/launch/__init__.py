@@ -1,6 +1,6 @@
 """The ways to start: a simulated cluster (`virtual`, `virtual_cluster`), or our place in a real one (`real`).
 
-A program is an `async def` over a `Group`, the same in both worlds; no other package knows both.
+A program is an `async def` over a `Group`, the same in both worlds.
 """
 
 DEFAULT_PORT = 52416

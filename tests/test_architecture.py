@@ -252,3 +252,45 @@ def test_what_a_component_may_not_do_is_found(source: str, offence: str) -> None
 )
 def test_what_a_component_may_do_is_left_alone(source: str) -> None:
     assert offences(source) == []
+
+
+def private_names(source: str) -> Iterator[str]:
+    """What a test takes from us that is private, where the linter does not see it: by an import, or named in a text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and is_within(node.module or "", ("hcsim", "experiments")):
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "delattr", "getattr")):
+            named = [arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            yield from (name for name in named if is_private(name))
+
+
+def is_private(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last.startswith("_") and not last.endswith("__")
+
+
+def test_a_test_knows_what_is_public() -> None:
+    tests = sources(Path(__file__).parent)
+    found = {path.name: [*private_names(path.read_text(encoding="utf-8"))] for path in tests}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from hcsim.real.host import _connected", "_connected"),
+        ("monkeypatch.setattr(host, '_resolve', slow)", "_resolve"),
+        ("monkeypatch.setattr('hcsim.real.host._resolve', slow)", "hcsim.real.host._resolve"),
+        ("getattr(host, '_resolve')", "_resolve"),
+    ],
+)
+def test_what_a_test_takes_from_within_is_found(source: str, found: str) -> None:
+    assert [*private_names(source)] == [found]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from experiments.ddp import __main__", "from torch import _C", "monkeypatch.setattr(host, 'resolve', slow)"],
+)
+def test_what_a_test_takes_from_without_is_left_alone(source: str) -> None:
+    assert [*private_names(source)] == []

@@ -18,7 +18,7 @@ import msgspec
 from experiments.clusters import ALONE
 from hcsim.registry import loaded_plugins, plugins_sha256
 
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 _MEASURING = ("cell", "failures", "measure", "measure_training", "models")
 _CODE = (
     "hcsim/**/*.py", "hcsim/**/*.[ch]", "hcsim/scenarios/*.toml", "experiments/clusters.py",
@@ -36,7 +36,7 @@ class _Cell(msgspec.Struct, frozen=True, tag_field="kind"):
     @property
     def key(self) -> str:
         """Under which its result is kept."""
-        means = f"{_means()}\n{plugins_sha256()}" if loaded_plugins() else _means()
+        means = f"{measured_with()}\n{plugins_sha256()}" if loaded_plugins() else measured_with()
         return hashlib.sha256(means.encode() + msgspec.json.encode(self, order="deterministic")).hexdigest()
 
 
@@ -129,13 +129,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def code_sha256() -> str:
     """Over the sources that a result depends on."""
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in _CODE for file in _ROOT.glob(pattern)}):
+    for file in sorted({file for pattern in _CODE for file in ROOT.glob(pattern)}):
         source = file.read_bytes()
-        digest.update(f"{file.relative_to(_ROOT).as_posix()}\n{len(source)}\n".encode() + source)
+        digest.update(f"{file.relative_to(ROOT).as_posix()}\n{len(source)}\n".encode() + source)
     return digest.hexdigest()
 
 
 @cache
-def _means() -> str:
+def measured_with() -> str:
     """What a cell is measured with."""
     return "\n".join([code_sha256(), *(f"{name} {version(name)}" for name in _LIBRARIES)])

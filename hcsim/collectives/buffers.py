@@ -422,6 +422,11 @@ class ScratchPool:
         """In rising size."""
         self._fresh = True
 
+    @property
+    def kept_bytes(self) -> int:
+        """How much is kept for what comes next."""
+        return sum(map(_size_bytes, self._free))
+
     def take(self, size_bytes: int) -> memoryview:
         """A room of at least that size. Where there is none, the smaller ones go: the new one serves in their place."""
         if self._fresh:  # not before: phantoms need none
@@ -436,5 +441,5 @@ class ScratchPool:
     def give_back(self, room: memoryview) -> None:
         """A room that nothing writes into any more."""
         insort(self._free, room, key=_size_bytes)
-        while sum(map(_size_bytes, self._free)) > KEPT_BYTES:
+        while self.kept_bytes > KEPT_BYTES:
             self._free.pop(0)

@@ -30,7 +30,7 @@ from hcsim.real.shared import SharedStream, attached, new_memory
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 
-_ABSTRACT = sys.platform == "linux"
+ABSTRACT = sys.platform == "linux"
 """Whether a Unix socket can have a name that is no file; it belongs to a network namespace then, as addresses do."""
 _VERSION = 4
 """Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
@@ -209,7 +209,7 @@ def _undressed(talk: socket.socket) -> socket.socket:
 def _place(sockaddr: Any, *, tls: bool) -> str:
     """Where the door of an address is; who speaks no TLS does not find that of one who does."""
     name = f"hcsim-{_VERSION}-{'tls-' if tls else ''}{join_address((sockaddr[0], sockaddr[1]))}"
-    if _ABSTRACT:
+    if ABSTRACT:
         return f"\0{name}"
     folder = Path(tempfile.gettempdir()) / f"hcsim-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -217,7 +217,7 @@ def _place(sockaddr: Any, *, tls: bool) -> str:
 
 
 def _remove(place: str) -> None:
-    if not _ABSTRACT:
+    if not ABSTRACT:
         Path(place).unlink(missing_ok=True)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 0.02
 _SLOWEST_RETRY_S = 1.0
-_NEXT_PLACE_S = 1.0
+NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
 
@@ -261,7 +261,7 @@ class RealHost:
         if target.scheme != TCP:
             return await carriers.dial(target, self._options.tls)
         places.sort(key=lambda place: place != self._answered.get(target.text))
-        return await race.round(places, _NEXT_PLACE_S)
+        return await race.round(places, NEXT_PLACE_S)
 
     async def _dial(self, target: Target, place: Place, until_s: float) -> StreamChannel:
         """One attempt at one place: through memory where that is possible, else by TCP."""

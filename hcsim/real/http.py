@@ -69,11 +69,6 @@ class Acceptor:
         own(sock, listens=True)
         self._accepting = asyncio.create_task(self._accept(), name=f"accept at {self._address}")
 
-    @property
-    def strangers(self) -> int:
-        """Callers that are not settled."""
-        return len(self._strangers)
-
     def settled(self, protocol: Any) -> None:
         """A caller is no stranger any more: neither the limit of their number nor that of their time is for it."""
         if (caller := self._of.pop(protocol, None)) is not None:

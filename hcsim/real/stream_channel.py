@@ -50,7 +50,7 @@ class StreamChannel:
     """A channel over a stream, which it owns from now on."""
 
     def __init__(self, stream: Stream, peer: str, identity: str = "", binding: bytes = b"") -> None:
-        self._stream = stream
+        self.stream = stream
         self._peer = peer
         self._identity = identity
         self._binding = binding
@@ -88,7 +88,7 @@ class StreamChannel:
     @property
     def carrier(self) -> str:
         """The stream's."""
-        return self._stream.carrier
+        return self.stream.carrier
 
     @property
     def identity(self) -> str:
@@ -98,7 +98,7 @@ class StreamChannel:
     @property
     def ends(self) -> tuple[str, str]:
         """The stream's."""
-        return self._stream.ends
+        return self.stream.ends
 
     @property
     def binding(self) -> bytes:
@@ -129,7 +129,7 @@ class StreamChannel:
                 if not self._push():
                     await self._outgoing.finish(self._push)
             except asyncio.CancelledError:
-                if self._unsent_bytes < frame_bytes or self._stream.reports_late:
+                if self._unsent_bytes < frame_bytes or self.stream.reports_late:
                     await self._complete_frame()
                 raise
             except OSError as error:
@@ -177,7 +177,7 @@ class StreamChannel:
         """End it; see `Channel.close`."""
         if self._error is None:
             self._stop(ChannelClosed(f"we closed the channel to {self._peer}", self._peer))
-            close_when_delivered(self._stream)
+            close_when_delivered(self.stream)
 
     # -- receiving
 
@@ -203,7 +203,7 @@ class StreamChannel:
             if pull():
                 return True
             self._turn_bytes = 0  # others get their turn before the next try
-            if self._stream.hides_bytes():  # what the event loop cannot see, it will not call for
+            if self.stream.hides_bytes():  # what the event loop cannot see, it will not call for
                 self._loop.call_soon(self._incoming.ready)
             return False
 
@@ -246,7 +246,7 @@ class StreamChannel:
         view[:have] = self._ahead[start : start + have]
         self._ahead_start = start + have
         self._missing_bytes = header.length - have
-        if isinstance(where, Fold) and self._stream.adds and have < header.length:
+        if isinstance(where, Fold) and self.stream.adds and have < header.length:
             self._fold, self._payload = where, where.into
         else:
             self._into, self._payload = view[have:], view
@@ -277,7 +277,7 @@ class StreamChannel:
     def _read(self, into: memoryview) -> int:
         """Some bytes, if there are any."""
         try:
-            count = self._stream.read(into)
+            count = self.stream.read(into)
         except WOULD_BLOCK:
             return 0
         except OSError as error:
@@ -290,7 +290,7 @@ class StreamChannel:
         """The same for what is added up as it comes."""
         have, most = len(fold.into) - self._missing_bytes, _BYTES_PER_TURN - self._turn_bytes
         try:
-            return self._stream.add(fold, have, most)
+            return self.stream.add(fold, have, most)
         except EOFError:
             raise _Over(self._end_of_stream()) from None
         except OSError as error:
@@ -336,7 +336,7 @@ class StreamChannel:
 
     def _push(self) -> bool:
         """Write on; True when the frame has left, False when the loop has to call again."""
-        write = self._stream.write
+        write = self.stream.write
         for _ in range(_SENDS_PER_TURN):
             try:
                 count = write(self._unsent)
@@ -346,7 +346,7 @@ class StreamChannel:
             if not self._unsent_bytes:
                 return True
             self._unsent = _without_first(count, self._unsent)
-        if self._stream.hides_room():
+        if self.stream.hides_room():
             self._loop.call_soon(self._outgoing.ready)
         return False
 
@@ -365,7 +365,7 @@ class StreamChannel:
         """Close the stream; every later or waiting use raises the first error given here."""
         if self._error is None:
             self._stop(error)
-            self._stream.close()
+            self.stream.close()
         return self._error or error
 
     def _stop(self, error: ChannelError) -> None:
@@ -373,7 +373,7 @@ class StreamChannel:
         self._header, self._payload, self._into, self._fold = None, EMPTY, EMPTY, None
         self._incoming.abandon(error)
         self._outgoing.abandon(error)
-        self._stream.finish()
+        self.stream.finish()
 
 
 def _without_first(count: int, parts: Parts) -> Parts:

@@ -301,21 +301,6 @@ def test_tensors_are_compared_however_they_lie_in_memory(ranks: Ranks, tmp_path:
     ranks.run(save_odd_layouts, str(tmp_path), size=2)
 
 
-def digested(work: Callable[[], None]) -> int:
-    """How many tensors are compared meanwhile."""
-    seen, digest = 0, saving._digest
-
-    def counting(flat: Tensor) -> tuple[int, int]:
-        nonlocal seen
-        seen += 1
-        return digest(flat)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_digest", counting)
-        work()
-    return seen
-
-
 def replicas(folder: str, kind: str) -> dict[str, Any] | None:
     """Rank 1 rounds differently, and has seen other batches. In a subgroup there is one rank that does not save."""
     rank = dist.get_rank()
@@ -336,8 +321,7 @@ def replicas(folder: str, kind: str) -> dict[str, Any] | None:
     held = {name.removeprefix("module."): value for name, value in ours.state_dict().items()}
     held["1.running_mean"] += rank
     saver = Saver(folder, ours, optimizer, group=group, alike=kind == "by hand")
-    buffers = len([*ours.buffers()])
-    assert digested(lambda: saver.save(1)) == (0 if kind == "by hand" else buffers)
+    saver.save(1)
     saver.wait()
     dist.barrier(group=group)
     again, moments = begun(2)

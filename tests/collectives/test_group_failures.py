@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import subprocess
+import sys
 from collections.abc import Awaitable
 from typing import Any
 
@@ -288,17 +290,35 @@ def test_every_survivor_names_the_rank_that_died_whoever_told_it(virtual, member
     assert [error.peer for error in results] == [1, 1, 1], results
 
 
-def test_a_real_rank_that_is_told_names_the_one_that_died(real):
-    async def program(group: Group) -> CollectiveError | None:
-        await group.all_reduce(np.ones(10), algorithm="ring")  # rank 3 has no link to rank 1
-        if group.rank == 1:
-            for link in group._domain.mesh.links.values():
-                for channel in link.channels:
-                    await channel.close()
-            return None
-        return (await failure(group.all_reduce(np.ones(10), algorithm="ring")))[0]
+DIES = """
+import asyncio, os, sys
+import numpy as np
+from hcsim import real_group
 
-    errors = [error for error in real.run(4, program, options=TIMEOUT) if error is not None]
+async def main():
+    async with real_group(1, sys.argv[1:]) as group:
+        await group.all_reduce(np.ones(10), algorithm="ring")
+        os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+def test_a_real_rank_that_is_told_names_the_one_that_died(addresses):
+    peers = addresses(4)
+
+    async def on_rank(rank: int) -> CollectiveError:
+        async with real_group(rank, peers, options=Options(timeout_s=30.0)) as group:
+            await group.all_reduce(np.ones(10), algorithm="ring")  # rank 3 has no link to rank 1
+            return (await failure(group.all_reduce(np.ones(10), algorithm="ring")))[0]
+
+    async def main() -> list[CollectiveError]:
+        async with asyncio.timeout(60.0):
+            return await asyncio.gather(*map(on_rank, (0, 2, 3)))
+
+    with subprocess.Popen([sys.executable, "-c", DIES, *peers]) as dying:
+        errors = asyncio.run(main())
+    assert dying.returncode == 0
     assert [error.peer for error in errors] == [1, 1, 1], errors
     assert errors[2].phase == "told by a peer"
 

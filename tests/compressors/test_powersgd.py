@@ -14,7 +14,7 @@ from sample_tensors import exchanged, quick
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Ident
 from hcsim.compressors.kernels import plain
-from hcsim.compressors.powersgd import PowerSGD, _orthonormal
+from hcsim.compressors.powersgd import PowerSGD
 from hcsim.errors import CompressionError, UsageError
 
 
@@ -37,6 +37,11 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
+def first_factor(matrix: np.ndarray, rank: int, of: Ident) -> np.ndarray:
+    """P of a first step, as it is sent."""
+    return next(PowerSGD(rank, seed=4).rounds(matrix, of)).reshape(rank, -1)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_warm_started_steps_agree_with_a_reference(ranks, rank):
@@ -46,7 +51,8 @@ def test_warm_started_steps_agree_with_a_reference(ranks, rank):
         of = Ident("conv.weight", step)
         matrices = [x.reshape(12, 20).astype(np.float64) for x in inputs]
         if q is None:
-            q = PowerSGD(rank, seed=4)._start(20, rank, of).T.astype(np.float64)
+            # What the first step begins with.
+            q = first_factor(np.eye(20, dtype=np.float32), rank, of).T.astype(np.float64)
         p = orthonormal(sum(m @ q for m in matrices))
         q = sum(m.T @ p for m in matrices)
         for total in exchanged(each, inputs, of):
@@ -127,7 +133,9 @@ def test_columns_are_orthonormal_whatever_their_magnitudes(seed, rank, exponent,
     draws = np.random.default_rng(seed)
     magnitudes = np.ldexp(1.0, np.clip(exponent + draws.integers(-spread, spread + 1, (rank, 40)), -149, 127))
     p = (draws.uniform(-1, 1, (rank, 40)) * magnitudes).astype(np.float32)
-    found = _orthonormal(p, Ident("w"))
+    rounds = PowerSGD(rank, seed=4).rounds(np.eye(40, dtype=np.float32), Ident("w"))
+    next(rounds)
+    found = rounds.send(p.reshape(-1)).reshape(rank, 40)  # times the identity
     np.testing.assert_allclose(found.astype(np.float64) @ found.T, np.eye(rank), atol=1e-6)
 
 

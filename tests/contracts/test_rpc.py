@@ -535,7 +535,8 @@ def test_a_foreign_or_released_reference_is_refused(arena):
         counter = await near.call("lend_counter")
         with pytest.raises(UsageError, match="another channel"):
             await other.call("increase", counter)
-        guessed = RemoteRef("Counter", book=other._line.refs, number=7)
+        guessed = await other.call("lend_counter")
+        guessed.number = 7
         with pytest.raises(CallRefused, match="7"):
             await other.call("increase", guessed)
         await near.close()

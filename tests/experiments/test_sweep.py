@@ -278,11 +278,11 @@ def test_what_was_measured_by_another_library_or_other_c_code_is_measured_again(
 ) -> None:
     def key() -> str:
         cell_module.code_sha256.cache_clear()
-        cell_module._means.cache_clear()
+        cell_module.measured_with.cache_clear()
         return AllReduce("1gbe", 2, "ring", 1024, 1).key
 
     with monkeypatch.context() as patched:
-        patched.setattr(cell_module, "_ROOT", tmp_path)
+        patched.setattr(cell_module, "ROOT", tmp_path)
         source = tmp_path / "hcsim" / "real" / "rings.c"
         source.parent.mkdir(parents=True)
         source.write_text("int rings;")

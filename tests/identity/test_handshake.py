@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -20,6 +24,7 @@ from hcsim.identity.trust_list import Reason, told
 from hcsim.rng import stream
 
 OURS, THEIRS = ClusterSecret(bytes(range(16))), ClusterSecret(bytes(range(1, 17)))
+LABEL = b"hcsim admission 1\0"
 FINAL = (State.ADMITTED, State.REFUSED)
 Change = Callable[[int, bytes], bytes]
 
@@ -243,44 +248,52 @@ def test_a_nonce_that_makes_the_agreement_foreseeable_is_refused(point: bytes) -
     assert listener.reason is Reason.MALFORMED
 
 
+def transcript_of(hellos: Sequence[bytes], binding: bytes = b"") -> bytes:
+    """What both have said and where, as the documentation of the handshake has it: written out once more, by hand."""
+    said = b"".join(len(part).to_bytes(4, "big") + part for part in (*hellos, binding))
+    return hashlib.sha3_256(LABEL + said).digest()
+
+
+def mac_key(nonce: X25519PrivateKey, theirs: bytes, transcript: bytes) -> bytes:
+    """The key that takes the secret and an agreement between two nonces, of which one is ours."""
+    agreed = nonce.exchange(X25519PublicKey.from_public_bytes(theirs))
+    return HKDF(SHA256(), 32, salt=OURS.derive("admission"), info=LABEL + transcript).derive(agreed)
+
+
 def test_the_wire_carries_neither_the_secret_nor_a_key_made_of_it() -> None:
-    caller, listener = pair()
-    wire, nonce = b"".join(play(caller, listener)), caller._secret_nonce
-    assert nonce is not None
+    sent = play(*pair())
+    us = member("caller")
+    nonce = X25519PrivateKey.from_private_bytes(us.fresh(32))
     kept = [
         bytes(range(16)), OURS.phrase().encode(), OURS.derive("admission"), OURS.derive("tls authority"),
-        caller._mac_key, nonce.private_bytes_raw(), member("caller").key.private.private_bytes_raw(),
+        mac_key(nonce, read_hello(sent[1]).nonce, transcript_of(sent[:2])),
+        nonce.private_bytes_raw(), us.key.private.private_bytes_raw(),
     ]  # fmt: skip
+    wire = b"".join(sent)
+    assert nonce.public_key().public_bytes_raw() in wire  # so it is this handshake's
     for private in kept:
         assert not any(private[at : at + 8] in wire for at in range(len(private) - 7))
 
 
 def test_who_only_listened_cannot_check_a_guess_even_a_right_one() -> None:
-    """With the secret and the whole recording one still lacks the agreement: the MAC could be anybody's.
-
-    Two handshakes with the same public transcript up to the proofs cannot be had; so take the listener's own
-    state, change nothing but the agreement, and see that the MAC changes with it.
-    """
-    caller, listener = pair()
-    sent = play(caller, listener)
-    guess = Handshake(Role.LISTENER, member("eavesdropper"), b"")  # knows the secret
-    guess._make_hello()
-    guess._hello = sent[1]
-    guess._hear_hello(sent[0])
-    assert guess._transcript == listener._transcript  # knows all that was said
-    signature_and_mac = sent[2]
-    assert guess._mac(Role.CALLER) != signature_and_mac[-32:]
-    assert listener._mac(Role.CALLER) == signature_and_mac[-32:]
+    """With the secret and the whole recording one still lacks the agreement: the MAC could be anybody's."""
+    sent = play(*pair())
+    transcript, mac = transcript_of(sent[:2]), sent[2][-32:]
+    listeners, eavesdroppers = (
+        X25519PrivateKey.from_private_bytes(member(name).fresh(32)) for name in ("listener", "eavesdropper")
+    )
+    statement = LABEL + bytes([Role.CALLER]) + transcript
+    nonce = read_hello(sent[0]).nonce
+    assert hmac.digest(mac_key(listeners, nonce, transcript), statement, "sha256") == mac
+    assert hmac.digest(mac_key(eavesdroppers, nonce, transcript), statement, "sha256") != mac
 
 
 def test_the_signature_is_of_the_whole_exchange_as_anybody_can_check() -> None:
-    """Written out once more, by hand: what the documentation of the handshake says is what is signed."""
     sent = play(*pair(None, None, (b"tls", b"tls")))
-    said = b"".join(len(part).to_bytes(4, "big") + part for part in (sent[0], sent[1], b"tls"))
-    transcript = hashlib.sha3_256(b"hcsim admission 1\0" + said).digest()
+    transcript = transcript_of(sent[:2], b"tls")
     for role, message in ((1, sent[2]), (2, sent[3])):
         public = Ed25519PublicKey.from_public_bytes(read_hello(sent[role - 1]).public)
-        statement = b"hcsim admission 1\0" + bytes([role]) + transcript
+        statement = LABEL + bytes([role]) + transcript
         public.verify(message[1:65], statement)
         with pytest.raises(InvalidSignature):
             public.verify(message[1:65], statement[:-1] + b"?")

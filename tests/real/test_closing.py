@@ -18,7 +18,6 @@ from hcsim.real import lingering
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shared import SWITCH
 from hcsim.runtime.frame import Header
-from hcsim.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("either_way")
 FRAME = 2**16
@@ -160,25 +159,25 @@ async def close_on(listening: socket.socket) -> socket.socket:
 
 
 def test_what_is_under_way_to_one_that_reads_nothing_is_given_up_when_the_program_ends(monkeypatch):
-    monkeypatch.setattr(lingering, "_STUCK_S", 0.0)
+    monkeypatch.setattr(lingering, "STUCK_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server, asyncio.run(close_on(server)):
-        assert lingering._HELD
-        lingering._hold_out()
-        assert not lingering._HELD
+        assert lingering.still_held()
+        lingering.hold_out()
+        assert not lingering.still_held()
     gc.collect()  # a socket that was left open would be warned of
 
 
 def test_no_more_than_some_are_held_and_none_longer_than_need_be_when_its_loop_has_gone(monkeypatch):
-    monkeypatch.setattr(lingering, "_MOST_HELD", 3)
+    monkeypatch.setattr(lingering, "MOST_HELD", 3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         others = [asyncio.run(close_on(server)) for _ in range(5)]
-        assert len(lingering._HELD) == 3
+        assert lingering.still_held() == 3
         for other in others:
             other.close()  # unread: a reset
         with asyncio.run(close_on(server)):
-            assert len(lingering._HELD) == 1
-            monkeypatch.setattr(lingering, "_STUCK_S", 0.0)
-            lingering._hold_out()
+            assert lingering.still_held() == 1
+            monkeypatch.setattr(lingering, "STUCK_S", 0.0)
+            lingering.hold_out()
 
 
 def test_nothing_is_held_where_all_has_arrived():
@@ -190,7 +189,7 @@ def test_nothing_is_held_where_all_has_arrived():
             await near.send(Header(0))
             await far.recv(lambda _: None)
             await near.close()
-            held = len(lingering._HELD)
+            held = lingering.still_held()
             await far.close()
             await listener.close()
             return held
@@ -250,13 +249,13 @@ def test_what_a_task_opens_while_its_host_closes_is_closed_too(monkeypatch):
     async def main() -> str:
         found = asyncio.Event()
 
-        async def resolve(target: Target) -> list[tuple[int, tuple[str, int]]]:
+        async def getaddrinfo(name: str, port: int, **_: object) -> list[object]:
             await found.wait()
-            return [(socket.AF_INET, (target.hosts[0], 0))]
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
 
         host = RealHost(RealOptions("one"))
-        monkeypatch.setattr(host, "_resolve", resolve)
-        listening = host.spawn(host.listen("127.0.0.1:0"), name="listen")
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        listening = host.spawn(host.listen("localhost:0"), name="listen")
         await asyncio.sleep(0)
         found.set()
         await host.close()

@@ -15,6 +15,7 @@ from zeroconf import DNSIncoming
 from hcsim.cluster.discovery import DIAL_BURST, DIALS_PER_S, MOST_DIALS, Announcement, Discovery
 from hcsim.config import Cluster
 from hcsim.errors import DeadlineExceeded
+from hcsim.real import mdns
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.mdns import (
     BURST,
@@ -145,7 +146,17 @@ def test_packets_from_forged_sources_are_bounded_in_all() -> None:
         now_s = number / 1000
         sieve.datagram_received(b"", (f"10.0.{number // 250}.{number % 250}", 5353))
     assert len(counter.passed) <= BURST + 20 * PACKETS_PER_S
-    assert len(sieve._sources) <= MOST_SOURCES
+
+
+@pytest.mark.parametrize("others", [MOST_SOURCES - 1, MOST_SOURCES])
+def test_no_more_than_some_sources_are_remembered(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    """The one that is forgotten may send as much as one that is new."""
+    monkeypatch.setattr(mdns, "SOURCE_BURST", 2)
+    counter = Counter()
+    sieve = Sieve(counter, lambda: 0.0)
+    for source in ("a", "a", "a", *map(str, range(others)), "a"):
+        sieve.datagram_received(b"", (source, 5353))
+    assert counter.passed.count("a") == (3 if others == MOST_SOURCES else 2)
 
 
 @asynccontextmanager

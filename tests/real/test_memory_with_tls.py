@@ -17,9 +17,7 @@ from hcsim.identity.namespace import ClusterSecret
 from hcsim.real import shared
 from hcsim.real.certificates import make_certificates
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.shared import SharedStream
 from hcsim.real.stream_channel import StreamChannel
-from hcsim.real.tcp import TcpStream, TlsStream
 from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
@@ -84,7 +82,7 @@ def test_both_prove_themselves_and_share_memory() -> None:
         bindings = []
         for _ in range(2):
             async with connected(member(LEFT), member(RIGHT)) as (ours, theirs):
-                assert {type(ours._stream), type(theirs._stream)} == {SharedStream}
+                assert {ours.carrier, theirs.carrier} == {"shared memory"}
                 assert (ours.identity, theirs.identity) == (RIGHT.node_id, LEFT.node_id)
                 assert ours.binding == theirs.binding
                 bindings.append(ours.binding)
@@ -99,7 +97,7 @@ def test_who_does_not_want_to_share_gets_tls_over_tcp(left: bool, right: bool) -
     async def body() -> None:
         options = member(LEFT, shared_memory=left), member(RIGHT, shared_memory=right)
         async with connected(*options) as (ours, theirs):
-            assert {type(ours._stream), type(theirs._stream)} == {TlsStream}
+            assert {ours.carrier, theirs.carrier} == {"TLS"}
             assert ours.identity == RIGHT.node_id
 
     run(body())
@@ -110,7 +108,7 @@ def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def body() -> None:
         async with connected(member(LEFT), member(RIGHT)) as (ours, _):
-            assert isinstance(ours._stream, TlsStream)
+            assert ours.carrier == "TLS"
 
     run(body())
 
@@ -151,8 +149,7 @@ def test_who_speaks_plaintext_is_told_so_as_by_the_network() -> None:
         told: list[ChannelError] = []
         async with RealHost(RealOptions("plain")) as plain, listening(member(RIGHT), told) as listener:
             channel = await plain.connect(listener.address)
-            assert isinstance(channel, StreamChannel)
-            assert isinstance(channel._stream, TcpStream)
+            assert channel.carrier == "TCP"
             with pytest.raises(RemoteProtocolError, match="expects TLS, and we spoke plaintext"):
                 await hung_up(channel)
             await nobody_comes(listener)
@@ -187,8 +184,7 @@ def test_a_door_where_nobody_speaks_tls_is_passed_by() -> None:
             async with squatting as (dialling, guest):
                 guest.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 ours, theirs = await dialling, await listener.accept()
-            assert isinstance(ours, StreamChannel)
-            assert isinstance(ours._stream, TlsStream)
+            assert ours.carrier == "TLS"
             await ours.close()
             await theirs.close()
 

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from cryptography.x509.oid import NameOID
 from hcsim.errors import ChannelBroken, ChannelError, ConfigError, DeadlineExceeded, PeerRefused
 from hcsim.real import host as real_host
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.tls import TlsFiles
+from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.frame import Header
 from hcsim.runtime.lan import Service, Sighting
+from tests.real.descriptors import descriptor_to
 
 MIB = 2**20
 
@@ -321,17 +322,24 @@ def test_an_address_where_no_handshake_is_answered_holds_up_none_of_the_others(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, addresses_tried: str
 ) -> None:
     """The one that answers is tried first the next time."""
-    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.001)
+    monkeypatch.setattr(real_host, "NEXT_PLACE_S", 0.001)
 
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
         port = int(listener.address.rpartition(":")[2])
-        with socket.create_server(("127.0.0.2", port)):
-            for _ in range(2):
+        with socket.create_server(("127.0.0.2", port)) as silent:
+            silent.setblocking(False)
+            for time in range(2):
                 channel = await left.connect(f"{addresses_tried}:{port}", timeout_s=20)
                 assert channel.peer == listener.address
                 await channel.close()
-        assert left._answered[f"{addresses_tried}:{port}"][1] == ("127.0.0.1", port)
+                if time == 0:
+                    monkeypatch.setattr(real_host, "NEXT_PLACE_S", 20.0)
+                    with suppress(BlockingIOError):
+                        while True:
+                            silent.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                silent.accept()
 
     tls = authority.member("one")
     between(RealOptions("left", tls=tls, shared_memory=False), RealOptions("right", tls=tls), body)
@@ -341,22 +349,23 @@ def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
     monkeypatch: pytest.MonkeyPatch, addresses: Callable[[int], list[str]]
 ) -> None:
     """The attempt at the silent one runs on, and those at the other do not wait for it."""
-    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.3)
+    monkeypatch.setattr(real_host, "NEXT_PLACE_S", 0.3)
     port = int(addresses(1)[0].rpartition(":")[2])
     tried: list[str] = []
-    connected_socket = real_host._connected_socket
-
-    async def connected(family: int, sockaddr: Any) -> socket.socket:
-        tried.append(sockaddr[0])
-        if sockaddr[0] == "127.0.0.2":
-            await asyncio.Event().wait()
-        if len(tried) <= 7:
-            raise ConnectionRefusedError
-        return await connected_socket(family, sockaddr)
-
-    monkeypatch.setattr(real_host, "_connected_socket", connected)
 
     async def body(left: RealHost, right: RealHost) -> None:
+        loop = asyncio.get_running_loop()
+        connect = loop.sock_connect
+
+        async def connected(sock: socket.socket, sockaddr: Any) -> None:
+            tried.append(sockaddr[0])
+            if sockaddr[0] == "127.0.0.2":
+                await asyncio.Event().wait()
+            if len(tried) <= 7:
+                raise ConnectionRefusedError
+            await connect(sock, sockaddr)
+
+        monkeypatch.setattr(loop, "sock_connect", connected)
         listener = await right.listen(f"127.0.0.1:{port}")
         channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
         assert channel.peer == listener.address
@@ -369,22 +378,22 @@ def test_an_address_that_answers_late_is_asked_again_while_another_keeps_silent(
 def test_an_address_that_answers_slowly_is_not_cut_off_for_another_that_does_not_answer(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real_host, "_NEXT_PLACE_S", 0.05)
+    monkeypatch.setattr(real_host, "NEXT_PLACE_S", 0.05)
     handshakes = 0
 
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
         port = int(listener.address.rpartition(":")[2])
-        assert right._tls is not None
-        handshake = right._tls.handshake
+        handshake = Tls.handshake
 
-        async def slow(*args: Any, **kwargs: Any) -> Any:
+        async def slow(tls: Tls, sock: socket.socket, *, server_side: bool) -> Any:
             nonlocal handshakes
-            handshakes += 1
-            await asyncio.sleep(0.5)
-            return await handshake(*args, **kwargs)
+            if server_side:
+                handshakes += 1
+                await asyncio.sleep(0.5)
+            return await handshake(tls, sock, server_side=server_side)
 
-        monkeypatch.setattr(right._tls, "handshake", slow)
+        monkeypatch.setattr(Tls, "handshake", slow)
         with socket.create_server(("127.0.0.2", port)):
             channel = await left.connect(f"127.0.0.2|127.0.0.1:{port}", timeout_s=15)
             assert channel.peer == listener.address
@@ -459,7 +468,8 @@ def test_nagle_is_off_at_both_ends() -> None:
     async def body(left: RealHost, right: RealHost) -> None:
         listener = await right.listen("127.0.0.1:0")
         for channel in (await left.connect(listener.address), await listener.accept()):
-            assert channel._stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            with socket.socket(fileno=os.dup(descriptor_to(channel.peer))) as sock:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             await channel.close()
 
     between(RealOptions("left"), RealOptions("right", shared_memory=False), body)

@@ -20,6 +20,7 @@ from hcsim.real.tcp import TcpStream, tune
 from hcsim.runtime.address import join_address, split_address
 from hcsim.runtime.channel import Fold, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, encode_header
+from tests.real.descriptors import descriptor_to
 
 MIB = 2**20
 Body = Callable[[StreamChannel, socket.socket], Awaitable[None]]
@@ -361,7 +362,7 @@ def test_an_idle_channel_with_unread_data_does_not_keep_the_loop_busy() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
-        assert not loop.remove_reader(channel._stream._sock.fileno())
+        assert not loop.remove_reader(descriptor_to(join_address(raw.getsockname())))
         assert (await channel.recv(allocate))[0].length == 60_000
 
     against_raw_socket(body)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -178,10 +179,21 @@ def test_a_block_that_makes_no_use_of_the_one_before_is_refused() -> None:
 
 
 def test_nothing_is_kept_after_the_backward_pass() -> None:
-    replica = task("digits").replica(1)
-    assert isinstance(replica, TorchReplica)
-    pass_over(replica, range(8))
-    assert replica._entering == replica._leaving == []
+    flowing: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, told: torch.Tensor) -> torch.Tensor:
+            said = super().forward(told)
+            flowing.extend((weakref.ref(told), weakref.ref(said)))
+            return said
+
+    data = torch.ones(2, 3), torch.zeros(2, 3)
+    replica = TorchReplica([Watched(3, 3), Watched(3, 3)], nn.functional.mse_loss, data, Memory(24))
+    replica.forward(np.arange(2))
+    assert any(each() is not None for each in flowing)
+    for block in (1, 0):
+        replica.backward(block)
+    assert [each() for each in flowing] == [None] * 4
 
 
 def test_a_device_with_its_own_memory_computes_the_same() -> None:

@@ -168,9 +168,10 @@ class References(RuleBasedStateMachine):
     @invariant()
     def nothing_that_is_held_or_under_way_is_released(self) -> None:
         if hasattr(self, "held"):
-            needed = {*self.held, *(which for which, _ in self.under_way)}
-            lent = {which for which, ref in enumerate(self.values) if ref in self.owner._numbers}
-            assert needed <= lent
+            for which, ref in self.held.items():
+                back = pack(ref, self.holder, Limits()).parcel
+                assert unpack(back, [], self.owner.take(back), RemoteRef) is self.values[which]
+            assert self.owner.lent >= len({*self.held, *(which for which, _ in self.under_way)})
 
     def teardown(self) -> None:
         if hasattr(self, "held"):

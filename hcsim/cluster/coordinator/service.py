@@ -58,6 +58,11 @@ class Coordinator:
         self._start(self._strangers.accept(listener, self._called_by), "accept workers")
         self._start(self._keep_time(), "evict silent workers")
 
+    @property
+    def held_up(self) -> int:
+        """How much waits for something to be written down that could not be."""
+        return len(self._undone)
+
     async def close(self) -> None:
         """Hang up on everybody. The workers look for a coordinator at the same address."""
         here = asyncio.current_task()

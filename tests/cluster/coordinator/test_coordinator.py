@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker, messages
+from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Pause, Reset
@@ -431,15 +431,14 @@ def test_answers_that_nobody_waits_for_do_not_pile_up_while_nothing_can_be_writt
             with monkeypatch.context() as broken:
                 broken.setattr(hub.store, "save", full)
                 asking = [host.spawn(worker.ready(), name="ready") for host, worker in ((one, first), (other, second))]
-                while not coordinator._undone:  # noqa: ASYNC110 - nobody tells when both have asked
+                while not (before := coordinator.held_up):  # noqa: ASYNC110 - nobody tells when both have asked
                     await asyncio.sleep(0.01)
-                before = len(coordinator._undone)
                 for _ in range(20):
-                    with pytest.raises(DeadlineExceeded):
-                        await first._line.call(messages.COMMITTED, deadline_s=0.01)
-                while coordinator._questions.keys() - range(3):  # noqa: ASYNC110 - nor that it was given up
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0.01):
+                            await first.committed()
+                while coordinator.held_up != before:  # noqa: ASYNC110 - nobody tells when the last was given up
                     await asyncio.sleep(0.01)
-                assert len(coordinator._undone) == before
             assert [(await roster).generation for roster in asking] == [1, 1]
             for worker in (first, second):
                 await worker.close()
@@ -464,12 +463,13 @@ def test_a_coordinator_whose_people_cannot_be_told_goes_on():
             coordinator = Coordinator(hub, quick(1, silence_s=20.0), note=note)
             coordinator.open(listener)
             worker = await Worker.join(one, listener.address, "w0", "127.0.0.1:1")
-            generation = (await worker.ready()).generation
-            await worker._line.call(messages.BEGIN, generation, 5, deadline_s=10)
+            roster = await worker.ready()
             deaf = True
-            await worker._line.call(messages.REPORT, generation, 5, "digest", deadline_s=10)
-            assert (await worker._line.call(messages.COMMITTED, deadline_s=10))[0].step == 5
-            await worker._line.call(messages.BARRIER, generation, "after", deadline_s=10)
+            async with asyncio.timeout(10):
+                checkpoint = await worker.checkpoint(5, "digest")
+                assert await worker.committed() == checkpoint
+                await worker.barrier("after")
+            assert not worker.over(roster.generation).done()
             await worker.close()
             await coordinator.close()
             await listener.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -103,30 +104,37 @@ def test_it_runs_on_gloo_too(ranks: Ranks) -> None:
     ranks.run(train, "adam", size=2, backend="gloo")
 
 
+@contextmanager
+def gathered_wholes() -> Iterator[list[StorageWeakRef]]:
+    """What the blocks gather meanwhile, without keeping it alive."""
+    watched: list[StorageWeakRef] = []
+    gather = dist.all_gather_single
+
+    def watching(into: Tensor, *args: Any, **kwargs: Any) -> Any:
+        watched.append(StorageWeakRef(into.untyped_storage()))
+        return gather(into, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_single", watching)
+        yield watched
+
+
 def memory() -> None:
     ours = Sharded(nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)))
     length = sum(piece.hi - piece.lo for piece in ours.pieces)
     assert sum(parameter.numel() for parameter in ours.parameters()) == -(-length // dist.get_world_size())
 
-    watched: list[StorageWeakRef] = []
-    gather = ours._gathered
-
-    def watching() -> Tensor:
-        gathered = gather()
-        watched.append(StorageWeakRef(gathered.untyped_storage()))
-        return gathered
-
-    ours._gathered = watching  # type: ignore[method-assign]
-    made = ours(torch.randn(3, 40, requires_grad=True))
-    dist.barrier()  # a group may hold the last call's tensors until the next
-    assert [each.expired() for each in watched] == [True]
-    made.sum().backward()
-    assert ours.shard.grad is not None
-    with torch.no_grad():
-        ours(torch.randn(3, 40))
-    dist.barrier()
-    assert len(watched) > 2
-    assert all(each.expired() for each in watched)
+    with gathered_wholes() as watched:
+        made = ours(torch.randn(3, 40, requires_grad=True))
+        dist.barrier()  # a group may hold the last call's tensors until the next
+        assert [each.expired() for each in watched] == [True]
+        made.sum().backward()
+        assert ours.shard.grad is not None
+        with torch.no_grad():
+            ours(torch.randn(3, 40))
+        dist.barrier()
+        assert len(watched) > 2
+        assert all(each.expired() for each in watched)
 
 
 def test_nothing_keeps_the_whole_between_forward_and_backward(ranks: Ranks) -> None:
@@ -137,14 +145,20 @@ def frozen_memory() -> None:
     """Blocks that learn nothing, behind one that does."""
     held = [Sharded(nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)).requires_grad_(False)) for _ in range(3)]
     twice = nn.Sequential(nn.Linear(9, 9), *held, held[0])
-    made = twice(torch.randn(4, 9)).square().sum()
-    made.backward(retain_graph=True)
-    assert [block._whole for block in held] == [None] * 3
+    with gathered_wholes() as watched:
+        made = twice(torch.randn(4, 9)).square().sum()
+        made.backward(retain_graph=True)
+        dist.barrier()
+        assert watched
+        assert all(each.expired() for each in watched)
     expected = [parameter.grad.clone() for parameter in twice[0].parameters() if parameter.grad is not None]
     assert len(expected) == 2
     twice.zero_grad()
-    made.backward()
-    assert [block._whole for block in held] == [None] * 3
+    with gathered_wholes() as watched:
+        made.backward()
+        dist.barrier()
+        assert watched
+        assert all(each.expired() for each in watched)
     for parameter, grad in zip(twice[0].parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, grad)

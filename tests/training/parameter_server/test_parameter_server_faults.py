@@ -14,15 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hcsim.compressors.registry import make
 from hcsim.config import ClockJump, Crash, Partition, Pause, Reset
 from hcsim.errors import DeadlineExceeded, PeerRefused
+from hcsim.training.learner import Learner
+from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.rounds import Policy
 from hcsim.training.parameter_server.server import Saved
+from hcsim.training.parameter_server.worker import Worker
+from hcsim.training.tasks import task
 from hcsim.virtual.world import HostCrashed
 from tests.training.parameter_server.bench import (
+    JOB,
     NAMES,
+    OPTIMIZER,
     POLICY,
+    SEED,
     Bench,
     Job,
     alone,
@@ -348,7 +356,7 @@ def test_a_worker_whose_gradients_are_never_valid_gives_up_and_the_others_go_on(
     ("change", "why"),
     [
         ({"job": "another"}, "another job than 'another'"),
-        ({"model": "0"}, "another model"),
+        ({"model": "digits"}, "another model"),
         ({"worker": "z"}, "no worker called z"),
     ],
 )
@@ -359,8 +367,9 @@ def test_who_does_not_belong_here_is_told_why(change: dict[str, str], why: str):
 
     async def main() -> Any:
         await bench.open("s:7000")
-        worker = worker_on(world.host("a"), "a")
-        worker._join = replace(worker._join, **change)
+        learner = Learner(world.host("a"), task(change.get("model", "convex")), OPTIMIZER, SEED)
+        gradients = Gradients(learner.layout, make("none", seed=SEED, rank=0))
+        worker = Worker(learner, gradients, POLICY, name=change.get("worker", "a"), job=change.get("job", JOB))
         with pytest.raises(PeerRefused, match=why):
             await worker.run("s:7000", of_the_round("a"), lambda *_: None)
         await bench.stop()

@@ -7,12 +7,16 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 # The tests start hundreds of processes, and each would compile hcsim anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install sweep test soak check docs clean
+.PHONY: install sweep quick test soak check docs clean
 
 install: $(READY)  ## hcsim into .venv
 
 sweep: $(READY)  ## all studies at low resolution: tables and figures in results/quick/
 	$(BIN)/python -m experiments.sweep --quick
+
+quick: $(READY)  ## tests of every package, for every day
+	$(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-profile quick \
+		-m "not slow and not soak and not namespaces_long"
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal

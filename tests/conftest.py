@@ -33,6 +33,7 @@ GUARD_S = 90.0
 
 # Hypothesis would fail an example for its 200 ms: that says something about the machine, and nothing about hcsim.
 settings.register_profile("no wall clock", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("no wall clock")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,9 +42,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: where a cluster waits for a dead member, another test can go on."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: where a cluster waits for a dead member, another test can go on. Without the slow
+    ones there is little to wait for, and each worker takes ten seconds to collect them all."""
+    return (os.cpu_count() or 1) + ("not slow" not in config.option.markexpr)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,8 +69,22 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One order for all workers. Who takes ranks from a process that has torch comes first: one worker has them all."""
+    """One order for all workers. Who takes ranks from a process that has torch comes first: one worker has them all.
+
+    Of a test that has `quick_cases`, the other cases are slow, before anything asks."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in families.values():
+        mark = cases[0].get_closest_marker("quick_cases")
+        assert mark is not None
+        quick = {(2 * n + 1) * len(cases) // (2 * mark.args[0]) for n in range(mark.args[0])}
+        for number, case in enumerate(cases):
+            if number not in quick:
+                case.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (not {"ranks", "processes"} & set(getattr(item, "fixturenames", ())), item.path))
 
 

@@ -14,6 +14,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import hcsim
 from hcsim.config import load_scenario, shipped_scenarios
 
@@ -93,6 +95,7 @@ def run_twice(folder: Path = PACKAGE.parent) -> tuple[dict[str, str], dict[str, 
     return first, other
 
 
+@pytest.mark.slow
 def test_a_shipped_scenario_has_one_trace_when_it_is_run():
     """With its own job or training, its cluster and its faults, all of which strike."""
     once, again = run_twice()
@@ -106,6 +109,7 @@ def test_a_shipped_scenario_has_one_trace_when_it_is_run():
         assert int(ended[3].replace(",", "")) > 50
 
 
+@pytest.mark.slow
 def test_a_set_that_decides_whom_hcsim_tells_first_is_caught(tmp_path):
     """In a copy, in which the cluster ends after a step, and that ships nothing else."""
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "hcsim"))
@@ -129,6 +133,7 @@ def _change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_shipped_scenario_has_one_trace_with_every_algorithm():
     once, again = (json.loads(output(_EVERY_SCENARIO, hash_seed)) for hash_seed in hash_seeds())
     assert once == again

@@ -34,6 +34,7 @@ def files(page: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if is_run(text)])
 def test_a_page_can_be_followed_from_top_to_bottom(page: str, tmp_path: Path) -> None:
     """In a process of its own, since plugins are registered for good."""
@@ -98,6 +99,7 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_program_runs_in_the_virtual_world(program: Path) -> None:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     *ranks, end = done.stdout.splitlines()
@@ -105,6 +107,7 @@ def test_the_program_runs_in_the_virtual_world(program: Path) -> None:
     assert re.fullmatch(r"[0-9.]+ ms, trace [0-9a-f]{12}", end)
 
 
+@pytest.mark.slow
 def test_the_program_runs_in_the_real_world(program: Path) -> None:
     with socket.socket() as one, socket.socket() as other:
         for sock in (one, other):
@@ -130,6 +133,7 @@ def execute(code: str) -> None:
     exec(code, {})
 
 
+@pytest.mark.slow
 def test_the_module_runs_on_two_ranks(ranks: Ranks) -> None:
     ranks.run(execute, shown_under("Modules"), size=2)
 

@@ -15,7 +15,7 @@ from hcsim.cli.app import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 150
-pytestmark = pytest.mark.usefixtures("ranks_at_hand")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks_at_hand")]
 
 
 def simulated(name: str, scenario: str, *arguments: str) -> str:

@@ -54,6 +54,7 @@ def die_at(meeting: Meeting, folder: str, suffix: str) -> None:
     save(Path(folder), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_who_dies_while_saving_leaves_the_step_before(ranks: Ranks, tmp_path: Path, suffix: str) -> None:
     assert ranks.answers(die_at, str(tmp_path), suffix, size=1, backend="") == [Killed()]
@@ -176,6 +177,7 @@ def die_saving_again(meeting: Meeting, folder: str, suffix: str) -> None:
     saver.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_who_dies_while_saving_a_step_again_leaves_what_it_had(ranks: Ranks, tmp_path: Path, suffix: str) -> None:
     assert ranks.answers(die_saving_again, str(tmp_path), suffix, size=1, backend="") == [Killed()]

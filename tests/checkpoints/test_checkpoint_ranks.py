@@ -58,11 +58,13 @@ def interrupted(kind: str, folder: str, mine: bool) -> None:
     same(tensors(again, fresh), tensors(ours, optimizer))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "size", "mine"), [("sharded", 3, False), ("replicated", 2, True)])
 def test_training_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, kind: str, size: int, mine: bool) -> None:
     ranks.run(interrupted, kind, str(tmp_path), mine, size=size)
 
 
+@pytest.mark.slow
 def test_it_runs_on_gloo_too(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(interrupted, "sharded", str(tmp_path), True, size=2, backend="gloo")
 
@@ -90,6 +92,7 @@ def load_mine(folder: str, step: int) -> list[Tensor]:
     return [value for block in (again[0], again[1]) for value in block.full_parameters().values()]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_machine_that_lost_its_disk_has_its_part_from_another(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks.run(save_alone_and_copied, str(tmp_path), size=3)[0]
     assert [len(list(step_folder(tmp_path / str(rank), 8).glob("*.json"))) for rank in range(3)] == [2, 2, 2]
@@ -139,6 +142,7 @@ def one_disk_is_full(folder: str) -> None:
     saver.wait()
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_that_one_cannot_save_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(one_disk_is_full, str(tmp_path), size=2)
 
@@ -200,6 +204,7 @@ def compressed(folder: str, step: int) -> dict[str, float]:
     return {name: float(np.frombuffer(raw, kind).astype(float).sum()) for name, (kind, _, raw) in arrays.items()}
 
 
+@pytest.mark.slow
 def test_what_compression_owes_is_owed_once_by_however_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
     totals = []
     for step, size in enumerate((3, 2, 4, 1)):
@@ -223,6 +228,7 @@ def diloco_alone(folder: str) -> None:
     assert torch.equal(small.weight, found.model()["weight"])
 
 
+@pytest.mark.slow
 def test_an_outer_optimizer_goes_on_too(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(diloco, str(tmp_path), size=2)
     ranks.run(diloco_alone, str(tmp_path), size=1)

@@ -101,6 +101,7 @@ def saved(plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path_factory: pyte
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", range(1, MOST + 1))
 def test_whoever_saved_it_each_of_these_ranks_gets_its_share(
     plain: tuple[nn.Module, torch.optim.Optimizer], saved: Path, world: int
@@ -124,6 +125,7 @@ def test_whoever_saved_it_each_of_these_ranks_gets_its_share(
                 same(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("savers", range(MOST + 1))
 def test_whoever_saved_it_one_process_gets_the_whole(
     plain: tuple[nn.Module, torch.optim.Optimizer], saved: Path, savers: int
@@ -135,6 +137,7 @@ def test_whoever_saved_it_one_process_gets_the_whole(
     assert Checkpoint.open(saved, savers).world == max(savers, 1)
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_share_and_no_more(saved: Path) -> None:
     """Of what all ranks hold, one writes each tensor; together the parts are hardly larger than one."""
 
@@ -183,6 +186,7 @@ class Schedule:
         self.epoch = state["epoch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
 def test_nothing_that_was_not_sent_is_lost_and_new_ranks_know_the_schedule(tmp_path: Path, world: int) -> None:
     savers, linear = 5, nn.Linear(1, 1)

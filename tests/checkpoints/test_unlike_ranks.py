@@ -72,6 +72,7 @@ def pipeline(kind: str, folder: str) -> None:
     same(tensors(*again), tensors(*ours))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STAGES)
 def test_each_rank_has_its_stage_of_a_pipeline_again(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     ranks.run(pipeline, kind, str(tmp_path), size=3)
@@ -140,6 +141,7 @@ def written(folder: Path) -> dict[str, int]:
     return {name: sum(any(each.endswith(f"model.{name}") for each in file) for file in files) for name in VALUES}
 
 
+@pytest.mark.quick_cases(1)
 def test_what_is_alike_is_saved_once_and_what_differs_by_a_bit_by_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save_all_but, str(tmp_path / "alike"), {}, size=3)
     assert written(tmp_path / "alike") == dict.fromkeys(VALUES, 1)
@@ -170,6 +172,7 @@ def in_halves(folder: str, apart: bool) -> None:
     same(tensors(*again), tensors(ours, optimizer))
 
 
+@pytest.mark.slow
 def test_shards_in_each_half_of_the_ranks_are_one_model(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(in_halves, str(tmp_path), False, size=4)
     found = Checkpoint.open(tmp_path)
@@ -178,6 +181,7 @@ def test_shards_in_each_half_of_the_ranks_are_one_model(ranks: Ranks, tmp_path: 
     same(found.model(), dict(plain.state_dict()))
 
 
+@pytest.mark.slow
 def test_halves_that_go_their_own_ways_have_their_own_shards_again(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(in_halves, str(tmp_path), True, size=4)
     with pytest.raises(CheckpointError, match=r"0\.\w+ differs among the 4 ranks that saved it"):
@@ -228,6 +232,7 @@ APART = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", APART)
 def test_shards_in_groups_of_unlike_sizes_or_shapes_go_back_to_their_ranks(
     ranks: Ranks, tmp_path: Path, kind: str
@@ -267,6 +272,7 @@ def padded(folder: str) -> None:
     go(*again)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_shard_is_all_padding_trains_on(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(padded, str(tmp_path), size=4)
 
@@ -297,6 +303,7 @@ def save_odd_layouts(folder: str) -> None:
     same(dict(again.named_parameters()), odd_layouts())
 
 
+@pytest.mark.slow
 def test_tensors_are_compared_however_they_lie_in_memory(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save_odd_layouts, str(tmp_path), size=2)
 
@@ -335,6 +342,7 @@ def replicas(folder: str, kind: str) -> dict[str, Any] | None:
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("subgroup", 3), ("by hand", 2)])
 def test_replicas_are_not_compared_and_each_tensor_is_of_one_of_them(
     ranks: Ranks, tmp_path: Path, kind: str, size: int
@@ -370,6 +378,7 @@ def stages_of_replicas(folder: str) -> None:
     same(dict(again.state_dict()), dict(ours.state_dict()))
 
 
+@pytest.mark.slow
 def test_what_ddp_averages_among_others_than_those_that_save_is_compared(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(stages_of_replicas, str(tmp_path), size=4)
 
@@ -401,6 +410,7 @@ def save_buffers(folder: str) -> dict[str, Tensor]:
     return ours.state_dict()
 
 
+@pytest.mark.slow
 def test_buffers_that_some_ranks_lack_or_of_unlike_shapes_are_the_first_ranks_for_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:

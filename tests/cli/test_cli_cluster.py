@@ -82,6 +82,7 @@ def test_who_cannot_be_expelled_is_told_with_those_who_can(homes: tuple[Path, Pa
     assert us in run(mini, "members").stdout
 
 
+@pytest.mark.slow
 def test_an_invitation_that_nobody_waits_with_is_told_in_a_line_and_leaves_no_cluster(homes: tuple[Path, Path]) -> None:
     _, studio = homes
     text = new_secret().invitation()

@@ -17,6 +17,7 @@ from hcsim.real.host import RealHost, RealOptions
 LIMIT_S = 240
 
 
+@pytest.mark.slow
 def test_workers_meet_at_a_coordinator_that_is_a_process_of_its_own():
     start = "from hcsim.cli import main; main()"
     command = [sys.executable, "-u", "-c", start, "coordinator", "--listen", "127.0.0.1:0", "--workers", "2"]

@@ -21,6 +21,7 @@ LEARNED = (*VIRTUAL, "--task", "convex", "--set")
 MEMBER = ("run", "--real", "--task", "convex", "--set")
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -150,6 +151,7 @@ def hcsim_process(*arguments: str, **channels: Any) -> subprocess.CompletedProce
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **channels)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no device that is full")
 @pytest.mark.parametrize("option", [(), ("--trace", "/dev/full"), ("--set", "metrics=/dev/full")])
 def test_a_full_disk_is_told_plainly(option: tuple[str, ...]) -> None:
@@ -163,6 +165,7 @@ def test_a_full_disk_is_told_plainly(option: tuple[str, ...]) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: Path) -> None:
     def little_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, 16 * 1024))
@@ -176,6 +179,7 @@ def test_a_disk_that_is_full_ends_a_cluster_with_nothing_more_to_say(tmp_path: P
     assert all(line.startswith("mini-1: ") for line in said[:-1])
 
 
+@pytest.mark.slow
 def test_a_device_may_take_several_outputs() -> None:
     outputs = ("--trace", os.devnull, "--set", f"metrics={os.devnull}")
     assert hcsim_process("run", "two-macs-wifi", *outputs, stdout=subprocess.DEVNULL).returncode == 0
@@ -196,6 +200,7 @@ main()
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_a_closed_standard_input_is_an_empty_one() -> None:
     ended = hcsim_process("run", "-", stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(0))
     assert ended.returncode == 2
@@ -203,6 +208,7 @@ def test_a_closed_standard_input_is_an_empty_one() -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_more_than_fits_the_memory_is_told_plainly() -> None:
     ended = hcsim_process("bench", "two-macs-wifi", "--size", "1000000 TB", stdout=subprocess.DEVNULL)
     assert ended.returncode == 1

@@ -25,6 +25,7 @@ def shown(*command: str) -> str:
     return result.output
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(
     "command", [(), *((name,) for name in COMMANDS), *(("cluster", name) for name in OF_A_CLUSTER)]
 )
@@ -40,6 +41,7 @@ def test_the_commands_are_those_that_are_tested_here() -> None:
     assert re.findall(r"^  ([a-z]+)  ", shown("cluster").partition("Commands:")[2], re.MULTILINE) == [*OF_A_CLUSTER]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -103,6 +105,7 @@ def completed(words: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -42,6 +42,7 @@ def results(output: str) -> list[str]:
     return re.findall(r"^result sha256 .*$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "carrier"), [("", "shared memory"), ("ws://", "WebSocket")])
 def test_both_worlds_come_to_the_same_result(scheme: str, carrier: str) -> None:
     peers = ",".join(f"{scheme}{peer}" for peer in free_peers(2).split(","))
@@ -56,6 +57,7 @@ def test_both_worlds_come_to_the_same_result(scheme: str, carrier: str) -> None:
     assert results(table) == results(virtual.stdout) != []
 
 
+@pytest.mark.slow
 def test_ranks_with_unlike_jobs_are_told_so_though_each_would_only_wait_for_the_other() -> None:
     peers = free_peers(2)
     small = ("--set", "size=1 KiB")
@@ -67,6 +69,7 @@ def test_ranks_with_unlike_jobs_are_told_so_though_each_would_only_wait_for_the_
         assert "unlike settings: operation is all_reduce on rank 0 and broadcast on rank 1" in told
 
 
+@pytest.mark.slow
 def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
     ours, theirs = free_peers(2).split(",")
     with rank(0, f"{ours},{theirs}", "--wait", "200 ms") as zero:
@@ -79,6 +82,7 @@ def test_who_waits_says_for_whom_and_gives_up_in_time() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_who_waits_says_at_once_and_in_the_end_whom_it_has_turned_away() -> None:
     peers = free_peers(2)
     host, port = peers.split(",")[0].split(":")
@@ -94,6 +98,7 @@ def test_who_waits_says_at_once_and_in_the_end_whom_it_has_turned_away() -> None
     assert f"rank 1 did not call within 3 s; {said}" in errors
 
 
+@pytest.mark.slow
 def test_everybody_knows_for_whom_all_wait() -> None:
     peers = free_peers(3)
     names = peers.split(",")
@@ -108,6 +113,7 @@ def test_everybody_knows_for_whom_all_wait() -> None:
                 assert "all ranks are here" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
 def test_an_interrupt_ends_it_cleanly() -> None:
     with rank(0, free_peers(2)) as zero:

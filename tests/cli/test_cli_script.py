@@ -41,6 +41,7 @@ if "fail" in sys.argv and dist.get_rank() == 2:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_every_line_says_whose_it_is_and_the_end_says_how_it_went(script: Path, tmp_path: Path) -> None:
     trace, metrics = tmp_path / "trace.jsonl", tmp_path / "metrics.txt"
@@ -67,6 +68,7 @@ def test_a_script_that_fails_shows_its_own_traceback_and_a_status(script: Path) 
     assert "rank 2 (mini-3) failed: ValueError: on purpose" in result.stdout
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_started_are_no_crash_of_their_machines(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +79,7 @@ def test_ranks_that_cannot_be_started_are_no_crash_of_their_machines(
     assert result.output == "error: the process that starts the ranks has ended: look above for its reason\n"
 
 
+@pytest.mark.slow
 def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
     command = [sys.executable, "-c", START, "run", str(script), "--scenario", "two-macs-wifi"]
     printed = [
@@ -89,6 +92,7 @@ def test_two_runs_under_unlike_hash_seeds_print_the_same(script: Path) -> None:
     assert printed[0] == printed[1]
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -144,6 +148,7 @@ def test_what_cannot_be_run_is_refused_in_a_line(arguments: tuple[str, ...], com
     assert complaint in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_what_the_terminal_cannot_show_is_spelled_and_ends_nothing(tmp_path: Path) -> None:
     script = tmp_path / "tells.py"
     script.write_text("import sys\nprint('loss \u2248 0.5')\nprint('\u2713', file=sys.stderr)\n", encoding="utf-8")
@@ -165,6 +170,7 @@ def test_on_fewer_machines_only_their_own_faults_happen(tmp_path: Path, scenario
     assert f"train.py on {scenario}, {nodes} rank" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_is_left_when_the_simulator_ends(tmp_path: Path, how: signal.Signals) -> None:
     """Not even one that computes without end, and never says a word."""

@@ -32,6 +32,7 @@ def parameters(output: str) -> list[str]:
     return re.findall(r"^parameters sha256 ([0-9a-f]{64})$", output, re.MULTILINE)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd:2", "diloco:3", "parameter_server"])
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "int8+ef", "powersgd:1+ef"])
 def test_a_simulated_cluster_learns_and_says_what_it_came_to(strategy: str, compressor: str) -> None:
@@ -42,6 +43,7 @@ def test_a_simulated_cluster_learns_and_says_what_it_came_to(strategy: str, comp
     assert re.search(r"^trace sha256 [0-9a-f]{64}$", result.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "compressor"),
     [("ddp", "int8+ef"), ("ddp", "powersgd:2+ef"), ("diloco:2", "topk:0.1+ef"), ("parameter_server", "none")],
@@ -61,6 +63,7 @@ def trained_for_real(meeting: Meeting, peers: str, job: Sequence[str]) -> tuple[
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_commands_of_their_own_train_together_too() -> None:
     job = ("--task", "digits", *sets(steps=2, batch=4, strategy="local_sgd:2", compressor="int8+ef"))
     peers, cpu = free_peers(2), sets(device="cpu")
@@ -143,6 +146,7 @@ def test_the_device_that_is_taken_by_itself_computes() -> None:
     assert torch.ones(3, device=best_torch_device()).sum() == 3
 
 
+@pytest.mark.slow
 def test_real_ranks_with_unlike_settings_are_told_so() -> None:
     peers, job = free_peers(2), (*SMALL, "--set", "device=cpu")
     with rank(0, peers, *job, "--set", "lr=0.1") as zero, rank(1, peers, *job, "--set", "lr=0.2") as one:
@@ -185,6 +189,7 @@ def test_a_scenario_may_say_what_is_learned(tmp_path: Path) -> None:
     assert result.stdout.startswith("convex by local_sgd:2, compressor fp16, 2 ranks, learn")
 
 
+@pytest.mark.slow
 def test_the_shipped_cluster_comes_together_again_after_its_faults_and_ends() -> None:
     command = [sys.executable, "-c", "from hcsim.cli import main; main()", "run", "four-macs-churn"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

@@ -55,6 +55,7 @@ def test_the_same_run_gives_the_same_output_and_another_seed_another_trace() -> 
     assert digest("result", other.stdout) == digest("result", first.stdout)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("operation", PLANNERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float64"])
 def test_every_operation_is_checked_against_its_exact_result(operation: str, dtype: str) -> None:
@@ -63,6 +64,7 @@ def test_every_operation_is_checked_against_its_exact_result(operation: str, dty
     assert result.stdout.count("exact") == 2
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("algorithm", PLANNERS["all_reduce"])
 def test_every_algorithm_comes_to_the_same_result(algorithm: str) -> None:
     ours = hcsim("bench", "two-homes-wan", "--algorithm", algorithm, *SMALL)

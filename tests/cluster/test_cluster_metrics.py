@@ -147,6 +147,7 @@ def test_a_machine_with_a_copied_key_is_refused_and_counted() -> None:
     assert [host.metrics.value("hcsim_view_members") for host in world.hosts] == [2, 2, 1]
 
 
+@pytest.mark.slow
 def test_recovery_lasts_from_the_failure_to_the_next_step() -> None:
     scenario = on_switch(ABC, [Crash(at_s=Seconds(20), node="b")])
     scenario = replace(scenario, cluster=Cluster(preset="low_latency"))
@@ -183,6 +184,7 @@ class Scraper:
             return str(answer.read().decode())
 
 
+@pytest.mark.slow
 def test_prometheus_finds_a_node_of_a_real_cluster(tmp_path: Path) -> None:
     save_secret(tmp_path, "home", new_secret())
     served, *free = free_addresses(3)
@@ -202,6 +204,7 @@ def test_prometheus_finds_a_node_of_a_real_cluster(tmp_path: Path) -> None:
     assert [sample.value for sample in families["hcsim_leader"].samples] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("port", "words"), [("x", "give a port, or host:port"), ("{busy}", "cannot be served at")])
 def test_a_node_of_a_cluster_takes_a_place_for_metrics_as_a_rank_does(tmp_path: Path, port: str, words: str) -> None:
     save_secret(tmp_path, "home", new_secret())

@@ -158,6 +158,7 @@ def test_what_uses_nothing_up() -> None:
     assert (door.members(), door.was_used_up) == (["a", "b"], True)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from([b"b", b"c", b"d", b"e"]), st.sampled_from("ucg")), max_size=12),

@@ -225,6 +225,7 @@ def actions(kinds: tuple[str, ...]) -> st.SearchStrategy[list[tuple[str, int, in
     return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 30), st.integers(0, 30)), max_size=80)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     st.integers(2, 4),

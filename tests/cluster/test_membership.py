@@ -157,6 +157,7 @@ KINDS = ["deliver"] * 6 + ["gossip"] * 4 + ["drop", "time", "time", "restart", "
 ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), max_size=120)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.integers(2, 5), st.sampled_from(["majority", "tiebreak", "any"]), st.booleans(), ACTIONS)
 def test_a_view_has_one_successor_and_all_come_together_in_the_end(count, quorum, formed_first, actions):
@@ -433,6 +434,7 @@ TROUBLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans(
 
 # The same examples each time: one in some thousand has two views of one epoch, the disk of a member of both set back
 # and started anew in between, and does not come together by itself.
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @example(count=3, quorum="majority", troubles=[(0, 0, False, 3), (0, 1, False, 2)])
 @example(count=4, quorum="tiebreak", troubles=[(0, 0, False, 9), (0, 0, False, 7), (0, 0, False, 9), (0, 0, False, 4)])

@@ -104,6 +104,7 @@ def test_who_cannot_be_heard_is_left_out_and_comes_back(oneway):
     assert party.members("c")[-1] == ABC
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("quorum", ["majority", "tiebreak", "any"])
 @pytest.mark.parametrize("preset", ["low_latency", "home", "wifi"])
 @pytest.mark.parametrize("deaf", ["a", "e"])
@@ -120,6 +121,7 @@ def test_who_hears_nobody_is_left_out_as_soon_as_it_is_missed_and_comes_back(quo
     assert party.members(deaf)[-1] == (*others, deaf)
 
 
+@pytest.mark.slow
 def test_one_that_leaves_the_smaller_side_of_a_cluster_that_split_gets_out():
     took_s: list[float] = []
 
@@ -151,6 +153,7 @@ def test_a_silent_member_is_left_out_when_its_third_heartbeat_in_a_row_is_missed
     assert party.when_s["a", party.views["a"][-1].epoch] == pytest.approx(13.25, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_side_without_a_quorum_waits_and_says_so():
     cut = Partition(sides=(("d", "e"), ABC), **after(3, 5))
     party = Party("abcde", [cut]).run(16)
@@ -180,6 +183,7 @@ def test_work_that_failed_gets_a_new_view_with_the_same_members():
     assert party.views["c"][1].reason == "as a test"
 
 
+@pytest.mark.slow
 def test_members_whose_views_never_work_ask_for_others_less_and_less_often():
     party = Party(ABC)
 
@@ -231,6 +235,7 @@ def back(at_s: float, node: str, state: str, down_s: float = 0.5) -> Restart:
     return Restart(at_s=Seconds(at_s), node=node, state=state, down_s=PositiveSeconds(down_s))  # type: ignore[arg-type]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("state", ["kept", "lost", "stale"])
 @pytest.mark.parametrize("node", ["a", "c"])
 def test_a_member_that_was_started_anew_comes_back_as_the_most_junior(node, state):
@@ -288,6 +293,7 @@ class WithCopy(Party):
         return Node(host, me, self.config, lambda what: self.told.append((host.name, what)))
 
 
+@pytest.mark.slow
 def test_one_that_was_refused_while_a_copy_of_it_was_there_comes_in_once_the_copy_has_gone():
     party = WithCopy("abcd", [Restart(Seconds(4), "a", down_s=Seconds(16)), Crash(Seconds(60), "d")])
     party.config = Cluster(nodes=3, preset="low_latency")
@@ -350,6 +356,7 @@ def test_a_member_votes_again_when_there_is_room():
     assert party.members("a") == party.members("b") == [ABC, ("a", "b")]
 
 
+@pytest.mark.slow
 def test_who_cannot_go_on_without_those_that_did_joins_them_where_any_side_may():
     alone = Partition(sides=(("d",), ABC), **after(5, 5))
     party = Party("abcd", [full_disk("a"), full_disk("d"), alone], quorum="any").run(30)
@@ -365,6 +372,7 @@ def test_a_cluster_that_cannot_change_is_not_what_others_wait_for():
     assert a_first.run(20).members("a") == [("a",), ("b", "a")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -382,6 +390,7 @@ def test_a_machine_joins_members_that_work_once_its_vote_can_be_counted_on(fault
     assert any(name == "d" and what.startswith(f"not ready to join: {why}") for name, what in party.told)
 
 
+@pytest.mark.slow
 def test_a_member_that_is_lost_as_soon_as_it_is_let_in_waits_longer_each_time():
     pauses = [Pause(node="c", **after(at_s, 3)) for at_s in (3, 7, 16, 32)]
     party = Party(ABC, pauses).run(60)
@@ -436,6 +445,7 @@ def test_a_machine_that_waits_before_it_checks_again_hears_that_the_work_of_the_
     assert 35 < party.when_s["a", party.views["a"][-1].epoch] < 39
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_join_checks_the_members_for_the_last_wish_alone():
     flaps = [Partition(sides=(("c",), ("a", "b")), **after(at_s, 3)) for at_s in range(3, 93, 6)]
     party, most = Party(ABC, flaps), [0, 0]

@@ -74,6 +74,7 @@ def run(
     return {f"mac-{number}": result for number, result in enumerate(outcome.results, 1)}, last_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -92,6 +93,7 @@ def test_the_others_go_on_at_full_speed(name: str, compressor: str) -> None:
     assert max(last_s[machine] for machine in done) < limit_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["slow cable", "gradient port silent"])
 def test_the_others_do_not_wait_for_the_time_limit_of_an_exchange(name: str) -> None:
     events: list[Event] = []
@@ -102,6 +104,7 @@ def test_the_others_do_not_wait_for_the_time_limit_of_an_exchange(name: str) -> 
     assert max(after - before for before, after in pairwise(done_s)) < 20
 
 
+@pytest.mark.slow
 def test_a_machine_that_becomes_ten_times_slower_is_left_out() -> None:
     limit_s = calm_s(BY_ARITHMETIC) + 3 * TIMEOUT_S
     throttled = '[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac-2"\nfactor = 0.1\n'
@@ -113,6 +116,7 @@ def test_a_machine_that_becomes_ten_times_slower_is_left_out() -> None:
         assert last_s[machine] < limit_s
 
 
+@pytest.mark.slow
 def test_machines_that_become_slow_together_go_on_together() -> None:
     """There is nobody without whom they would be faster."""
     throttled = "".join(
@@ -125,6 +129,7 @@ def test_machines_that_become_slow_together_go_on_together() -> None:
         assert result.points[-1].ranks == 4
 
 
+@pytest.mark.slow
 def test_a_machine_that_becomes_slow_alone_goes_on_in_its_view() -> None:
     throttled = '[[fault]]\nkind = "throttle"\nat = "3 s"\nnode = "mac"\nfactor = 0.02\n'
     text = HOME.format(compressor="none", steps=STEPS, timeout=TIMEOUT_S, machine=BY_ARITHMETIC) + throttled
@@ -136,6 +141,7 @@ def test_a_machine_that_becomes_slow_alone_goes_on_in_its_view() -> None:
     assert not [event for event in events if event[1] == "view failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
 def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to_join(strategy: str) -> None:
     """They wait for it, longer than an exchange may take."""
@@ -148,6 +154,7 @@ def test_members_come_to_the_end_together_though_only_some_see_one_that_wants_to
     assert len({event[3] for event in events if event[1] == "view failed"}) == 1, "none fails because of the waiting"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sick", ["mac-1", "mac-2", "mac-3", "mac-4"])
 def test_a_parameter_server_and_its_workers_leave_out_nobody_but_who_breaks_the_protocol(sick: str) -> None:
     """The server is on one of the four."""
@@ -164,6 +171,7 @@ def test_a_parameter_server_and_its_workers_leave_out_nobody_but_who_breaks_the_
     assert sum(isinstance(result, Report) and result.steps == STEPS for result in outcome.results) >= 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", [27, 28, 40, 46])
 def test_no_view_is_waited_for_because_a_machine_sends_noise_when_asked_whether_there_is_one(seed: int) -> None:
     text = HOME.format(compressor="none", steps=5, timeout=TIMEOUT_S, machine=BY_KERNELS).replace("4\n", "3\n")

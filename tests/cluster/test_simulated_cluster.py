@@ -52,6 +52,7 @@ def views(scenario: Scenario) -> tuple[Outcome[Report], list[str]]:
     return outcome, [what for what in dict.fromkeys(told) if what.startswith("view")]
 
 
+@pytest.mark.slow
 def test_all_members_end_with_the_same_model():
     outcome, said = views(home(steps=20))
     assert [report.steps for report in outcome.values()] == [20, 20, 20]
@@ -59,11 +60,13 @@ def test_all_members_end_with_the_same_model():
     assert any("training begins" in what for what in said)
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_event_for_event():
     first, second = (simulate_cluster(home(Crash(Seconds(2), "a"), steps=60)) for _ in range(2))
     assert first.trace_sha256 == second.trace_sha256
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_a_leader_that_crashed():
     outcome, said = views(home(Crash(Seconds(3), "a")))
     assert isinstance(outcome.results[0], BaseException)
@@ -72,6 +75,7 @@ def test_the_others_go_on_without_a_leader_that_crashed():
     assert any("training goes on after step" in what for what in said)
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_those_that_are_left_wait_for_one_that_is_gone_for_good():
     scenario = home(Crash(Seconds(3), "a"), Crash(Seconds(6), "b"), steps=300)
     outcome = simulate_cluster(scenario)
@@ -82,12 +86,14 @@ def test_a_run_ends_when_those_that_are_left_wait_for_one_that_is_gone_for_good(
     assert "waiting for b: c cannot decide alone" in str(error)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_hours_in_which_nothing_could_move():
     outcome = simulate_cluster(home(*(Pause(Seconds(3), name, PositiveSeconds(3 * 3600)) for name in ABC)))
     assert [report.steps for report in outcome.values()] == [150, 150, 150]
     assert outcome.seconds > 3 * 3600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["kept", "lost"])
 def test_one_that_was_started_anew_takes_the_model_from_the_others(state):
     outcome, _ = views(home(Restart(Seconds(3), "b", state)))
@@ -95,6 +101,7 @@ def test_one_that_was_started_anew_takes_the_model_from_the_others(state):
     assert len(digests(outcome)) == 1
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_training_goes_on_from_the_checkpoint():
     cut = [Restart(Seconds(4), name, "kept", Seconds(1)) for name in ABC]
     outcome, said = views(home(*cut))
@@ -107,6 +114,7 @@ def test_after_a_power_cut_training_goes_on_from_the_checkpoint():
     assert digests(outcome) == digests(without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["", ":async"])
 def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
     cut = [Restart(Seconds(4), name, "kept", Seconds(1)) for name in ABC]
@@ -118,6 +126,7 @@ def test_after_a_power_cut_a_parameter_server_goes_on_from_the_checkpoint(mode):
     assert int(resumed[0].split()[-1]) % 20 == 0
 
 
+@pytest.mark.slow
 def test_a_final_model_that_arrives_as_noise_is_pulled_once_more():
     last = Seconds(1.55)  # of three steps of half a second
     noise = Misbehave(last, "a", "noise", to="c", duration_s=PositiveSeconds(0.3))
@@ -127,6 +136,7 @@ def test_a_final_model_that_arrives_as_noise_is_pulled_once_more():
     assert any("the final model is not the same on c as on the others" in what for what in said)
 
 
+@pytest.mark.slow
 def test_the_others_go_on_when_one_leaves_and_it_takes_part_again_when_it_is_started():
     outcome, said = views(home(Leave(Seconds(3), "a"), Restart(Seconds(4), "a"), steps=400))
     assert [report.steps for report in outcome.values()] == [400] * 3
@@ -135,6 +145,7 @@ def test_the_others_go_on_when_one_leaves_and_it_takes_part_again_when_it_is_sta
     assert any("(a joined)" in what for what in said)
 
 
+@pytest.mark.slow
 def test_after_all_have_left_training_goes_on_when_they_are_started_again():
     left = [Leave(Seconds(3), name) for name in ABC]
     again = [Restart(Seconds(20), name) for name in ABC]
@@ -144,6 +155,7 @@ def test_after_all_have_left_training_goes_on_when_they_are_started_again():
     assert any("goes on after step" in what for what in said)
 
 
+@pytest.mark.slow
 def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():
     told: list[str] = []
     mac = load_scenario("four-macs-1gbe").nodes[0].machine
@@ -160,6 +172,7 @@ def test_a_sole_member_goes_on_from_its_checkpoint_when_it_is_started_anew():
     assert digests(outcome) == digests(without)
 
 
+@pytest.mark.slow
 def test_one_that_is_started_anew_without_the_others_says_for_whom_it_waits():
     told: list[str] = []
     faults = Crash(Seconds(3), "c"), Crash(Seconds(6), "b"), Crash(Seconds(6), "a"), Restart(Seconds(8), "a")
@@ -185,6 +198,7 @@ def told_of(count: int, fault: AnyFault, *further: AnyFault, **changes: object) 
     return told, outcome
 
 
+@pytest.mark.slow
 def test_of_several_that_are_lost_at_once_each_is_named():
     told, _ = told_of(5, Partition(Seconds(2), (("a", "b", "c"), ("d", "e")), PositiveSeconds(4)), steps=3)
     view = next(what for what in told if what.startswith("a: view") and ": a, b, c (" in what)
@@ -203,6 +217,7 @@ def test_a_stranger_that_takes_a_machines_name_does_not_keep_it_from_starting():
     assert [report.steps for report in outcome.values()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_one_that_comes_when_all_steps_are_done_has_done_them_too():
     away = Partition(Seconds(1), (("a", "c"), ("b", "d")), PositiveSeconds(1))
     _, outcome = told_of(4, away, steps=1)
@@ -263,6 +278,7 @@ links = [{{ medium = "air" }}]
 )
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_not_taken_in_says_so_once_of_each_member_that_it_asks():
     said: list[str] = []
 

@@ -92,6 +92,7 @@ def ghosts(rate: float, seconds: float) -> list[tuple[float, Sighting]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_flood_of_ghosts_costs_a_bounded_number_of_dials_tasks_and_lines() -> None:
     alone = Alone({})
     discovery = alone.run(20.0, ghosts(200, 20.0))

@@ -52,6 +52,7 @@ def plan(nodes: int, wire: Wire = USUAL, **changes: object) -> Plan:
     return Plan(cluster, Training(task="convex", steps=STEPS), 7, patient)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -93,6 +94,7 @@ def test_the_leader_does_not_wait_for_one_that_cannot_take_part() -> None:
     assert [line for lines in told.values() for line in lines if "was started otherwise; " in line]
 
 
+@pytest.mark.slow
 def test_one_that_ends_with_an_error_as_a_view_begins_hardly_holds_up_the_others() -> None:
     steps_s: dict[str, list[float]] = {"a": [], "b": []}
 

@@ -45,6 +45,7 @@ def wires_of(scenario: Scenario, way: Way) -> tuple[float, float, float]:
     return there.rate_bytes_ps, back.rate_bytes_ps, (there.latency_s + back.latency_s) / 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["mixed-home", "four-macs-1gbe", "two-homes-wan"])
 def test_ideal_lines_are_measured_to_the_percent(name: str) -> None:
     scenario = idealised(load_scenario(name))
@@ -56,6 +57,7 @@ def test_ideal_lines_are_measured_to_the_percent(name: str) -> None:
         assert way.line.latency_s == pytest.approx(latency_s, rel=0.01, abs=5e-6)
 
 
+@pytest.mark.slow
 def test_lines_with_all_effects_are_measured_to_a_few_percent(mixed: Topology) -> None:
     for way in mixed.ways:
         there_Bps, back_Bps, latency_s = wires_of(MIXED, way)
@@ -91,6 +93,7 @@ def test_the_memory_of_a_machine_is_what_its_profile_says() -> None:
     assert node.chip == Chip("M9", 24 * 2**30)
 
 
+@pytest.mark.slow
 def test_every_way_into_a_machine_is_known_and_the_same_seed_measures_the_same(mixed: Topology) -> None:
     ways = [(way.source, way.interface) for way in mixed.ways if way.target == "studio-2"]
     assert ways == [("laptop", "switch"), ("mini", "switch"), ("studio-1", "bridge0"), ("studio-1", "switch")]
@@ -150,6 +153,7 @@ def test_a_way_to_nowhere_is_refused() -> None:
         Topology([node], [way("en0", E, 1, 1, 1)])
 
 
+@pytest.mark.slow
 def test_real_machines_measure_each_other_over_loopback() -> None:
     async def main() -> tuple[Node, list[Way], Line | None]:
         async with RealHost(RealOptions("left")) as left, RealHost(RealOptions("right")) as right:
@@ -177,6 +181,7 @@ def test_real_machines_measure_each_other_over_loopback() -> None:
     assert 0 < found.line.latency_s < 1
 
 
+@pytest.mark.slow
 def test_probes_from_all_sides_at_once_neither_stick_nor_disturb_each_other() -> None:
     """All nodes want each other's turn; each pair measures alone, so all find the line that is there."""
     scenario = load_scenario("four-macs-1gbe")
@@ -225,6 +230,7 @@ def test_a_figure_that_no_measurement_gives_is_the_peers_fault(figure: float) ->
     assert SCHEMA.decode(msgspec.msgpack.encode(endless), "mini") == endless
 
 
+@pytest.mark.slow
 def test_the_table_names_what_is_best(mixed: Topology) -> None:
     lines = table(mixed).splitlines()
     [cable] = [line for line in lines if line.startswith("*  studio-1  studio-2")]
@@ -232,6 +238,7 @@ def test_the_table_names_what_is_best(mixed: Topology) -> None:
     assert [line.split() for line in lines[1:2]] == [["studio-1", "M2", "Max", "–", "10.4", "301"]]
 
 
+@pytest.mark.slow
 def test_it_can_be_drawn(mixed: Topology, tmp_path: Path) -> None:
     import matplotlib.image
 

@@ -114,6 +114,7 @@ def wires_Bps(scenario: Scenario, ends: tuple[str, str]) -> float:
     return path.rate_bytes_ps
 
 
+@pytest.mark.slow
 def test_status_tells_which_way_each_link_takes_and_how_fast_the_scenario_has_it() -> None:
     scenario = home()
     links, gauges = asked_while_training(scenario, 4.0)
@@ -130,6 +131,7 @@ def test_status_tells_which_way_each_link_takes_and_how_fast_the_scenario_has_it
     assert len(gauges) == 4 * 3 * 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("cable", "interface"), [("16.4 Gb/s", "bridge0"), ("50 Mb/s", "switch")])
 def test_of_several_ways_the_one_that_was_measured_to_be_fast_is_dialled(cable: str, interface: str) -> None:
     links, _ = asked_while_training(home(cable, measure="order"), 4.0)
@@ -143,6 +145,7 @@ def test_without_measuring_the_first_address_that_answers_is_dialled_and_nothing
     assert all(link.there_Bps is None for theirs in links.values() for link in theirs.values())
 
 
+@pytest.mark.slow
 def test_where_choices_follow_the_links_the_ring_goes_over_the_cable() -> None:
     outcome, events = traced(home(measure="order"))
     assert len(outcome.values()) == 4
@@ -152,6 +155,7 @@ def test_where_choices_follow_the_links_the_ring_goes_over_the_cable() -> None:
     assert ("studio-1", "studio-2") in [tuple(sorted(pair)) for pair in pairwise([*names, names[0]])]
 
 
+@pytest.mark.slow
 def test_measuring_links_changes_no_sum_and_following_them_is_the_same_in_every_run() -> None:
     without, links = (digest(traced(home(measure=measure))[0]) for measure in ("nothing", "links"))
     assert without == links
@@ -189,6 +193,7 @@ def reference(scenario: Scenario, events: list[Event]) -> str:
     return train(on_switch(ABC), scenario.training, first=order).sha256()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("measure", ["links", "order"])
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.8])
 def test_a_member_that_dies_while_links_are_measured_costs_the_others_a_view_and_nothing_else(
@@ -204,6 +209,7 @@ def test_a_member_that_dies_while_links_are_measured_costs_the_others_a_view_and
     assert digest(outcome) == reference(scenario, events)  # a ring of two has one order
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "fault", [Pause(Seconds(0.4), "c", PositiveSeconds(3)), Restart(Seconds(0.4), "a"), Reset(Seconds(0.4), ("a", "c"))]
 )
@@ -227,6 +233,7 @@ def around_restart(events: list[Event]) -> tuple[list[Event], list[Event], list[
     return events[:crash], events[crash : views[0]], events[views[0] :]
 
 
+@pytest.mark.slow
 def test_after_a_loss_nothing_is_measured_again_and_a_machine_that_returns_measures_while_the_others_train() -> None:
     _, events = traced(slow_abc(Restart(Seconds(5), "b", "kept", Seconds(4)), steps=120))
     before, away, after = around_restart(events)
@@ -237,6 +244,7 @@ def test_after_a_loss_nothing_is_measured_again_and_a_machine_that_returns_measu
     assert any(event[1:3] == ("applied", "a") for event in away[first:])
 
 
+@pytest.mark.slow
 def test_a_measurement_that_never_ended_does_not_keep_the_next_one_waiting() -> None:
     # It dies while it measures, and comes back.
     _, events = traced(slow_abc(Restart(Seconds(3), "b", "kept", Seconds(4)), steps=100))

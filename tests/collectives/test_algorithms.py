@@ -63,6 +63,7 @@ def all_plans(operation: str, algorithm: str, shapes: list[Shape]) -> list[Round
     return [plan(operation, algorithm, rank, shape).by_rank() for rank, shape in enumerate(shapes)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -73,6 +74,7 @@ def test_every_plan_is_proved_correct(operation: str, algorithm: str, data: st.D
     assert len({len(rounds) for rounds in made}) == 1
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 @settings(max_examples=10)
 @given(data=st.data())
@@ -165,6 +167,7 @@ def expected(operation: str, shape: Shape, before: list[Ints]) -> list[tuple[int
     }[operation]
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(("operation", "algorithm"), [p for p in PAIRS if p[0] not in ("all_to_all", "barrier")])
 @pytest.mark.parametrize("world", range(1, 10))
 def test_numbers_come_out_as_numpy_has_them(operation: str, algorithm: str, world: int) -> None:
@@ -181,6 +184,7 @@ def without_finish(made: list[Rounds]) -> list[Rounds]:
     return [tuple(tuple(a for a in actions if not isinstance(a, Finish)) for actions in rounds) for rounds in made]
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(("operation", "algorithm"), [p for p in PAIRS if p[0] not in ("all_to_all", "barrier")])
 @pytest.mark.parametrize("world", range(1, 10))
 def test_who_keeps_nothing_of_what_it_passes_on_ends_with_the_same(operation: str, algorithm: str, world: int) -> None:
@@ -269,6 +273,7 @@ def test_a_planner_says_of_its_plan_what_one_would_find_out(world: int, beyond: 
         assert made.summary == summary(made.rounds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 @settings(max_examples=10)
 @given(data=st.data())

@@ -139,6 +139,7 @@ def completed(history: list[Event]) -> list[Event]:
     return [*history, *(Event(s, None, tag) for _ in range(asked) for s in SENDERS for tag in (0, 1))]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(history=events, length=st.sampled_from([1, 40]), phantom=st.booleans())
 def test_messages_go_to_whoever_asked_first_whatever_the_order_of_events(history, length, phantom):

@@ -81,6 +81,7 @@ def grouped(world: int) -> Options:
     return Options(groups=(tuple(range(world))[::2], tuple(range(world))[1::2]))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_all_ranks_hold_the_same_bits(virtual, world):
     results = virtual.run(world, reductions, options=grouped(world), wire=SMALL)
@@ -91,6 +92,7 @@ def test_all_ranks_hold_the_same_bits(virtual, world):
     np.testing.assert_allclose(found, exact, atol=1e-12)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_both_worlds_give_the_same_bits(virtual, real, world):
     options = grouped(world)
@@ -100,6 +102,7 @@ def test_both_worlds_give_the_same_bits(virtual, real, world):
     assert virtual.run(world, everything, wire=SMALL) == real.run(world, everything, wire=SMALL)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("segment_bytes", [2**18, 2**22])
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_large_sums_that_are_added_on_the_way_have_the_same_bits(virtual, real, monkeypatch, world, segment_bytes):
@@ -128,6 +131,7 @@ def test_large_sums_that_are_added_on_the_way_have_the_same_bits(virtual, real, 
         assert sum(received) > 0 or receive_sum is None or rings is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(rings is None, reason="there was no C compiler when hcsim was installed")
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_what_a_ring_passes_on_without_a_stop_has_the_same_bits_and_is_counted(virtual, real, monkeypatch, world):
@@ -160,6 +164,7 @@ def test_what_a_ring_passes_on_without_a_stop_has_the_same_bits_and_is_counted(v
     assert len(passed) > 10 * world
 
 
+@pytest.mark.slow
 def test_the_order_of_adding_shows_in_the_bits(virtual):
     """Otherwise the tests above would pass whatever the order."""
     found = virtual.run(5, reductions, options=grouped(5), wire=SMALL)[0]
@@ -182,6 +187,7 @@ asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_separate_processes_give_the_bits_of_the_virtual_world(virtual, addresses):
     async def program(group: Group) -> str:
         data = np.random.default_rng(group.rank).normal(size=20001).astype(np.float32)

@@ -109,6 +109,7 @@ def wrong_cases(results: list[list[str]]) -> list[str]:
     return [f"rank {rank}: {case}" for rank, cases in enumerate(results) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_of_every_dtype_and_reduction(virtual, world):
     length = max(4 * world + 3, LEAST)
@@ -126,6 +127,7 @@ def test_all_reduce_of_every_dtype_and_reduction(virtual, world):
     assert wrong_cases(results) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_of_every_length(virtual, world):
     async def program(group: Group) -> list[str]:
@@ -167,6 +169,7 @@ def test_trees_of_any_arity_and_rings_of_any_order(virtual, arity, order):
     assert wrong_cases(virtual.run(6, program, options=Options(arity=arity, order=order), wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_to_every_root_leaves_the_others_as_they_were(virtual, world):
     async def program(group: Group) -> list[str]:
@@ -182,6 +185,7 @@ def test_reduce_to_every_root_leaves_the_others_as_they_were(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_and_reduce_scatter_of_every_dtype_and_reduction(virtual, world):
     length, root = max(3 * world + 1, LEAST), world - 1

@@ -432,6 +432,7 @@ async def until_partly_received(data: np.ndarray[Any, Any]) -> None:
     assert not data[-1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["cancelled", "closed", "failed beside another"])
 def test_nothing_is_written_into_an_array_once_its_operation_has_ended(real, how):
     async def program(group: Group) -> bool:

@@ -96,6 +96,7 @@ def test_gather_into_one_piece_and_scatter_out_of_one(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("from_elements", [0, WORTH_SPARING])
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_scatter_into_a_place_that_may_be_any_part_of_the_input(virtual, monkeypatch, world, from_elements):

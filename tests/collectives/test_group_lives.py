@@ -316,6 +316,7 @@ def test_auto_takes_the_fastest_algorithm_once_links_are_measured(virtual, size_
         assert measured_s <= (1.05 if size_bytes < MIB else 1.01) * fastest_s  # short ones prefer few peers, if alike
 
 
+@pytest.mark.slow
 def test_to_measure_the_links_gains_where_the_rule_is_not_the_best(virtual):
     """By rule eight halve and double, in six steps where two would do."""
 

@@ -32,6 +32,7 @@ class CountingPool(ScratchPool):
         super().give_back(room)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", [2, 3, 4, 7])
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_an_all_reduce_takes_at_most_twice_its_tensor_whatever_was_reduced_before(

@@ -40,6 +40,7 @@ def wrong_cases(results: list[list[str]]) -> list[str]:
     return [f"rank {rank}: {case}" for rank, cases in enumerate(results) for case in cases]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_broadcast_from_every_root(virtual, world):
     async def program(group: Group) -> list[str]:
@@ -54,6 +55,7 @@ def test_broadcast_from_every_root(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gather_to_every_root_in_equal_and_unequal_parts(virtual, world):
     uneven = [(5 * rank) % 7 * 6 for rank in range(world)]
@@ -76,6 +78,7 @@ def test_gather_to_every_root_in_equal_and_unequal_parts(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world", WORLDS)
 def test_scatter_from_every_root(virtual, world):
     async def program(group: Group) -> list[str]:

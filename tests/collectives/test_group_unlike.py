@@ -164,6 +164,7 @@ def test_unlike_calls_in_a_subgroup_name_ranks_as_the_whole_group_does(virtual):
 WATCHED = Options(timeout_s=LIMIT_S, watch_s=0.2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("usual", CALLS)
 def test_a_watched_group_never_waits_for_its_time_limit(virtual, usual):
     """Whatever one of three ranks calls instead, and whether or not anything was ever sent between them before."""

@@ -29,6 +29,7 @@ def matrices(draw: st.DrawFn, values: st.SearchStrategy[float]) -> tuple[Matrix,
     return bandwidth, latency
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(matrices(st.sampled_from([1.0, 2.5, 10.0, 40.0]) | st.integers(1, 50).map(float)), st.booleans())
 def test_no_other_order_is_better(given_: tuple[Matrix, Matrix], by_latency: bool) -> None:
@@ -98,6 +99,7 @@ def test_what_is_not_square_is_refused(bad: Matrix) -> None:
         ring_order(bad)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(matrices(st.integers(10**6, 10**9).map(float)))
 def test_over_measured_links_no_order_that_is_nearly_as_fast_moves_a_chunk_sooner(

@@ -52,6 +52,7 @@ def test_with_nothing_measured_it_is_never_far_from_the_cheapest_on_gigabit_ethe
     assert prices[choose("all_reduce", shape, 4, None)] < 1.7 * min(prices.values())
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("operation", list(PLANNERS))
 @pytest.mark.parametrize("world", [1, 2, 6])
 @pytest.mark.parametrize("part", [0, 3, MIB])
@@ -142,6 +143,7 @@ def test_all_of_a_message_is_added_at_once_only_if_it_is_short_or_if_that_gains_
         assert choose("all_reduce", shape, 4, links) == chosen
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce"])
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("length", [MIB // 8, MIB // 4, 2 * MIB, 32 * MIB])

@@ -54,6 +54,7 @@ def test_the_choice_does_not_depend_on_how_it_is_marked(loops, population, count
     assert int.from_bytes(seen.tobytes(), "little").bit_count() == count
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("elements", "count", "digest"), [
     (1000, 10, "64f85ed6cddf62dd"), (1000, 990, "b50e7e347990b175"),
     (10_000_000, 100_000, "40f9fcc187eb7c99"), (10_000_000, 9_900_000, "286ed5e1f0418a6a"),
@@ -82,6 +83,7 @@ def plainly_listed(count: int, population: int) -> tuple[bool, list[int], list[i
     return listed(plain.choose_few, count, population, 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @pytest.mark.parametrize(("population", "count"), [
     (1, 0), (1, 1), (70, 20), (65_536, 60_000), (65_537, 30_000), (200_000, 100_000), (9_000_000, 250_000),
@@ -171,6 +173,7 @@ def test_only_what_is_taken_can_be_too_large(loops):
     assert loops.take_marked(x, bits_of([3, 199], 200), 100, out) == np.inf
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["randomk:0.01", "randomk:0.01+ef", "randomk:0.9"])
 def test_a_large_tensor_is_encoded_with_the_elements_that_are_decoded(spec):
     x = np.random.default_rng(1).standard_normal((3001, 2801)).astype(np.float32)

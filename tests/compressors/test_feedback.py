@@ -25,6 +25,7 @@ def sent(compressor: Feedback, tensor: Array, of: Ident) -> Array:
     return out
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", [*EXACT, *SPARSE])
 @given(tensor=tensors())
 @quick

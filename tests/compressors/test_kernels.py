@@ -59,6 +59,7 @@ def test_a_processor_with_avx2_uses_it():
     )
 
 
+@pytest.mark.quick_cases(16)
 @each_compiled
 @pytest.mark.parametrize("spec", [*ALL, "randomk:0.7", "int8:block=32768"])
 @pytest.mark.parametrize("elements", [1, 63, 65, 1000, 300_001])
@@ -125,6 +126,7 @@ def test_a_copy_is_whole_and_finds_what_is_not_finite_at_every_place(compiled, v
     assert not room[start + x.nbytes :].any()
 
 
+@pytest.mark.quick_cases(1)
 @each_compiled
 @pytest.mark.parametrize("offset", [0, 2, 4, 7, 36])
 def test_so_much_that_it_goes_past_the_caches_is_converted_like_little(compiled, offset):

@@ -93,6 +93,7 @@ def test_the_same_codec_with_other_settings_is_refused():
     refused("randomk:0.3", make("randomk:0.3+ef", seed=1, rank=0).encode(tensor(), OF).copy(), "parameter")
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("elements", [7, 200_000])

@@ -38,6 +38,7 @@ def exact(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return left.astype(np.float64) @ right.astype(np.float64)
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("loops", LOOPS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rank", RANKS)
@@ -75,6 +76,7 @@ def test_bits_do_not_depend_on_where_the_arrays_lie(loops, rows, columns, rank, 
     assert results[0] == results[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @pytest.mark.parametrize("sign", [0, 1, -1])
 def test_the_product_of_both_factors_is_the_same_bits_compiled_and_plain(loops, sign):
@@ -102,6 +104,7 @@ def test_nothing_beyond_the_arrays_is_written(loops, rank):
             assert (room[-16:] == 5).all()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("loops", COMPILED_LOOPS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rank", [1, 4, THIN, THIN + 1])

@@ -141,6 +141,7 @@ def test_one_bit_keeps_signs_and_the_mean_magnitude(tensor):
     assert np.abs(np.abs(out) - mean).max(initial=0) <= max(mean * 2**-12, 1e-45)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", [*EXACT, *SPARSE[:3], *QUANTISED])
 @given(tensor=tensors())
 @quick
@@ -161,6 +162,7 @@ def test_tensors_of_many_chunks_are_the_same_as_small_ones(spec):
         assert np.abs(once - x).max() < 0.05
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("spec", ALL)
 @given(tensor=tensors())
 @quick
@@ -170,6 +172,7 @@ def test_the_size_is_known_before(spec, tensor):
         assert compressor.encode(finite(tensor) / 100, OF).size == compressor.size_bytes(tensor.shape)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", ALL)
 @given(tensor=tensors())
 @quick

@@ -138,6 +138,10 @@ ARENAS = {
 }
 
 
-@pytest.fixture(params=[*ARENAS])
+EVERY_DAY = ("real", "virtual")
+"""One of each world; the other carriers are slow."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in ARENAS])
 def arena(request: pytest.FixtureRequest) -> Arena:
     return ARENAS[request.param]()

@@ -122,6 +122,7 @@ def test_one_frame_of_33_mib_arrives(arena):
     arena.run(body)
 
 
+@pytest.mark.slow
 def test_a_sender_that_nobody_reads_stops_and_goes_on_when_reading_resumes(arena):
     count, size_bytes = 512, MIB
 
@@ -312,6 +313,7 @@ def test_a_payload_waits_until_its_place_is_known(arena):
     arena.run(body)
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("floats", [1, 500, 16 * KIB, 32 * KIB - 1, 32 * KIB, 32 * KIB + 1, 1_000_003])
 def test_floats_are_added_on_the_way_or_left_beside_to_be_added(arena, dtype, floats):
@@ -787,6 +789,7 @@ def test_there_is_one_receiver(arena):
     arena.run(body)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("size_bytes", [0, 100, 300 * KIB])
 def test_a_pump_takes_frame_after_frame_in_order_until_the_channel_ends(arena, size_bytes):
     async def body(left, right):

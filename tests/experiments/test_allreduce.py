@@ -82,6 +82,7 @@ def test_bad_input_is_refused_by_name_and_without_a_traceback(option: str, value
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     result = run("--ranks", "2", "--sizes", "4KB,64KB", "--peers", "gloo", "--repeat", "2", "--json", str(output))
@@ -96,6 +97,7 @@ def test_a_small_run_writes_one_complete_row_per_cell(tmp_path: Path) -> None:
     assert "4 KB" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hcsim_tls", "hcsim_tls_tcp", "bare"])
 def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path: Path, name: str) -> None:
     if reason := PEERS[name].missing():
@@ -106,6 +108,7 @@ def test_tls_and_the_bare_ring_are_measured_when_somebody_asks_for_them(tmp_path
     assert json.loads(output.read_text())[0][f"{name}_s"] > 0
 
 
+@pytest.mark.slow
 def test_halves_are_measured_with_whoever_adds_them(tmp_path: Path) -> None:
     output, dtype = tmp_path / "rows.json", "bfloat16"
     arguments = ("--ranks", "2", "--sizes", "600004", "--repeat", "1", "--json", str(output))
@@ -144,6 +147,7 @@ def test_every_wrong_element_is_counted(dtype: str, ranks: int, elements: int) -
     assert teeth.count_wrong(total, ranks, ranks // 2) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
     def broken(rank_commands: list[list[str]]) -> list[list[str]]:
         return [[sys.executable, "-c", "raise SystemExit('no such library')"] for _ in rank_commands]
@@ -153,6 +157,7 @@ def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_ranks_that_end_early_are_reported() -> None:
     with running(PEERS["hcsim"], 2, "auto", "float32") as team, pytest.raises(TeamFailed, match="a rank ended"):
         team.take(Turn(elements=-1, iterations=1))

@@ -40,6 +40,7 @@ def test_a_file_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> 
         asked.check_json(name and str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_rows_are_in_their_file_whatever_becomes_of_what_is_shown(tmp_path: Path) -> None:
     def broken() -> None:
         raise BrokenPipeError
@@ -49,6 +50,7 @@ def test_rows_are_in_their_file_whatever_becomes_of_what_is_shown(tmp_path: Path
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"a": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sign"),
     [
@@ -71,6 +73,7 @@ def test_a_script_takes_at_least_one_step(steps: str) -> None:
     assert f"argument --steps: '{steps}' is not a number of steps" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_pipe_has_one_writer(tmp_path: Path) -> None:
     """Who reads it would take an earlier one's end for that of all."""
     pipe = tmp_path / "pipe"
@@ -83,6 +86,7 @@ def test_a_pipe_has_one_writer(tmp_path: Path) -> None:
         assert json.loads(reader.stdout.read()) == [{"a": 1}]
 
 
+@pytest.mark.slow
 def test_a_link_to_nowhere_is_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "rows.json")
     asked.check_json(str(tmp_path / "link.json"))
@@ -90,6 +94,7 @@ def test_a_link_to_nowhere_is_left_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "link.json").is_symlink()
 
 
+@pytest.mark.slow
 def test_rows_come_last_where_they_go_to_what_is_shown(tmp_path: Path) -> None:
     both = tmp_path / "both"
     with both.open("w") as shown:

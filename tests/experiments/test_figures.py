@@ -16,6 +16,8 @@ from experiments.figures.style import bytes_label, count_label, looks, rate_labe
 from experiments.study.cell import Result
 from tests.experiments.tiny import TINY, Row, compressed, diverged, tables, to_target, training, words_of
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "allreduce": ("allreduce_by_link", "allreduce_closed_form"),
     "compression": ("compression",),

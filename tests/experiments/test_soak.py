@@ -71,6 +71,7 @@ def test_two_working_views_of_one_epoch_are_found() -> None:
     assert History(events).splits() == ["epoch 4: a#1,b#1 and c#1,d#1"]
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_can_be_simulated_and_mixed_faults_have_all_of_them() -> None:
     plan = strikes(PROFILES["mixed"], NAMES, 24, 3)
     assert {strike.kind for strike in plan} == {*VIRTUAL}

@@ -27,6 +27,7 @@ def calls_per_message(ranks: int, count: int) -> float:
     return calls / (count * 2 * (ranks - 1) * ranks)
 
 
+@pytest.mark.slow
 def test_a_message_takes_as_much_work_among_many_ranks_as_among_few():
     """Time also depends on caches, which many ranks overflow; nothing here may depend on how many there are."""
     few, many = calls_per_message(8, 20), calls_per_message(64, 1)
@@ -57,6 +58,7 @@ def test_growth_compares_what_messages_cost_without_the_turns_of_the_few(monkeyp
     assert speed.growth(8, 512) == pytest.approx({"hcsim": 1.5, "simpy": 4.0})
 
 
+@pytest.mark.slow
 def test_a_rank_sends_as_many_messages_among_few_as_among_many():
     cases = [case for case in speed.cases() if case.name == "all-reduces"]
     each = [case.messages / case.ranks for case in cases]

@@ -110,6 +110,7 @@ def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path, swept: 
     assert {name: (tmp_path / name).read_bytes() for name in TABLES} == tables
 
 
+@pytest.mark.slow
 def test_two_runs_from_nothing_write_the_same_bytes_whatever_the_number_of_processes(tmp_path: Path) -> None:
     for name, jobs in (("one", 1), ("two", 2)):
         run(TRAINING, tmp_path / name, jobs)
@@ -152,6 +153,7 @@ def long_sweep(folder: Path, least: int, **settings: Any) -> tuple[subprocess.Po
     return process, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [0, 3])
 def test_an_interrupt_keeps_what_is_finished_and_shows_no_traceback(tmp_path: Path, least: int) -> None:
     """Also one that finds the workers still at their imports."""
@@ -173,6 +175,7 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("least", [0, 3])
 def test_who_is_told_to_end_takes_the_workers_along(tmp_path: Path, least: int, background: bool) -> None:
@@ -185,6 +188,7 @@ def test_who_is_told_to_end_takes_the_workers_along(tmp_path: Path, least: int, 
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: Path) -> None:
     good, bad = AllReduce("1gbe", 2, "ring", 1024, 1), AllReduce("1gbe", 2, "hierarchical", 1024, 1)
     asked = [Asked("mine", bad), Asked("mine", good)]
@@ -198,6 +202,7 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(tmp_path: 
     assert float(second["step_s"]) > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_only_its_own_cell_with_it() -> None:
     cells: list[AnyCell] = [AllReduce("1gbe", 2, "ring", size, 1) for size in (1024, 2048, 4096, 8192)]
     results: dict[AnyCell, Result] = {}
@@ -252,6 +257,7 @@ def test_a_cell_that_lies_under_the_name_of_another_is_not_taken_for_it(tmp_path
     assert store.get(other) is None
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(tmp_path: Path) -> None:
     cell, store = AllReduce("1gbe", 2, "ring", 1024, 1), Store(tmp_path / ".cells")
     table = cell_table([Asked("mine", cell)], {cell: Result(step_s=1.0)})
@@ -296,6 +302,7 @@ def test_what_was_measured_by_another_library_or_other_c_code_is_measured_again(
     key()
 
 
+@pytest.mark.slow
 def test_two_studies_share_a_cell_that_both_ask_for(tmp_path: Path) -> None:
     run(SMALL + SMALL.replace('study = "allreduce"', 'study = "other"'), tmp_path)
     assert len(kept(tmp_path)) == 8
@@ -314,6 +321,7 @@ def test_the_manifest_tells_what_made_the_tables(tmp_path: Path, swept: Callable
     assert {row["scenario_sha256"] for row in table} == {entry["sha256"] for entry in manifest["scenarios"]}
 
 
+@pytest.mark.slow
 def test_only_figures_that_were_drawn_are_told_of(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.toml", tmp_path / "out"
     file.write_text(SMALL)
@@ -378,6 +386,7 @@ def test_nothing_is_written_where_nobody_said_so_but_in_a_checkout(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
+@pytest.mark.slow
 def test_the_installed_command_writes_the_same(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
     swept(SMALL, tmp_path / "first")
     Path(tmp_path / "small.toml").write_text(SMALL)
@@ -387,6 +396,7 @@ def test_the_installed_command_writes_the_same(tmp_path: Path, swept: Callable[[
     assert (tmp_path / "second" / "cells.csv").read_bytes() == (tmp_path / "first" / "cells.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_installed_command_has_the_same_options() -> None:
     shown = [ran("--help"), CliRunner().invoke(hcsim, ["sweep", "--help"])]
     ours, theirs = [sorted(set(re.findall(r"--[a-z]+", one.output)) - {"--install", "--show"}) for one in shown]
@@ -404,6 +414,7 @@ def occupied(file: Path) -> None:
         file.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".cells", "cells.csv", "curves.csv", "KEY", "allreduce_by_link.png", "manifest.json"])
 def test_a_file_that_cannot_be_written_or_read_is_one_clear_line(tmp_path: Path, name: str) -> None:
     if name == "manifest.json" and not Path("/dev/full").exists():

@@ -43,6 +43,7 @@ CRASHED = '[[fault]]\nkind = "restart"\nat = "3 s"\nnode = "mac-2"\ndown = "0 s"
 LEFT_SOON_AFTER = LEFT.replace("4 s", "6 s").replace("3 s", "5 s")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("faults", ["", SPOILED, LEFT], ids=["calm", "a step is dropped", "one leaves and returns"])
 def test_parameters_and_what_is_owed_are_all_that_was_computed(faults: str):
     evidence, _, _ = gather(parse_scenario(HOME + faults, "accounts"))

@@ -112,6 +112,7 @@ def test_faults_in_a_bunch_follow_each_other_within_the_time_that_a_view_takes()
             )
 
 
+@pytest.mark.slow
 def test_a_lone_machine_meets_only_what_needs_no_other():
     lone = [scenario for scenario in map(scenario_of, range(150)) if len(scenario.nodes) == 1]
     assert lone

@@ -90,16 +90,19 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "drop", drop_and_note)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_holds_every_invariant(seed: int) -> None:
     assert trial_of(seed).breaches == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("file", sorted((Path(__file__).parent / "mended").glob("*.toml")), ids=lambda file: file.stem)
 def test_what_was_found_once_and_mended_holds(file: Path) -> None:
     assert run_trial(load_scenario(file)).breaches == []
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "hcsim", "fuzz", "--seeds", "1", "--first", "6", "--workers", "1"]
@@ -108,6 +111,7 @@ def test_a_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     assert [row["trace_sha256"] for row in json.loads(file.read_text())["trials"]] == [trial_of(6).trace_sha256]
 
 
+@pytest.mark.slow
 def test_seeds_have_all_kinds_of_faults_and_of_trainings_and_some_that_last() -> None:
     scenarios = [scenario_of(seed) for seed in range(250)]
     faults = [fault for scenario in scenarios for fault in scenario.faults]
@@ -138,6 +142,7 @@ def test_every_seed_leaves_a_core_and_can_be_written_down() -> None:
         assert parse_scenario(write_scenario(scenario), "again") == scenario
 
 
+@pytest.mark.slow
 def test_a_finding_gets_small_and_breaks_the_same(twice: None, tmp_path: Path) -> None:
     scenario = parse_scenario(ROUGH, "rough")
     assert "nothing_is_lost_or_doubled" in run_trial(scenario).broken
@@ -178,6 +183,7 @@ def test_the_timeline_tells_who_did_what() -> None:
     assert lines[-1].endswith("mac-3: came to the end after 12 steps")
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_with_the_seeds_that_are_missing(tmp_path: Path) -> None:
     record = Record(tmp_path / "state")
     trial = trial_of(6)

@@ -126,6 +126,7 @@ def replayed(name: str, tree: Path) -> Outcome:
 QUICK = ("adopted-view-is-not-saved", "objection-needs-a-majority")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in PATCHES]
 )

@@ -38,6 +38,8 @@ from hcsim.transport.hello import Hello, Membership
 from hcsim.transport.mesh import Mesh
 from hcsim.transport.wire import Wire
 
+pytestmark = pytest.mark.slow
+
 OURS = ClusterSecret(bytes(range(16)))
 HOST_KEY, FRIEND_KEY, THIEF_KEY = (NodeKey(bytes([number]) * 32) for number in (1, 2, 3))
 AT_ONCE = 8

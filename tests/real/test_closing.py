@@ -47,6 +47,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.quick_cases(1)
 def test_a_process_that_is_killed_is_noticed_though_a_child_that_it_forked_lives_on():
     async def main() -> None:
         async with RealHost(RealOptions("other")) as other:
@@ -121,6 +122,7 @@ asyncio.run(main()) if sys.argv[2] == "ended" else leave_it_as_it_stands()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["ended", "left as it stands"])
 def test_a_program_that_ends_after_it_closed_delivers_what_it_sent_whatever_the_peer_says(loop):
     async def main() -> list[int]:

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from hcsim.real.keys import load_node_key, load_secret
 from tests.real.namespaces import Machine, Process
 from tests.real.together import SLOW_KBIT, Together, join, members, together
+
+pytestmark = pytest.mark.slow
 
 BROWSE = """
 import json, time

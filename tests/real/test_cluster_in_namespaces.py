@@ -14,6 +14,8 @@ import pytest
 from tests.real.namespaces import Process
 from tests.real.together import SLOW_KBIT, Together, digest, members, plan, together
 
+pytestmark = pytest.mark.slow
+
 long = pytest.mark.namespaces_long
 STEPS = 150
 ABC = ("a", "b", "c")

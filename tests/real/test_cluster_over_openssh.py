@@ -15,6 +15,8 @@ from tests.real.namespaces import PATIENCE_S, Machine, Process
 from tests.real.secure_shell import SecureShell
 from tests.real.together import Together, digest, plan, together
 
+pytestmark = pytest.mark.slow
+
 long = pytest.mark.namespaces_long
 ENDLESS = ("--steps", "1000000")
 

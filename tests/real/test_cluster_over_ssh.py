@@ -15,6 +15,8 @@ from hcsim.units import PositiveBytes, PositiveSeconds
 from tests.real.namespaces import Process
 from tests.real.together import Together, digest, plan, together
 
+pytestmark = pytest.mark.slow
+
 SSH = """#!/bin/sh
 while [ "$1" = -o ]; do shift 2; done
 host=$1; shift

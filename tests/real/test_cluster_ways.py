@@ -10,6 +10,8 @@ import pytest
 from tests.real.namespaces import Machine, ip
 from tests.real.together import members, together
 
+pytestmark = pytest.mark.slow
+
 SLOW_KBIT = 20_000
 
 

@@ -65,6 +65,7 @@ async def flood(packets: Callable[[int], bytes], count: int, sources: list[str])
         sock.close()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sources", [["127.0.7.7"], [f"127.0.1.{n}" for n in range(1, 51)]], ids=["one", "many"])
 def test_a_flood_of_ghosts_costs_a_bounded_number_of_dials_tasks_and_descriptors(sources: list[str]) -> None:
     async def main() -> None:
@@ -188,6 +189,7 @@ async def spoofer(*, of_all: bool) -> AsyncIterator[None]:
             lying.cancel()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("of_all", [False, True], ids=["our name", "every name"])
 def test_a_machine_whose_name_a_stranger_claims_starts_under_another(of_all: bool) -> None:
     async def main() -> None:

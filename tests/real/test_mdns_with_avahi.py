@@ -15,6 +15,8 @@ from tests.real.avahi import Avahi
 from tests.real.namespaces import Machine
 from tests.real.together import Together, digest, together
 
+pytestmark = pytest.mark.slow
+
 long = pytest.mark.namespaces_long
 CONTROL_PORT = 52415
 BROWSE = """

@@ -421,6 +421,7 @@ SIZES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=40), st.integers(0, 2**32 - 1))
 def test_bytes_come_out_as_they_went_in(moves: list[tuple[bool, int]], seed: int) -> None:
@@ -450,6 +451,7 @@ SUMS |= {code: np.dtype(code) for code in "BHIQ"}
 """By what a channel adds them as."""
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.sampled_from(sorted(SUMS)),
@@ -497,6 +499,7 @@ def put_at(at: int, writer: rings.Rings, reader: rings.Rings, data: bytes) -> No
         assert reader.read(memoryview(bytearray(1))) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.sampled_from(["", *SUMS]),
@@ -1009,6 +1012,7 @@ def sleep(bell: socket.socket) -> None:
     bell.recv(64)
 
 
+@pytest.mark.slow
 def test_who_falls_asleep_while_something_comes_is_woken() -> None:
     """The answer comes in that very moment, sooner or later: dropping the second look is found within some thousand."""
     draw, one, rounds = random.Random(2).randrange, memoryview(bytearray(1)), 30_000
@@ -1025,6 +1029,7 @@ def test_who_falls_asleep_while_something_comes_is_woken() -> None:
                     sleep(bell)
 
 
+@pytest.mark.slow
 def test_who_falls_asleep_while_room_is_made_is_woken() -> None:
     left = 2_000 * 2**20
     data = memoryview(bytes(2**20))
@@ -1049,6 +1054,7 @@ while left:
 """
 
 
+@pytest.mark.slow
 def test_one_call_moves_no_more_than_the_memory_holds_however_fast_the_other_end_is() -> None:
     """It would keep all other tasks from running for as long as the frame is large."""
     size_bytes, most_bytes = 256 * 2**20, 0
@@ -1101,6 +1107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_and_read_at_once_lose_nothing(tmp_path: Path) -> None:
     """Both run at the same time, on memory that no lock guards."""
     script = tmp_path / "exchange.py"

@@ -29,7 +29,7 @@ from hcsim.units import PositiveSeconds
 from tests.conftest import free_addresses
 from tests.real.nginx import Nginx, needs_nginx
 
-pytestmark = needs_nginx
+pytestmark = [pytest.mark.slow, needs_nginx]
 SEED = 9
 PATIENT = "parameter_server:grace_s=20"
 """A worker whose connection is lost is waited for: what is learned does not depend on how soon it is back."""

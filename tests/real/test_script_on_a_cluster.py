@@ -15,6 +15,8 @@ from tests.real.namespaces import Process
 from tests.real.together import Together, together
 from tests.switches import on_switch
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import hashlib, sys, torch, torch.distributed as dist
 from torch import nn

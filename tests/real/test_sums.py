@@ -94,6 +94,7 @@ def same(found: Array, expected: torch.Tensor) -> None:
     np.testing.assert_array_equal(found.view(np.int16)[~none], bits[~none])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("dtype", HALF_WIDTH, ids=str)
 @pytest.mark.parametrize("added", [by_socket, by_ring, by_belt, by_us])
 @pytest.mark.parametrize("at_once", [WHOLE, REST])
@@ -118,6 +119,7 @@ def test_what_is_no_number_is_the_same_whoever_adds_to_it(dtype: np.dtype[Any], 
     np.testing.assert_array_equal(ours.view(np.uint16), expected.view(np.uint16))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", HALF_WIDTH, ids=str)
 @pytest.mark.parametrize("divisor", [2, 3, 7, 300])
 @pytest.mark.parametrize("at_once", [WHOLE, REST])
@@ -143,6 +145,7 @@ def test_without_a_compiler_halves_are_the_same(dtype: np.dtype[Any], monkeypatc
     same(ours, us + them)
 
 
+@pytest.mark.quick_cases(24)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.kind != "b"], ids=str)
 @pytest.mark.parametrize("added", [by_socket, by_ring, by_belt])
 @pytest.mark.parametrize("count", [1, 15, REST, 1000, 4099])

@@ -54,6 +54,7 @@ def against_raw_socket(body: Body) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: bytes, chunk_bytes: int) -> None:
@@ -69,6 +70,7 @@ def test_arbitrary_bytes_end_in_a_clear_error_and_never_in_a_frame(garbage: byte
     against_raw_socket(body)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_is_the_peers_fault(position: int, flip: int) -> None:

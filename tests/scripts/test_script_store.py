@@ -42,6 +42,7 @@ if dist.get_rank() == 0:
     assert run_well(on_switch(TWO), text).by(0) == ["same"] * 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [
     'dist.TCPStore(os.environ["MASTER_ADDR"], 29511, world, rank == 0, timedelta(seconds=9))',
     'dist.FileStore("store-of-the-script", world)',
@@ -63,6 +64,7 @@ tell([x.tolist(), store.get(f"from {{1 - rank}}").decode()])
     assert told.value(0) == told.value(1) == [[3.0] * 3, "yes"]
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_what_another_sets_and_each_call_is_a_round_trip(run_well: Runner) -> None:
     text = (
         STORE
@@ -84,6 +86,7 @@ else:
     assert round_trip_s == pytest.approx(0.010, abs=0.0005)
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_is_told_after_its_timeout(run_well: Runner) -> None:
     text = (
         STORE
@@ -100,6 +103,7 @@ except dist.DistStoreError as error:
     assert seconds == pytest.approx(7, abs=0.01)
 
 
+@pytest.mark.slow
 def test_it_goes_with_the_machine_that_keeps_it(run_text: Runner) -> None:
     text = (
         STORE
@@ -118,6 +122,7 @@ except (dist.DistNetworkError, dist.DistStoreError) as error:
     assert "the store on mac-0" in told.by(1)[-1]
 
 
+@pytest.mark.slow
 def test_large_values_are_kept_and_those_that_are_too_large_are_refused_as_such(run_well: Runner) -> None:
     text = (
         STORE

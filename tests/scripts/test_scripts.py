@@ -48,6 +48,7 @@ def minis(count: int, rate: str = "1 Gb/s") -> Scenario:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rate_bps", [1e9, 10e9])
 def test_an_all_reduce_takes_what_the_ring_takes_by_the_book(run_well: Runner, rate_bps: float) -> None:
     told = run_well(on_switch(FOUR, rate=f"{rate_bps / 1e9:g} Gb/s", latency="0.1 ms"), ALL_REDUCE)
@@ -97,6 +98,7 @@ def trained_alone() -> list[torch.Tensor]:
     return [value.detach().flatten() for value in model.parameters()]
 
 
+@pytest.mark.slow
 def test_data_parallel_training_learns_what_one_process_learns_and_the_same_each_time(run_well: Runner) -> None:
     first, again = (run_well(minis(2), DDP) for _ in range(2))
     for ours, alone in zip(first.value(0), trained_alone(), strict=True):
@@ -108,6 +110,7 @@ def test_data_parallel_training_learns_what_one_process_learns_and_the_same_each
     assert len(first.run.ranks[0].steps_s) == 4
 
 
+@pytest.mark.slow
 def test_gradients_travel_while_others_are_computed(run_well: Runner) -> None:
     """In small buckets most of them are there when the last ones come; in one, they all travel after that."""
     text = """
@@ -128,6 +131,7 @@ def test_gradients_travel_while_others_are_computed(run_well: Runner) -> None:
     assert in_buckets < 0.8 * in_one
 
 
+@pytest.mark.slow
 def test_a_call_and_a_computation_at_once_take_less_than_one_after_the_other(run_well: Runner) -> None:
     text = """
     dist.init_process_group()
@@ -151,6 +155,7 @@ def test_a_call_and_a_computation_at_once_take_less_than_one_after_the_other(run
     assert max(call_s, compute_s) <= both_s < 0.75 * (call_s + compute_s)
 
 
+@pytest.mark.slow
 def test_a_faster_link_saves_time(run_well: Runner) -> None:
     slow, fast = (run_well(minis(2, rate), DDP).run for rate in ("100 Mb/s", "10 Gb/s"))
     assert fast.seconds < 0.5 * slow.seconds
@@ -194,6 +199,7 @@ def test_a_crash_ends_the_process_and_the_others_are_told_whose_machine_it_was(r
     assert told.run.seconds < 2
 
 
+@pytest.mark.slow
 def test_a_machine_that_hangs_holds_up_the_others_for_as_long(run_well: Runner) -> None:
     text = """
     dist.init_process_group("gloo")
@@ -206,6 +212,7 @@ def test_a_machine_that_hangs_holds_up_the_others_for_as_long(run_well: Runner) 
     assert held_up == pytest.approx(undisturbed + 2.0, abs=0.15)
 
 
+@pytest.mark.slow
 def test_groups_of_some_ranks_and_messages_between_two(run_well: Runner) -> None:
     text = """
     from datetime import timedelta
@@ -228,6 +235,7 @@ def test_groups_of_some_ranks_and_messages_between_two(run_well: Runner) -> None
     assert [told.value(rank) for rank in range(4)] == [[everybody, token] for token in (0, 10, 20, 30)]
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_group_can_be_made_anew(run_well: Runner) -> None:
     text = """
     from datetime import timedelta
@@ -248,6 +256,7 @@ def test_after_a_failure_the_group_can_be_made_anew(run_well: Runner) -> None:
     assert [told.by(rank) for rank in range(2)] == [["failed", "[2.0, 2.0, 2.0, 2.0]"]] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_has_ended_is_told_in_time(run_text: Runner) -> None:
     text = """
     from datetime import timedelta
@@ -262,6 +271,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told_in_time(run_text: Runn
     assert told.run.seconds <= 41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "code", "reason"),
     [
@@ -303,6 +313,7 @@ def test_the_end_of_a_process_has_words_whatever_its_number(code: int, said: str
     assert ended_how(code) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", ["dist.init_process_group('gloo'); dist.barrier()", "dist.TCPStore('x', 1).get('y')"])
 def test_who_begins_to_wait_for_a_rank_that_has_failed_before_is_told_too(run_text: Runner, waits: str) -> None:
     text = f"""
@@ -319,6 +330,7 @@ def test_who_begins_to_wait_for_a_rank_that_has_failed_before_is_told_too(run_te
     assert told.run.seconds < 40
 
 
+@pytest.mark.slow
 def test_a_group_without_the_rank_that_has_failed_goes_on(run_text: Runner) -> None:
     text = """
     rank = int(os.environ["RANK"])
@@ -334,6 +346,7 @@ def test_a_group_without_the_rank_that_has_failed_goes_on(run_text: Runner) -> N
     assert [told.value(rank) for rank in (0, 1)] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_started_again_after_its_script_failed_takes_part_again(run_text: Runner) -> None:
     text = """
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -368,6 +381,7 @@ def test_the_clock_and_sleep_are_the_machines_own(run_well: Runner) -> None:
     assert told.run.seconds == pytest.approx(3600.001, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_timeit_takes_the_machines_time_too(run_well: Runner) -> None:
     text = """
     import timeit
@@ -378,6 +392,7 @@ def test_timeit_takes_the_machines_time_too(run_well: Runner) -> None:
     assert ahead_s == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wait", "ends"),
     [
@@ -402,6 +417,7 @@ def test_who_waits_for_other_processes_and_threads_waits_no_longer_than_it_said(
     assert told.run.seconds == 0
 
 
+@pytest.mark.slow
 def test_who_sets_no_seed_draws_its_own_numbers_and_always_the_same(run_well: Runner) -> None:
     text = """
     import random
@@ -435,6 +451,7 @@ def test_what_a_script_begins_with_is_imported_early(tmp_path: Path, before: byt
     assert import_and_list(script) == (["scipy.constants"] if early else [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FORKS, reason="every rank begins anew here")
 def test_early_means_once_for_all_ranks(tmp_path: Path, processes: Processes) -> None:
     script = tmp_path / "script.py"
@@ -467,6 +484,7 @@ print(*(name for name in ("pandas", "sklearn", "scipy.constants") if name in sys
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -481,6 +499,7 @@ def test_what_cannot_be_imported_is_the_scripts_own_error(run_text: Runner, text
     assert all(said in " ".join(told.by(rank)) for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_a_call_that_nobody_waits_for_comes_to_its_end(run_well: Runner) -> None:
     """A script may ask whether it is over again and again: each time takes a moment."""
     text = """
@@ -496,6 +515,7 @@ def test_a_call_that_nobody_waits_for_comes_to_its_end(run_well: Runner) -> None
     assert told.value(0) == told.value(1) == [True, 2.0 * (1 << 16)]
 
 
+@pytest.mark.slow
 def test_processes_that_load_data_are_no_ranks(run_well: Runner) -> None:
     text = """
     class Squares(torch.utils.data.Dataset):
@@ -512,6 +532,7 @@ def test_processes_that_load_data_are_no_ranks(run_well: Runner) -> None:
     assert told.value(0) == [[0, 1, 4, 9], [16, 25, 36, 49]]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_no_rank_sleeps_trains_and_is_told_that_it_has_no_group(run_well: Runner) -> None:
     text = """
     import multiprocessing
@@ -542,6 +563,7 @@ def test_a_process_that_is_no_rank_sleeps_trains_and_is_told_that_it_has_no_grou
     assert told.run.ranks[0].steps_s == []
 
 
+@pytest.mark.slow
 def test_large_and_small_arrays_share_the_memory_without_touching_each_other(run_well: Runner) -> None:
     text = """
     dist.init_process_group("gloo")
@@ -561,6 +583,7 @@ def test_large_and_small_arrays_share_the_memory_without_touching_each_other(run
     assert told.value(0) == told.value(1) == expected
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_charged_for_what_a_rank_holds(run_well: Runner) -> None:
     """On twice as many ranks an optimizer has half to do on each."""
     text = """
@@ -583,6 +606,7 @@ def test_sharded_parameters_are_charged_for_what_a_rank_holds(run_well: Runner) 
     assert (two_s - overhead_s) == pytest.approx(2 * (four_s - overhead_s), rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_printed_comes_in_the_order_of_virtual_time(run_well: Runner) -> None:
     text = """
     rank = int(os.environ["RANK"])
@@ -604,6 +628,7 @@ def test_what_is_printed_comes_in_the_order_of_virtual_time(run_well: Runner) ->
     ]
 
 
+@pytest.mark.slow
 def test_the_trace_tells_of_steps_and_ends(run_well: Runner) -> None:
     events: list[Any] = []
     run_well(minis(2), DDP, sink=events.extend)

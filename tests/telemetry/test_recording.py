@@ -103,6 +103,7 @@ def test_the_links_of_an_earlier_life_still_count() -> None:
         assert total(metrics, "hcsim_link_sent_bytes_total") == sent_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compressor", "ratio"), [("topk:0.01+ef", 47.4), ("int8", 3.9), ("none", 1.0), ("zstd", 1.8)])
 def test_training_tells_its_steps_its_bytes_and_where_the_time_went(compressor: str, ratio: float) -> None:
     settings = Training(task="digits", compressor=compressor, steps=3)
@@ -138,6 +139,7 @@ def test_the_trace_ends_with_the_figures_and_its_digest_does_not_depend_on_who_l
     assert (*figures[0][:1], "metric", "mac-0", "hcsim_collectives_total", "operation=all_reduce", 2) in figures
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_the_same_figures_every_time(tmp_path: Path) -> None:
     texts = []
     for number in range(2):

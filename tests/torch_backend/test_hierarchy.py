@@ -35,6 +35,7 @@ def _both_ways(machines: list[list[int]], op: str) -> list[tuple[Tensor, Tensor]
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [TWO_BY_TWO, ONE_AND_THREE])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
 def test_two_levels_come_to_the_same_as_one(ranks: Ranks, machines: list[list[int]], op: str) -> None:

@@ -74,6 +74,7 @@ def _remembered(state: dict[str, Any]) -> dict[str, Array]:
     return {name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", WITH_FEEDBACK)
 def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
     size = 3
@@ -87,6 +88,7 @@ def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
         np.testing.assert_allclose(delivered + owed, sent.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", WITH_FEEDBACK)
 def test_all_ranks_get_the_same_bits(ranks: Ranks, spec: str) -> None:
     answers = ranks.run(_some_steps, spec, size=3)
@@ -165,6 +167,7 @@ def _trained(spec: str) -> float:
     return float(right.float().mean())
 
 
+@pytest.mark.slow
 def test_one_percent_with_feedback_learns_the_digits_as_well_as_all_of_it(ranks: Ranks) -> None:
     dense, compressed = (ranks.run(_trained, spec, size=2)[0] for spec in ("", "topk:0.01+ef"))
     assert dense > 0.95
@@ -194,6 +197,7 @@ def _values(rank: int, number: int) -> Tensor:
     return torch.from_numpy(generator(rank, "values", number).standard_normal(5000, np.float32))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("spec", "error"), [("int8", 0.08), ("bf16", 0.05), ("zstd", 1e-6)])
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 def test_a_group_may_compress_its_large_sums(ranks: Ranks, spec: str, error: float, op: str) -> None:
@@ -317,6 +321,7 @@ def _many_calls(meeting: Meeting) -> tuple[int, Tensor]:
     return tracemalloc.get_traced_memory()[0], tensor
 
 
+@pytest.mark.slow
 def test_calls_use_the_memory_of_those_before_them(ranks: Ranks) -> None:
     for held, tensor in ranks.run(_many_calls, size=2, backend=""):
         assert torch.equal(tensor, torch.ones_like(tensor))

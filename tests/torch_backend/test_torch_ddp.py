@@ -52,6 +52,7 @@ def train(way: str) -> None:
     compare(history, alone(size, side=side), exact=size == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ddp_trains_as_one_process_does(ranks: Ranks, way: str) -> None:
     for size in (2, 3, 4) if way == "plain" else (3,):
@@ -77,6 +78,7 @@ def accumulate() -> None:
     compare(history, alone(), exact=False)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_accumulated_without_synchronising(ranks: Ranks) -> None:
     ranks.run(accumulate, size=2)
 

@@ -76,6 +76,7 @@ def lose_before_the_first_call(us: Meeting) -> tuple[tuple[str, str], list[float
     return seen(lambda: dist.all_reduce(torch.ones(3))), go_on(us)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("lose", [lose_in_all_reduce, lose_in_barrier, lose_before_the_first_call])
 @pytest.mark.parametrize("size", [2, 4])
 def test_survivors_name_the_lost_rank_and_go_on(ranks: Ranks, lose: Callable[..., Any], size: int) -> None:
@@ -129,6 +130,7 @@ def emulated(before: int, after: int) -> list[list[Tensor]]:
     return history
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_rank_died_in_its_backward_pass(ranks: Ranks) -> None:
     *survivors, lost = ranks.answers(lose_in_backward, size=3, backend="")
     assert lost == Killed()
@@ -197,6 +199,7 @@ def disagree(what: str) -> tuple[str, str]:
     return seen(lambda: [acts[what](), dist.barrier()])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "what",
     ["shape", "dtype", "dtype of what is moved", "operation, where all wait", "root, where all wait", "reduction"],

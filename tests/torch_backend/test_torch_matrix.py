@@ -16,6 +16,7 @@ def found(ranks: Ranks) -> dict[str, Found]:
     return {backend: find(ranks, backend) for backend in BACKENDS}
 
 
+@pytest.mark.slow
 def test_what_works_with_gloo_works_with_hcsim(found: dict[str, Found]) -> None:
     worse = {probe: text for probe, text in found["hcsim"].items() if text and not found["gloo"][probe]}
     assert set(worse) <= REFUSED_BY_TORCH, worse
@@ -25,6 +26,7 @@ def test_the_readme_has_the_table(found: dict[str, Found]) -> None:
     assert shown() == table(found), "python -m tests.torch_backend.matrix writes the table into docs/reference/torch.md"
 
 
+@pytest.mark.slow
 def test_three_ranks_can_do_what_four_can(ranks: Ranks, found: dict[str, Found]) -> None:
     of_three = find(ranks, "hcsim", size=3)
     assert {probe: text for probe, text in of_three.items() if text and not found["hcsim"][probe]} == {}

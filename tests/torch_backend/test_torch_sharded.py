@@ -61,6 +61,7 @@ def train_sharded(options: dict[str, Any]) -> None:
     compare(history, alone(size), exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_fully_shard_trains_as_one_process_does(ranks: Ranks, reshard: bool) -> None:
     for size in (2, 3, 4) if reshard else (3,):
@@ -78,6 +79,7 @@ def train_mixed() -> list[Tensor]:
     return whole(model)
 
 
+@pytest.mark.slow
 def test_fully_shard_in_mixed_precision_trains_as_with_gloo(ranks: Ranks) -> None:
     of_hcsim = ranks.run(train_mixed, size=2)
     compare(of_hcsim, ranks.run(train_mixed, size=2, backend="gloo"), exact=True)
@@ -99,6 +101,7 @@ def train_split() -> None:
     compare(history, alone(), exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_layers_split_by_columns_and_rows_train_as_whole_ones(ranks: Ranks, size: int) -> None:
     ranks.run(train_split, size=size)
@@ -153,6 +156,7 @@ def train_piped(name: str) -> None:
             compare([now], [expected[number][step]], exact=True)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_a_pipeline_trains_as_one_process_does(ranks: Ranks, name: str) -> None:
     for size in (2, 4) if name == "1F1B" else (2,):
@@ -186,6 +190,7 @@ def load(folder: str) -> tuple[list[Tensor], list[Tensor]]:
     return before, whole(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("savers", "loaders"), [(4, 2), (2, 3)])
 def test_a_checkpoint_of_some_ranks_is_loaded_by_others(
     ranks: Ranks, tmp_path: Path, savers: int, loaders: int

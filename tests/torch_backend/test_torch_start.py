@@ -37,6 +37,7 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_torch_knows_the_backend_and_has_loaded_nothing_of_it(installed: dict[str, str]) -> None:
     program = """
 import sys
@@ -53,6 +54,7 @@ dist.destroy_process_group()
     assert done.stdout.split() == ["hcsim", "3.0"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_backend_may_be_imported_before_torch(installed: dict[str, str]) -> None:
     """torch then looks for it in the middle of its own import."""
     program = "import hcsim.torch_backend, torch.distributed as dist; print('HCSIM' in dist.Backend._plugins)"
@@ -60,6 +62,7 @@ def test_the_backend_may_be_imported_before_torch(installed: dict[str, str]) -> 
     assert done.stdout.split() == ["True"], done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_again_and_it_goes_on_from_its_checkpoint(installed: dict[str, str], tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = run(*torchrun, "-m", "tests.torch_backend.resumed", str(tmp_path), environment=installed)

@@ -82,6 +82,7 @@ def train_as_member(us: Meeting, homes: list[str]) -> tuple[float, str]:
     return float(tensor[-1]), ""
 
 
+@pytest.mark.slow
 def test_members_of_a_cluster_reduce_under_tls(
     new_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_members_of_a_cluster_reduce_under_tls(
     assert new_ranks.run(train_as_member, [home] * 3, size=3, backend="") == [(6.0, "")] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_secret_is_refused(
     new_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_what_loses_nothing_gives_the_sum(spec: str, ranks: int) -> None:
         np.testing.assert_allclose(theirs[0], exact(ranks), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("spec", [*EXACT, *LOSSY, *(f"{spec}+ef" for spec in LOSSY)])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_all_ranks_hold_the_same_bits(spec: str, bucket_bytes: int) -> None:
@@ -83,6 +84,7 @@ def test_all_ranks_hold_the_same_bits(spec: str, bucket_bytes: int) -> None:
         assert len({theirs[step].tobytes() for theirs in sums}) == 1
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("spec", [f"{spec}+ef" for spec in LOSSY])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_error_feedback_conserves_what_all_ranks_put_in(spec: str, ranks: int) -> None:
@@ -104,6 +106,7 @@ def test_what_is_quantised_twice_is_near_the_sum(spec: str) -> None:
     np.testing.assert_allclose(sums[0][0], exact(4), atol=2 * 4 * largest * steps[spec])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.sampled_from(["int8+ef", "topk:0.2+ef", "zstd", "powersgd:2"]), st.integers(1, 2000))
 @settings(max_examples=25)
 def test_buckets_of_any_size_give_every_rank_the_same(ranks: int, spec: str, bucket_bytes: int) -> None:
@@ -133,6 +136,7 @@ def test_a_hierarchy_sums_over_all_and_compresses_between_homes_only(spec: str) 
         assert np.corrcoef(sums[0][0], exact(5))[0, 1] > 0.9
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average_through_both_encodings() -> None:
     """The mean over many steps of one input. Were the sum rounded with the draws of its parts, it would be off."""
     steps, ranks = 300, 2
@@ -153,6 +157,7 @@ def test_stochastic_rounding_is_right_on_average_through_both_encodings() -> Non
     assert error < 0.04  # three roundings of at most half a scale each: about 0.5 · √3 / √300
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("spec", ["none", "zstd", *LOSSY, *(f"{spec}+ef" for spec in LOSSY)])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
 def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks_and_the_group_goes_on(spec: str, value: float) -> None:

@@ -17,6 +17,7 @@ SAMPLES = st.integers(1, 60)
 STEPS = st.integers(0, 30)
 
 
+@pytest.mark.slow
 @given(SAMPLES, SIZES, st.integers(0, 5), STEPS)
 def test_all_ranks_together_see_what_one_process_sees_in_the_same_order(
     samples: int, sizes: list[int], seed: int, step: int
@@ -28,6 +29,7 @@ def test_all_ranks_together_see_what_one_process_sees_in_the_same_order(
     assert tuple(map(len, parts)) == together.counts(step)
 
 
+@pytest.mark.slow
 @given(SAMPLES, SIZES, st.integers(0, 3))
 def test_an_epoch_has_every_sample_once(samples: int, sizes: list[int], epoch: int) -> None:
     batches = Batches(samples, sizes, seed=3)
@@ -71,6 +73,7 @@ def test_shards_share_nothing_and_leave_nothing_out(samples: int, sizes: list[in
     assert tuple(map(len, shards)) == dealt(samples, sizes)
 
 
+@pytest.mark.slow
 @given(SAMPLES, SIZES, st.integers(0, 2))
 def test_a_worker_of_its_own_goes_through_its_shard_by_epochs(samples: int, sizes: list[int], epoch: int) -> None:
     batches = Batches(samples, sizes, seed=9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hcsim.config import Training
 from hcsim.launch.virtual import simulate_training
 from tests.training.clusters import quiet_cluster
@@ -18,6 +20,7 @@ def accuracy(compressor: str) -> float:
     return score.accuracy
 
 
+@pytest.mark.slow
 def test_with_error_feedback_a_fraction_of_the_bytes_teaches_as_much_and_without_it_one_percent_does_not() -> None:
     dense = accuracy("none")
     assert dense > 0.95

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 
 
+@pytest.mark.slow
 def test_a_node_counts_the_steps_that_it_took_and_none_that_the_others_took_without_it() -> None:
     events: list[Event] = []
     outcome = simulate_cluster("four-macs-churn", sink=events.extend)

@@ -31,6 +31,7 @@ def drawn(name: str, length: int = LENGTH) -> np.ndarray[Any, np.dtype[np.float3
     return generator(0, name).standard_normal(length, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs", "settings"), PAIRS, ids=repr)
 def test_it_follows_gradients_as_torch_does(
     ours: Optimizer, theirs: Callable[..., torch.optim.Optimizer], settings: dict[str, Any]

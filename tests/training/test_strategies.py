@@ -32,6 +32,7 @@ def alone(settings: Training, ranks: int) -> Array:
     return learned(replace(settings, strategy="single", compressor="none"), ranks)[0]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "centralized", "direct", "halving_doubling", "auto"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_many_ranks_learn_what_one_process_learns_from_the_joined_batch(algorithm: str, ranks: int) -> None:
@@ -90,6 +91,7 @@ def test_local_sgd_averages_what_ranks_learned_alone() -> None:
     np.testing.assert_allclose(ours, (16 * by_itself(0) + 48 * by_itself(1)) / 64, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_diloco_steps_with_nesterov_momentum_over_the_average_way() -> None:
     """One inner step of plain SGD makes the way lr times the mean gradient: torch's SGD does the rest."""
     import torch
@@ -113,6 +115,7 @@ def test_diloco_steps_with_nesterov_momentum_over_the_average_way() -> None:
     np.testing.assert_allclose(ours, parameters.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "compressor", ["none", "topk:0.05+ef", "randomk:0.1", "int8+ef", "onebit", "fp16", "powersgd:2+ef"]
 )
@@ -133,6 +136,7 @@ def test_phantoms_take_the_time_and_the_bytes_of_what_they_stand_for(
     assert [report.duration_s for report in phantom] == pytest.approx([report.duration_s for report in real])
 
 
+@pytest.mark.slow
 def test_buckets_travel_while_the_backward_pass_goes_on() -> None:
     """With buckets of its blocks the exchange of one hides behind the computing of the next."""
     scenario = load_scenario("eight-macs-2.5gbe")

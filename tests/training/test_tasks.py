@@ -50,6 +50,7 @@ def text_modules() -> list[nn.Module]:
 # The registry.
 
 
+@pytest.mark.slow
 def test_every_name_has_its_task() -> None:
     assert tuple(TASKS) == (*REAL, "slopes", *SHAPES)
     for name in TASKS:
@@ -234,6 +235,7 @@ for name in ("digits", "text", "convex"):
 """
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_bits_in_every_process_whatever_its_threads() -> None:
     elsewhere = subprocess.run(
         [sys.executable, "-c", DIGEST],
@@ -267,6 +269,7 @@ def train(found: Task, steps: int, workers: int, seed: int = 0) -> Replica:
     return replica
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_two_hundred_steps_of_eight_workers() -> None:
     score = task("digits").score(train(task("digits"), 200, workers=8).parameters)
     assert score is not None
@@ -282,6 +285,7 @@ def test_digits_held_out_are_not_trained_on() -> None:
     assert labels.min() >= 25  # every digit is asked for
 
 
+@pytest.mark.slow
 def test_text_is_learned() -> None:
     found = task("text")
     before, after = (found.score(train(found, steps, workers=1).parameters) for steps in (0, 30))
@@ -290,6 +294,7 @@ def test_text_is_learned() -> None:
     assert after.loss < 3.0 < before.loss
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_bytes_everywhere() -> None:
     assert (
         hashlib.sha256(text.corpus().encode()).hexdigest()
@@ -436,6 +441,7 @@ def torch_resnet50() -> list[nn.Module]:
     return modules
 
 
+@pytest.mark.slow
 def test_every_block_of_resnet50_costs_what_torch_counts() -> None:
     with torch.device("meta"):
         modules, flowing = torch_resnet50(), torch.zeros(1, 3, 224, 224)
@@ -483,6 +489,7 @@ def test_a_model_of_shapes_learns_nothing_and_moves_nothing(name: str) -> None:
     assert found.score(replica.parameters) is None
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_for_what_does_without() -> None:
     program = f"""
 import sys
@@ -499,6 +506,7 @@ print([name for name in ("torch", "sklearn") if name in sys.modules])
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_no_more_is_imported_for_training_than_torch_itself() -> None:
     """torch's compiler, sympy, or all of scikit-learn, would take as long again before the first step."""
     program = """
@@ -520,6 +528,7 @@ print(torch.get_deterministic_debug_mode(), torch.get_num_threads())
     assert done.stdout.splitlines() == ["[]", "1 1"], "and yet results are a function of the input alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_file", [True, False])
 def test_digits_are_scikit_learns_wherever_it_keeps_them(monkeypatch: pytest.MonkeyPatch, is_file: bool) -> None:
     from sklearn.datasets import load_digits  # a second, which every worker would spend at its beginning
@@ -585,6 +594,7 @@ def test_bytes_are_those_of_all_results_written_and_read() -> None:
     assert task("digits").blocks[3].moved_bytes == 2 * 10 * 4
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_backward_pass_is_twice_the_forward_pass(name: str) -> None:
     found = task(name)

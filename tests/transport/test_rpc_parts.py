@@ -79,6 +79,7 @@ def received(messages: list[Outgoing], order: list[int]) -> list[list[np.ndarray
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 @given(st.lists(values, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=60), st.integers(1, 40))
 @settings(max_examples=100)
 def test_values_arrive_as_they_were_sent_however_their_pieces_are_mixed(sent, order, segment_bytes):
@@ -183,7 +184,7 @@ class References(RuleBasedStateMachine):
             assert self.owner.lent == 0
 
 
-TestReferences = References.TestCase
+TestReferences = pytest.mark.slow(References.TestCase)
 TestReferences.settings = settings(max_examples=60, stateful_step_count=30)
 
 

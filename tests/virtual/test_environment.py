@@ -43,6 +43,7 @@ def begun(scenario: Scenario) -> tuple[World, dict[str, asyncio.Future[Report]]]
     return world, world.begin(training_on(scenario))
 
 
+@pytest.mark.slow
 def test_peek_and_step_move_a_whole_training() -> None:
     scenario = load_scenario("four-macs-1gbe")
     world, reports = begun(scenario)

@@ -274,6 +274,7 @@ def test_who_says_where_a_frame_goes_may_end_the_channel(pumps, size):
     world.run(main())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("then_pumps", [False, True])
 @pytest.mark.parametrize("pumps", [False, True])
 def test_who_was_cancelled_when_all_had_come_has_lent_its_place_no_longer(pumps, then_pumps):

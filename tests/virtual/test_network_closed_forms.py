@@ -52,6 +52,7 @@ def textbook_s(algorithm: str, world: int, link: tuple[str, str, int], arity: in
     return closed_form(algorithm, world, size_bytes, latency_s, RATES_BPS[rate] / 8, arity, HEADER_BYTES)
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("link", [*LINKS, *TINY])
 @pytest.mark.parametrize(
     ("algorithm", "world"),
@@ -69,6 +70,7 @@ def test_an_all_reduce_takes_the_time_of_its_formula(algorithm, world, link):
     assert simulated_s(algorithm, world, link) == pytest.approx(wanted_s, abs=10 * NS)  # its clock has whole ones
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "recursive_doubling", "halving_doubling"])
 def test_a_message_that_is_cut_takes_no_longer(algorithm, world):

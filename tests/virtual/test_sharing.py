@@ -386,6 +386,7 @@ def apply(sharing: Sharing, resources: list[Resource], flows: list[Flow], op: tu
         sharing.set_capacity(resource, value)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(worlds(), operations(), st.sampled_from([1, 2, 12]))
 def test_after_any_history_the_rates_are_those_of_progressive_filling(

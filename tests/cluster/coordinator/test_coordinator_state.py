@@ -155,7 +155,7 @@ class Coordinated(RuleBasedStateMachine):
         assert [question for question in range(1, self.questions + 1) if question not in self.answers] == []
 
 
-TestCoordinated = Coordinated.TestCase
+TestCoordinated = pytest.mark.slow(Coordinated.TestCase)
 TestCoordinated.settings = settings(max_examples=150, stateful_step_count=40)
 
 

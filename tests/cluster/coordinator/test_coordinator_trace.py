@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 GUARD_S = 60
 
@@ -78,6 +80,7 @@ def run(hash_seed: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_coordinated_run_has_one_trace():
     once, again = run(1), run(2)
     assert once == again

@@ -34,6 +34,7 @@ def check(faulty: Outcome, chosen: Training) -> None:
     assert faulty.sha256() == reference(key, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", ["none", "topk:0.05+ef", "int8+ef", "powersgd:2+ef"])
 def test_a_crash_at_any_moment_of_a_step_changes_only_who_takes_part(compressor: str) -> None:
     """In the reduction, in the vote, and between the vote and the update: each member's turn comes."""
@@ -47,6 +48,7 @@ def test_a_crash_at_any_moment_of_a_step_changes_only_who_takes_part(compressor:
     assert len(plans) > 2
 
 
+@pytest.mark.slow
 @settings(max_examples=25, derandomize=True)
 @given(
     times=st.lists(st.floats(0.0, 0.14), min_size=1, max_size=3),
@@ -62,6 +64,7 @@ def test_several_crashes_at_any_time_leave_survivors_that_agree(
     check(train(SWITCH, CONVEX, first=ABCD, plan=plan, faults=crashes), CONVEX)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("kind", ["reset", "reset in a frame", "pause", "partition", "one way"])
 def test_links_and_members_that_fail_for_a_while_cost_time_and_nothing_else(kind: str, number: int) -> None:
@@ -79,6 +82,7 @@ def test_links_and_members_that_fail_for_a_while_cost_time_and_nothing_else(kind
     assert sorted(faulty.cluster.done) == list(ABCD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "hierarchical"])
 def test_other_strategies_that_step_together_go_on_as_well(strategy: str) -> None:
     chosen = replace(CONVEX, strategy=strategy, timeout_s=PositiveSeconds(2.0))
@@ -127,6 +131,7 @@ def test_a_newcomer_learns_with_the_others_from_the_next_step_on_and_no_step_is_
     grown.sha256()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", range(8))
 def test_a_crash_while_state_is_handed_over_leaves_the_newcomer_with_all_or_nothing(number: int) -> None:
     """A model of 4 KB takes 4 ms on this line; the giver, the taker or a bystander dies."""
@@ -149,6 +154,7 @@ def test_the_last_one_left_trains_to_the_end() -> None:
     check(last, CONVEX)
 
 
+@pytest.mark.slow
 def test_the_same_faults_give_the_same_trace() -> None:
     crash = Crash(at_s=Seconds(0.031), node="a")
     runs = [train(SWITCH, CONVEX, first=ABCD, plan=[(4, "bcde")], faults=[crash]).digest for _ in range(2)]

@@ -49,6 +49,7 @@ def regrouping(*times: float) -> object:
     return prepare
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "int8+ef"])
 def test_every_push_counts_once_however_often_the_server_starts_anew(compressor: str) -> None:
     chosen = replace(SYNC, compressor=compressor)
@@ -65,6 +66,7 @@ def test_every_push_counts_once_however_often_the_server_starts_anew(compressor:
     np.testing.assert_allclose(total, gradients, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "randomk:0.1+ef", "powersgd:2+ef", "zstd"])
 def test_the_standby_has_the_servers_bits_however_it_is_told(compressor: str) -> None:
     """Whether as averaged gradients or as what workers pushed: members compare, whenever a view begins."""
@@ -74,6 +76,7 @@ def test_the_standby_has_the_servers_bits_however_it_is_told(compressor: str) ->
     assert outcome.sha256() == train(SWITCH, chosen).sha256()
 
 
+@pytest.mark.slow
 def test_what_the_standby_is_told_is_as_small_as_what_workers_push() -> None:
     """A server sends each of its three remote workers the model, and the standby what all four have pushed."""
 
@@ -97,6 +100,7 @@ def test_a_server_that_is_far_away_behind_a_tunnel_is_reached() -> None:
     assert sorted(train(far, placed).cluster.done) == list("abcd")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", range(10))
 def test_the_next_member_takes_over_from_a_server_that_dies_at_any_moment(number: int) -> None:
     """The round under way is of the three others; with the batches that they had, or with new ones."""
@@ -118,6 +122,7 @@ def test_the_next_member_takes_over_from_a_server_that_dies_at_any_moment(number
     assert sum(np.allclose(found, each, rtol=1e-4, atol=1e-4) for each in tried) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "faults",
@@ -140,6 +145,7 @@ def test_training_comes_to_its_end_with_one_model(mode: str, faults: list[AnyFau
     assert {*outcome.cluster.done} == {*"abcd"} - dead
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(9))
 def test_members_that_all_stand_still_for_longer_than_their_patience_try_again(number: int, mode: str) -> None:
@@ -149,6 +155,7 @@ def test_members_that_all_stand_still_for_longer_than_their_patience_try_again(n
     outcome.sha256()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_come_and_go_and_the_server_goes_too(mode: str) -> None:
     events = {name: asyncio.Event() for name in "abcd"}
@@ -186,6 +193,7 @@ class Owing:
         return sent
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("leaver", ["d", "a"])
 def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
     """Also the server's own. The round after its last may have the batches that were dealt out with it, or without."""
@@ -219,6 +227,7 @@ def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
     assert not any(matches(if_last_in(*each, pays=False)) for each in tried)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("times", [[3, 4, 5], range(3, 20)])
 def test_gradients_that_are_not_finite_cost_other_attempts_and_nothing_else(times: Sequence[int]) -> None:
     def spoil(number: int, gradients: np.ndarray) -> None:
@@ -261,6 +270,7 @@ def started_anew(
     return again, [point.step for point in again.watchers["a"].points]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", ["abcd", "bacd", "cdba"])
 def test_after_all_have_started_anew_training_goes_on_from_what_the_server_saved(mode: str, order: str) -> None:
@@ -273,6 +283,7 @@ def test_after_all_have_started_anew_training_goes_on_from_what_the_server_saved
         assert outcome.sha256() == train(SWITCH, settings).sha256()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -> None:
     """Though nothing was saved before: whoever holds the server's state saves it when it goes."""
@@ -301,6 +312,7 @@ def test_after_all_have_left_training_goes_on_from_what_was_trained(mode: str) -
     again.sha256()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", range(12))
 def test_what_the_servers_own_worker_owes_is_saved_as_of_the_same_update(number: int) -> None:
     """Alone, it ends with the bits of one that never crashed: no push is in it twice, and none is missing."""

@@ -89,6 +89,7 @@ def worlds(outcome: Outcome, steps: int) -> list[int]:
     return [len(next(names for at, names in reversed(plan) if at <= step)) for step in range(steps)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["ddp", "hierarchical"])
 @pytest.mark.parametrize("compressor", EVERY_KIND)
 def test_what_is_sent_and_what_is_owed_make_all_gradients_over_retries_absence_and_an_orderly_leave(
@@ -169,6 +170,7 @@ def spoiled(times: Sequence[int]) -> Linear:
     return Linear(spoil)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "int8+ef", "powersgd:2+ef"])
 @pytest.mark.parametrize("times", [[3], [3, 4, 5]])
 def test_a_gradient_that_is_not_finite_costs_another_attempt_and_nothing_else(
@@ -187,6 +189,7 @@ def test_a_gradient_that_is_not_finite_each_time_ends_training_with_the_node_the
             raise outcome.error(name)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("times", [[3], range(3, 20)])
 def test_what_grows_too_large_on_the_way_is_tried_again_too(times: Sequence[int]) -> None:
     def spoil(number: int, gradients: np.ndarray) -> None:
@@ -250,6 +253,7 @@ def left_and_started_anew(steps: dict[str, int], chosen: Training, **options: An
     return first, train(SWITCH, chosen, prepare=with_disks, checkpoints=saving, lineage="another", **options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef", "powersgd:2+ef"])
 def test_after_all_have_left_training_goes_on_as_if_nobody_had(compressor: str) -> None:
     chosen = replace(CONVEX, compressor=compressor)
@@ -436,6 +440,7 @@ def test_who_dies_between_exchanges_takes_its_way_with_it_and_the_others_ways_co
     np.testing.assert_allclose(survivor.learner.replica.parameters, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["local_sgd:2", "diloco:3"])
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef"])
 def test_members_come_and_go_between_exchanges(strategy: str, compressor: str) -> None:

@@ -161,6 +161,7 @@ def test_a_real_member_that_is_lost_is_done_without(addresses: Callable[[int], l
     assert first.sha256 in ends
 
 
+@pytest.mark.slow
 def test_over_the_internet_a_vote_of_three_takes_hardly_longer_than_one_of_four() -> None:
     """It crosses the line between the homes once, also where the members are no power of two.
 

@@ -82,6 +82,7 @@ def checkpoint_of_long_ago(strategy: str) -> dict[str, bytes]:
     return dict(first.cluster.world.host("c").store.records)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["ddp", "diloco:2", "parameter_server"])
 def test_one_that_left_long_ago_takes_over_what_a_cluster_has_that_began_without_it(strategy: str):
     disk = checkpoint_of_long_ago(strategy)

@@ -89,6 +89,7 @@ def train(kind: str) -> None:
             module, ours = other, again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("diloco", 2), ("diloco", 3), ("local sgd", 4)])
 def test_ranks_move_as_the_emulation_does_weighted_by_samples_and_after_a_restart(
     ranks: Ranks, kind: str, size: int

@@ -87,6 +87,7 @@ def train(schedule: Schedule, microbatches: int) -> int:
     return ours.most_kept
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gradients_are_those_of_the_whole_model_and_1f1b_keeps_less(ranks: Ranks, size: int) -> None:
     assert ranks.run(train, "gpipe", 6, size=size) == [6] * size

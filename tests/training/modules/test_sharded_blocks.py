@@ -95,6 +95,7 @@ def train(optimizer: str) -> None:
     assert float(ours[1].block.seen) == 8 * ROWS  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("size", "optimizer"), [(2, "sgd"), (3, "adam"), (4, "sgd")])
 def test_every_step_is_that_of_one_process(ranks: Ranks, size: int, optimizer: str) -> None:
     ranks.run(train, optimizer, size=size)

@@ -65,6 +65,7 @@ def test_the_undisturbed_job_does_what_one_process_does():
     assert sorted(job.counted) == [(name, version + 1) for name in NAMES for version in range(STEPS)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mid_frame", [True, False])
 @pytest.mark.parametrize("at_s", [0.1, 0.104, 0.108])
 def test_after_a_reset_a_worker_calls_again_and_its_push_counts_once(at_s: float, mid_frame: bool):
@@ -76,6 +77,7 @@ def test_after_a_reset_a_worker_calls_again_and_its_push_counts_once(at_s: float
     assert job.digests == undisturbed().digests
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -95,6 +97,7 @@ def test_a_short_trouble_changes_no_bit(fault: Any):
     assert job.bench.digest == undisturbed().bench.digest
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "fault",
     [Partition(at_s=0.1, sides=(("a",), ("s",)), duration_s=0.7), Pause(at_s=0.1, node="a", duration_s=0.7)],
@@ -139,6 +142,7 @@ def test_workers_give_up_when_the_server_is_gone_for_good():
     assert job.world.loop.time() < 0.1 + POLICY.silence_s + POLICY.patience_s + 1.0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 def test_each_push_counts_once_in_the_other_modes_too(mode: Any):
     policy = Policy(mode=mode, staleness=4, deadline_s=2.0, grace_s=0.5, patience_s=20.0, linger_s=2.0)
@@ -150,6 +154,7 @@ def test_each_push_counts_once_in_the_other_modes_too(mode: Any):
     assert {*job.digests.values()} == {job.bench.digest}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["topk:0.1+ef", "powersgd:2+ef"])
 def test_what_error_feedback_owes_is_right_after_stale_and_repeated_pushes(compressor: str):
     """A left-behind worker's residual is as if its stale push had never been encoded."""
@@ -183,6 +188,7 @@ def troubles(draw: st.DrawFn) -> Any:
             return Partition(at_s=at_s, sides=((worker,), ("s",)), duration_s=draw(SPELLS), oneway=flag)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.lists(troubles(), min_size=1, max_size=5),
@@ -199,6 +205,7 @@ def test_after_any_troubles_all_have_the_final_model_and_every_push_has_counted_
         assert job.bench.digest == undisturbed().bench.digest
 
 
+@pytest.mark.slow
 def test_the_same_troubles_leave_the_same_trace():
     def trace() -> str:
         job = Job(
@@ -213,6 +220,7 @@ def test_the_same_troubles_leave_the_same_trace():
 # Resuming.
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["none", "topk:0.1+ef"])
 def test_a_server_that_is_started_again_goes_on_and_no_push_is_lost_or_doubled(compressor: str):
     calm = Job(world_with(), total=STEPS, compressor=compressor)
@@ -403,6 +411,7 @@ def test_when_all_data_are_used_up_training_ends_before_its_time():
     assert job.digests == dict.fromkeys(NAMES, job.bench.digest)
 
 
+@pytest.mark.slow
 def test_a_worker_may_come_while_training_goes_on():
     world = world_with()
     policy = replace(POLICY, mode="async")

@@ -55,6 +55,7 @@ def test_a_phantom_has_the_size_of_the_real_payload(spec: str):
     assert sizes == push.sizes or not gradients.compressor.sized
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", SPECS)
 @settings(max_examples=60)
 @given(st.data())
@@ -96,6 +97,7 @@ def test_an_announcement_that_does_not_fit_the_model_is_refused_before_its_bytes
     assert reason in gradients.objection(replace(push, **change))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=5),
     st.data(),

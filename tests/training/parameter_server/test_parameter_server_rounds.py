@@ -469,7 +469,7 @@ class AnyOrderAsync(AnyOrder):
 
 
 _settings = settings(max_examples=60, stateful_step_count=40)
-TestSync = AnyOrder.TestCase
-TestBounded = AnyOrderBounded.TestCase
+TestSync = pytest.mark.slow(AnyOrder.TestCase)
+TestBounded = pytest.mark.slow(AnyOrderBounded.TestCase)
 TestAsync = AnyOrderAsync.TestCase
 TestSync.settings = TestBounded.settings = TestAsync.settings = _settings

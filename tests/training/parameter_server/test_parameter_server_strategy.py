@@ -72,6 +72,7 @@ def alone(steps: int, max_norm: float | None = None) -> np.ndarray:
     return replica.parameters
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("max_norm", [None, 0.3])
 def test_in_sync_mode_the_result_is_that_of_one_process_with_the_joined_batch(cluster, max_norm):
     """Batches are unlike, and the last one of an epoch is short: the mean is over samples."""
@@ -88,6 +89,7 @@ def test_both_worlds_end_with_the_same_bits(virtual, real):
     assert simulated.sent_bytes == measured.sent_bytes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize(
     "strategy", ["parameter_server", "parameter_server:async", "parameter_server:bounded,staleness=4"]
@@ -102,6 +104,7 @@ def test_every_mode_learns_and_all_ranks_end_with_the_servers_model(cluster, str
     assert scores[-1].gap < 0.5 * convex.score(convex.replica(SEED).parameters).gap
 
 
+@pytest.mark.slow
 def test_the_learning_rate_is_scaled_by_the_ranks_and_warms_up(virtual):
     """With the world's three ranks and no warm-up, scaling is the same as a threefold learning rate."""
     _, scaled = trained(virtual, settings(lr=0.01, scale_lr=True))
@@ -111,6 +114,7 @@ def test_the_learning_rate_is_scaled_by_the_ranks_and_warms_up(virtual):
     assert np.abs(warmed[0] - scaled[0]).max() > 1e-3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", ["fp16", "int8", "topk:0.1+ef", "powersgd:2+ef", "onebit+ef", "zstd"])
 def test_gradients_travel_compressed_and_the_model_still_learns(virtual, compressor):
     reports, _ = trained(virtual, settings(compressor=compressor, steps=60))
@@ -150,6 +154,7 @@ def test_a_model_of_shapes_takes_the_time_of_its_bytes(virtual):
     assert reports[1].sha256 is None
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_do_not_stop_the_others(virtual):
     async def program(group: Group) -> Report:
         return await train(group, settings(strategy="parameter_server:sync,deadline_s=1", steps=60, batch=8), SEED)
@@ -187,6 +192,7 @@ def test_a_simulation_has_no_tunnels():
         simulate_cluster("four-macs-1gbe", tunnel)
 
 
+@pytest.mark.slow
 def test_a_server_at_a_place_of_its_own_teaches_the_same(virtual):
     (free, *_), _ = trained(virtual, settings())
     (placed, *_), _ = trained(virtual, settings(server="mac-0:7000", listen="0.0.0.0:7000"))

@@ -133,6 +133,7 @@ def test_a_fault_is_written_as_it_is_read(case):
     assert parse_scenario(HOME + write_faults([case[0]]), "home").faults == (case[0],)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", EACH, ids=named)
 def test_a_fault_strikes_in_its_time_leaves_its_traces_and_replays(case):
     fault, then = case

@@ -226,7 +226,7 @@ def actions(kinds: tuple[str, ...]) -> st.SearchStrategy[list[tuple[str, int, in
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     st.integers(2, 4),
     st.sampled_from(["majority", "tiebreak", "any"]),

@@ -105,8 +105,18 @@ def test_who_cannot_be_heard_is_left_out_and_comes_back(oneway):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("quorum", ["majority", "tiebreak", "any"])
-@pytest.mark.parametrize("preset", ["low_latency", "home", "wifi"])
+@pytest.mark.parametrize(
+    ("quorum", "preset"),
+    [
+        # The one says who may go on, the other when.
+        ("majority", "home"), ("tiebreak", "home"), ("any", "home"), ("majority", "low_latency"), ("majority", "wifi"),
+        *(
+            pytest.param(quorum, preset, marks=pytest.mark.soak)
+            for quorum in ("tiebreak", "any")
+            for preset in ("low_latency", "wifi")
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("deaf", ["a", "e"])
 def test_who_hears_nobody_is_left_out_as_soon_as_it_is_missed_and_comes_back(quorum, preset, deaf):
     others = tuple(name for name in "abcde" if name != deaf)

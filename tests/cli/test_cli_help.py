@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -97,15 +94,12 @@ def test_what_is_nowhere_is_refused_as_usual(words: str) -> None:
 
 def completed(words: str) -> list[str]:
     """What bash would be offered after these words."""
-    last = str(words.count(" "))
-    environment = {**os.environ, "_HCSIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": last}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'hcsim'; from hcsim.cli import main; main()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    asked = {"_HCSIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, [], prog_name="hcsim", env=asked)
     assert "Traceback" not in done.stderr
     return done.stdout.split()
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

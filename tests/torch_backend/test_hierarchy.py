@@ -22,27 +22,26 @@ def _values(length: int) -> Tensor:
     return torch.from_numpy(generator(dist.get_rank(), "values").integers(1, 50, length)).float()
 
 
-def _both_ways(machines: list[list[int]], op: str) -> list[tuple[Tensor, Tensor]]:
+def _both_ways(machines: list[list[int]]) -> list[str]:
     from hcsim.torch_backend.hierarchy import Hierarchy
 
-    two, chosen = Hierarchy.of(machines, within="gloo"), getattr(dist.ReduceOp, op)
-    results = []
-    for length in (SMALL, LARGE, ODD):
-        ours, flat = _values(length), _values(length)
-        two.all_reduce(ours, chosen)
-        dist.all_reduce(flat, chosen)
-        results.append((ours, flat))
-    return results
+    two = Hierarchy.of(machines, within="gloo")
+    unlike = []
+    for op in ("SUM", "AVG", "MAX"):
+        for length in (SMALL, LARGE, ODD):
+            ours, flat = _values(length), _values(length)
+            two.all_reduce(ours, getattr(dist.ReduceOp, op))
+            dist.all_reduce(flat, getattr(dist.ReduceOp, op))
+            if not torch.equal(ours, flat):
+                unlike.append(f"{op} of {length}")
+    return unlike
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [TWO_BY_TWO, ONE_AND_THREE])
-@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
-def test_two_levels_come_to_the_same_as_one(ranks: Ranks, machines: list[list[int]], op: str) -> None:
+def test_two_levels_come_to_the_same_as_one(ranks: Ranks, machines: list[list[int]]) -> None:
     """Whole numbers: their sums are exact in whatever order."""
-    for of_rank in ranks.run(_both_ways, machines, op, size=4):
-        for ours, flat in of_rank:
-            assert torch.equal(ours, flat)
+    assert ranks.run(_both_ways, machines, size=4) == [[]] * 4
 
 
 def _compressed() -> tuple[Tensor, Tensor]:

@@ -74,11 +74,15 @@ def _remembered(state: dict[str, Any]) -> dict[str, Array]:
     return {name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in arrays.items()}
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("spec", WITH_FEEDBACK)
-def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
-    size = 3
-    answers = ranks.run(_some_steps, spec, size=size)
+@pytest.fixture(scope="module", params=WITH_FEEDBACK)
+def answers(ranks: Ranks, request: pytest.FixtureRequest) -> list[tuple[list[dict[str, Array]], dict[str, Array]]]:
+    """Of three ranks, which take the same steps for each test."""
+    return ranks.run(_some_steps, request.param, size=3)
+
+
+@pytest.mark.quick_cases(1)
+def test_what_was_not_delivered_is_still_owed(answers: list[Any]) -> None:
+    size = len(answers)
     for name, _ in _model().named_parameters():
         sent = sum(
             _gradients(rank, step, _model())[name].double() / size for rank in range(size) for step in range(STEPS)
@@ -88,10 +92,8 @@ def test_what_was_not_delivered_is_still_owed(ranks: Ranks, spec: str) -> None:
         np.testing.assert_allclose(delivered + owed, sent.numpy(), atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", WITH_FEEDBACK)
-def test_all_ranks_get_the_same_bits(ranks: Ranks, spec: str) -> None:
-    answers = ranks.run(_some_steps, spec, size=3)
+@pytest.mark.quick_cases(1)
+def test_all_ranks_get_the_same_bits(answers: list[Any]) -> None:
     for step in range(STEPS):
         for name, average in answers[0][0][step].items():
             for averages, _ in answers[1:]:

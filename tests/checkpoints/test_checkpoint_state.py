@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_to_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     ours = model()
@@ -132,6 +133,7 @@ def compiled(of: nn.Module) -> Any:
     return torch.compile(of, backend="eager")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrapped", [torch.nn.DataParallel, compiled])
 def test_wrappers_leave_the_names_alone(tmp_path: Path, wrapped: Any) -> None:
     saver = Saver(tmp_path, wrapped(nn.Linear(2, 2)))
@@ -197,6 +199,7 @@ def test_a_state_that_cannot_be_had_and_says_nothing_is_named_by_its_error(tmp_p
         Saver(tmp_path, nn.Linear(2, 2), also={"loader": Without()}).save(1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_told_at_the_end_if_nobody_waits(tmp_path: Path) -> None:
     program = """
         import sys

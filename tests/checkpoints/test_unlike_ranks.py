@@ -141,7 +141,6 @@ def written(folder: Path) -> dict[str, int]:
     return {name: sum(any(each.endswith(f"model.{name}") for each in file) for file in files) for name in VALUES}
 
 
-@pytest.mark.quick_cases(1)
 def test_what_is_alike_is_saved_once_and_what_differs_by_a_bit_by_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save_all_but, str(tmp_path / "alike"), {}, size=3)
     assert written(tmp_path / "alike") == dict.fromkeys(VALUES, 1)

@@ -72,7 +72,6 @@ def test_what_the_screen_shows_is_harmless(name: str, capsys: pytest.CaptureFixt
     assert len(shown) < 100_000
 
 
-@pytest.mark.slow
 def test_a_line_says_that_it_was_cut() -> None:
     assert one_line("a\nb\x1bc") == "a b?c"
     assert one_line("x" * 20, 10) == "x" * 10 + "…"

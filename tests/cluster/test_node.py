@@ -382,7 +382,6 @@ def test_a_cluster_that_cannot_change_is_not_what_others_wait_for():
     assert a_first.run(20).members("a") == [("a",), ("b", "a")]
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fault", "why"),
     [

@@ -133,6 +133,7 @@ def test_the_ratio_is_ours_over_theirs() -> None:
     assert (row["tcp_ratio_mpi"], row["ratio_hcsim_tcp"]) == (1.5, 2.0 / 6.0)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("elements", [1, 1000, 251 * 1024 + 3])

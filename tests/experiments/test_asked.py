@@ -66,6 +66,7 @@ def test_what_a_terminal_cannot_show_is_spelled(words: tuple[str, ...], sign: st
     assert len(json.loads(rows.read_text())) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])
 def test_a_script_takes_at_least_one_step(steps: str) -> None:
     ended = command("scripts", f"--steps={steps}")

@@ -26,6 +26,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("study", "axis"), [(s, a) for s, shown in SHOWN.items() for a in OTHER if a not in shown])
 def test_rows_that_differ_in_what_a_figure_does_not_show_are_not_averaged(
     study: str, axis: str, tmp_path: Path
@@ -84,6 +85,7 @@ def test_without_what_it_compares_with_there_is_no_figure(study: str, tmp_path: 
     assert problems == {study: "there is nothing to compare its rows with"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "words", "rate"),
     [
@@ -103,6 +105,7 @@ def test_where_nothing_fails_there_is_no_figure_of_failures(tmp_path: Path) -> N
     assert draw(*tables("failures", [training()]), tmp_path) == {"failures": "nothing fails in any of its runs"}
 
 
+@pytest.mark.slow
 def test_titles_say_what_the_rows_are_of(tmp_path: Path) -> None:
     cell, result = compressed("none", 0.9, 1e6, 1)
     rows = [(msgspec.structs.replace(cell, task="convex", world=2), result)]
@@ -113,6 +116,7 @@ def test_titles_say_what_the_rows_are_of(tmp_path: Path) -> None:
     assert words_of(tmp_path / "stragglers.svg", "GPT-2, 6 Macs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", STUDIES)
 def test_shipped_sweeps_have_rows_that_their_figures_show(study: str, tmp_path: Path) -> None:
     """As far as the grids go: every cell comes to the same."""

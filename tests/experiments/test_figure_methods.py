@@ -45,6 +45,7 @@ def test_every_way_to_write_a_server_has_words(setting: str) -> None:
     assert name == ("server, async" if "async" in setting else "server, waits for 1")
 
 
+@pytest.mark.slow
 def test_the_map_has_the_times_of_both(tmp_path: Path) -> None:
     place = {"task": "transformer:1e6", "link": "ethernet:1 Gb/s"}
     rows = [
@@ -64,6 +65,7 @@ def test_a_straggler_is_relative_to_its_own_method(tmp_path: Path) -> None:
     assert list(table["of_equal"]) == [1.0, 0.5, 1.0, 0.8]
 
 
+@pytest.mark.slow
 def test_a_line_is_of_one_method(tmp_path: Path) -> None:
     rows = [
         training({"step_s": 1.0}, strategy="single", link="none"),

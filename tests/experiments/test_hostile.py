@@ -10,6 +10,7 @@ from experiments.hostile.parsers import Finding, pure
 INPUTS = {name: 40 if "port" in name else 300 for name in by_name()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_parser_takes_or_refuses_all(name: str) -> None:
     tally = run_shard(Shard(name, 7, 0, INPUTS[name]))

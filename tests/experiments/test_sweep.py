@@ -101,6 +101,7 @@ def ran(*words: str) -> Ran:
     return CliRunner().invoke(app, words)
 
 
+@pytest.mark.slow
 def test_no_cell_runs_twice_and_the_tables_stay_the_same(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
     swept(SMALL, tmp_path)
     first, tables = kept(tmp_path), {name: (tmp_path / name).read_bytes() for name in TABLES}
@@ -128,6 +129,7 @@ def test_only_what_is_missing_is_run(tmp_path: Path, swept: Callable[[str, Path]
     assert {name for name in second if second[name] != first.get(name)} == {gone}
 
 
+@pytest.mark.slow
 def test_a_half_written_cell_is_run_again(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
     swept(SMALL, tmp_path)
     victim = next((tmp_path / ".cells").iterdir())
@@ -220,6 +222,7 @@ def test_a_worker_that_dies_takes_only_its_own_cell_with_it() -> None:
     assert all("ended with code -9" in str(results[cell].error) for cell in died)
 
 
+@pytest.mark.slow
 def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(
     tmp_path: Path, swept: Callable[[str, Path], None]
 ) -> None:
@@ -310,6 +313,7 @@ def test_two_studies_share_a_cell_that_both_ask_for(tmp_path: Path) -> None:
     assert [row["study"] for row in table] == ["allreduce"] * 8 + ["other"] * 8
 
 
+@pytest.mark.slow
 def test_the_manifest_tells_what_made_the_tables(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
     swept(TRAINING, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -345,6 +349,7 @@ def test_a_name_of_nothing_is_not_every_sweep(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "quick", "place"),
     [

@@ -17,6 +17,7 @@ store = dist.distributed_c10d._get_default_store()
 """
 
 
+@pytest.mark.slow
 def test_it_answers_as_torchs_own_store_does(run_well: Runner) -> None:
     text = (
         STORE

@@ -48,7 +48,6 @@ def minis(count: int, rate: str = "1 Gb/s") -> Scenario:
     )
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rate_bps", [1e9, 10e9])
 def test_an_all_reduce_takes_what_the_ring_takes_by_the_book(run_well: Runner, rate_bps: float) -> None:
     told = run_well(on_switch(FOUR, rate=f"{rate_bps / 1e9:g} Gb/s", latency="0.1 ms"), ALL_REDUCE)
@@ -431,6 +430,7 @@ def test_who_sets_no_seed_draws_its_own_numbers_and_always_the_same(run_well: Ru
     assert other.value(0) != first.value(0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("before", "early"),
     [

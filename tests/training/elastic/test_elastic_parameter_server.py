@@ -227,7 +227,6 @@ def test_a_worker_that_leaves_pays_what_it_owes_before(leaver: str) -> None:
     assert not any(matches(if_last_in(*each, pays=False)) for each in tried)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("times", [[3, 4, 5], range(3, 20)])
 def test_gradients_that_are_not_finite_cost_other_attempts_and_nothing_else(times: Sequence[int]) -> None:
     def spoil(number: int, gradients: np.ndarray) -> None:

@@ -189,7 +189,6 @@ def test_a_gradient_that_is_not_finite_each_time_ends_training_with_the_node_the
             raise outcome.error(name)
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("times", [[3], range(3, 20)])
 def test_what_grows_too_large_on_the_way_is_tried_again_too(times: Sequence[int]) -> None:
     def spoil(number: int, gradients: np.ndarray) -> None:

@@ -7,9 +7,11 @@ would bring them in by another way is refused here, with its line.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,9 @@ TORCH_ITSELF = ("training/tasks/", "training/modules/", "torch_backend/", "check
 BY_ADDRESS = ("id", "hash")
 IN_ORDER = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed", "fromkeys", "join", "extend")
 """Calls that keep the order of what they are given."""
+
+
+parsed = cache(ast.parse)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
@@ -63,7 +68,7 @@ def is_within(name: str, modules: tuple[str, ...]) -> bool:
 
 def offences(source: str) -> list[str]:
     """What a component with this source does that no component may, as "line: what"."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [(line, f"imports {name}") for line, name, _ in imports(tree) if is_within(name, OFF_LIMITS)]
     homes = {local: name for _, name, local in imports(tree)}
     for node in ast.walk(tree):
@@ -80,7 +85,7 @@ def offences(source: str) -> list[str]:
 
 def orders_of_sets(source: str) -> list[str]:
     """Where a source reads a set in its order, as "line: what"."""
-    return [f"{line}: {what}" for line, what in sorted(_orders_of_sets(ast.parse(source)))]
+    return [f"{line}: {what}" for line, what in sorted(_orders_of_sets(parsed(source)))]
 
 
 def _orders_of_sets(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -134,30 +139,34 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(HCSIM))
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("path", [path for name in COMPONENTS for path in sources(HCSIM / name)], ids=name_of)
 def test_a_component_takes_everything_from_its_host(path: Path) -> None:
     assert offences(path.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("path", [path for name in IN_A_RUN for path in sources(HCSIM / name)], ids=name_of)
 def test_no_set_orders_the_events_of_a_run(path: Path) -> None:
     assert orders_of_sets(path.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("world", "other"), [("virtual", "real"), ("real", "virtual")])
 def test_neither_world_knows_the_other(world: str, other: str) -> None:
     files = sources(HCSIM / world)
     assert files
     for path in files:
-        names = [name for _, name, _ in imports(ast.parse(path.read_text(encoding="utf-8")))]
+        names = [name for _, name, _ in imports(parsed(path.read_text(encoding="utf-8")))]
         assert [name for name in names if is_within(name, (f"hcsim.{other}",))] == [], path
 
 
+@pytest.mark.slow
 def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
     """At the top only by what nobody loads without need: tasks that compute with it, a script's own process."""
     importers: dict[str, None] = {}
     for path in sources(HCSIM):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         importers |= dict.fromkeys(name_of(path) for _, name, _ in imports(tree) if is_within(name, ("torch",)))
         if not name_of(path).startswith(TORCH_ITSELF):
             at_once = [name for node in run_on_import(tree) for _, name, _ in imports(node)]
@@ -167,6 +176,7 @@ def test_torch_is_imported_in_few_files_and_only_when_it_is_used() -> None:
     assert others == ["compressors/kernels/plain.py", "real/device.py", *tasks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["hcsim", "hcsim.launch.virtual", "hcsim.launch.virtual_cluster", "hcsim.launch.real", "hcsim.cli",
@@ -256,6 +266,8 @@ def test_what_a_component_may_do_is_left_alone(source: str) -> None:
 
 def private_names(source: str) -> Iterator[str]:
     """What a test takes from us that is private, where the linter does not see it: by an import, or named in a text."""
+    if not re.search(r"import .*\b_|attr\(.*[\"'.]_", source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and is_within(node.module or "", ("hcsim", "experiments")):
             yield from (alias.name for alias in node.names if is_private(alias.name))
@@ -269,6 +281,7 @@ def is_private(name: str) -> bool:
     return last.startswith("_") and not last.endswith("__")
 
 
+@pytest.mark.slow
 def test_a_test_knows_what_is_public() -> None:
     tests = sources(Path(__file__).parent)
     found = {path.name: [*private_names(path.read_text(encoding="utf-8"))] for path in tests}

@@ -48,6 +48,7 @@ def test_a_page_can_be_followed_from_top_to_bottom(page: str, tmp_path: Path) ->
     assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands_that_a_page_only_shows_can_be_parsed(page: str) -> None:
     parse_page(TEXTS[page])
@@ -139,6 +140,7 @@ def test_the_module_runs_on_two_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
 def test_the_checkpoint_is_saved_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def hcsim(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-m", "hcsim", *words, folder=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["int8:block=64", "topk:0.1", "powersgd:2", "zstd"])
 def test_our_own_compressors_pass_what_is_asked_of_a_plugins(spec: str) -> None:
     check_compressor(spec)
@@ -48,6 +49,7 @@ def test_our_own_algorithms_pass_what_is_asked_of_a_plugins(operation: str, name
         check_algorithm(operation, name, range(1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ddp", "diloco:2", "parameter_server"])
 def test_our_own_strategies_pass_what_is_asked_of_a_plugins(spec: str) -> None:
     check_strategy(spec)
@@ -58,6 +60,7 @@ def test_our_own_tasks_pass_what_is_asked_of_a_plugins(name: str) -> None:
     check_task(task(name))
 
 
+@pytest.mark.slow
 def test_the_examples_pass_the_checks() -> None:
     python(
         """

@@ -72,6 +72,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() == drawn
 
 
+@pytest.mark.slow
 def test_whatever_has_a_state_and_plain_words_come_back(tmp_path: Path) -> None:
     ours = nn.Linear(2, 2)
     opt = adam(ours)

@@ -17,7 +17,7 @@ from hcsim.launch.virtual import simulate
 from hcsim.units import Bytes, Seconds
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 70])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_sum_is_exact_in_narrow_dtypes_on_any_number_of_ranks(ranks: int, dtype: str) -> None:
     job = Job(size_bytes=Bytes(2000), repeat=1, dtype=dtype)  # type: ignore[arg-type]

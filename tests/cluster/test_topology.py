@@ -66,6 +66,7 @@ def test_lines_with_all_effects_are_measured_to_a_few_percent(mixed: Topology) -
             assert way.line.latency_s == pytest.approx(latency_s, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_machine_is_as_fast_as_its_profile(mixed: Topology) -> None:
     for node, configured in zip(mixed.nodes, MIXED.nodes, strict=True):
         machine = CATALOGUE[str(configured.machine)]

@@ -24,6 +24,7 @@ def message(sender: int, number: int, length: int) -> np.ndarray[Any, np.dtype[n
     return np.arange(length, dtype=np.int32) + 1000 * sender + 100_000 * number
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("receiver", [0, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 100])
 @pytest.mark.parametrize("stripes", [1, 3])

@@ -212,6 +212,7 @@ def test_reduce_and_reduce_scatter_of_every_dtype_and_reduction(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=NARROW)) == []
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_scatter_into_equal_and_unequal_parts(virtual, world):
     uneven = [(5 * rank) % 7 * 6 for rank in range(world)]

@@ -304,6 +304,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_real_rank_that_is_told_names_the_one_that_died(addresses):
     peers = addresses(4)
 

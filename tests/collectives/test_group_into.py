@@ -68,6 +68,7 @@ def test_all_gather_into_one_piece_of_which_our_part_may_be_the_input(virtual, w
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gather_into_one_piece_and_scatter_out_of_one(virtual, world):
     async def program(group: Group) -> list[str]:

@@ -94,6 +94,7 @@ def test_scatter_from_every_root(virtual, world):
     assert wrong_cases(virtual.run(world, program, wire=TINY)) == []
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_gather_in_equal_and_unequal_parts(virtual, world):
     uneven = [(5 * rank) % 7 * 6 for rank in range(world)]

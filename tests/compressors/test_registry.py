@@ -54,6 +54,7 @@ def test_every_compressor_is_described():
     assert all(spec.description for spec in specs())
 
 
+@pytest.mark.slow
 def test_sizes_and_work_do_not_wait_for_torch():
     program = (
         "import sys; from hcsim.compressors.registry import make\n"

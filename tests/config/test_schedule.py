@@ -73,6 +73,7 @@ def test_a_schedule_is_written_as_it_is_read(seed):
     assert parse_scenario(HOME + write_faults(faults), "home").faults == faults
 
 
+@pytest.mark.slow
 def test_every_kind_and_every_state_can_be_drawn():
     drawn = [fault for seed in range(600) for fault in schedule(seed)]
     assert {type(fault) for fault in drawn} == {FAULTS[kind] for kind in DEFAULT_KINDS}
@@ -81,6 +82,7 @@ def test_every_kind_and_every_state_can_be_drawn():
     assert any(fault.slow < 1 for fault in drawn if isinstance(fault, Restart))
 
 
+@pytest.mark.slow
 def test_every_other_kind_is_drawn_when_it_is_named_and_heals_in_time():
     for kind in FAULTS:
         for seed in range(20):
@@ -122,6 +124,7 @@ def test_what_cannot_be_drawn_is_refused():
         random_faults(1, nodes[:1], media, DURATION_S)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers())
 def test_a_world_survives_any_schedule_and_every_host_lives_in_the_end(seed):

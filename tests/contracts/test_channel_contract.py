@@ -571,6 +571,7 @@ def test_the_sender_may_reuse_its_buffer_at_once(arena):
     arena.run(body)
 
 
+@pytest.mark.slow
 def test_both_directions_flow_at_once(arena):
     count, size_bytes = 40, MIB  # more than any buffer between them
 

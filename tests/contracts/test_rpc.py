@@ -244,6 +244,7 @@ def test_results_that_nobody_reads_are_bounded(arena):
     arena.run(body)
 
 
+@pytest.mark.slow
 def test_a_peer_that_calls_and_never_reads_loses_its_channel(arena):
     async def talk() -> str:
         return "and so on" * 1000
@@ -263,6 +264,7 @@ def test_a_peer_that_calls_and_never_reads_loses_its_channel(arena):
     arena.run(body)
 
 
+@pytest.mark.slow
 def test_what_we_have_to_say_ourselves_costs_no_caller_its_channel(arena):
     async def lend(count: int) -> list[RemoteRef[Point]]:
         return [RemoteRef.lend(Point(number)) for number in range(count)]

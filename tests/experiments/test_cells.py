@@ -17,6 +17,7 @@ from hcsim.runtime.frame import HEADER_BYTES
 FLAT = ("ring", "tree", "centralized", "recursive_doubling", "halving_doubling", "direct")
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("size_bytes", [64 << 10, 1 << 20])
 @pytest.mark.parametrize("algorithm", FLAT)
 def test_the_simulator_agrees_with_the_textbook(algorithm: str, size_bytes: int) -> None:

@@ -75,6 +75,7 @@ def test_a_line_is_of_one_method(tmp_path: Path) -> None:
     assert table["speedup"].to_dict() == {"ddp, int8": 2.0, "ddp, int8+ef": 4.0}
 
 
+@pytest.mark.slow
 def test_the_large_model_takes_the_steps_of_the_same_method(tmp_path: Path) -> None:
     rows = [to_target("digits", strategy, "1gbe", 1.0) for strategy in BOUNDED]
     rows.append(to_target("resnet50", BOUNDED[0], "1gbe", 3.0))

@@ -119,6 +119,7 @@ def test_two_runs_from_nothing_write_the_same_bytes_whatever_the_number_of_proce
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_is_run(tmp_path: Path, swept: Callable[[str, Path], None]) -> None:
     swept(SMALL, tmp_path)
     first = kept(tmp_path)
@@ -241,6 +242,7 @@ def test_a_machine_alone_does_the_batch_of_all_and_speed_up_is_relative_to_it(
         assert float(together["speedup"]) == pytest.approx(ratio, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_curves_have_a_row_for_each_evaluation_and_the_target_is_noted_when_it_is_first_met(
     tmp_path: Path, swept: Callable[[str, Path], None]
 ) -> None:

@@ -63,6 +63,7 @@ def restarted(node: str, at_s: int) -> str:
     return f'[[fault]]\nkind = "restart"\nat = "{at_s} s"\nnode = "{node}"\ndown = "1 ms"\n'
 
 
+@pytest.mark.slow
 def test_what_was_begun_anew_does_not_count_where_all_go_back_to_a_checkpoint() -> None:
     left = LEFT.replace("4 s", "5 s")
     lost = restarted("mac-1", 5) + restarted("mac-1", 9) + restarted("mac-2", 9)

@@ -135,6 +135,7 @@ def test_a_parameter_server_can_make_an_update_within_the_time_limit() -> None:
             assert (LAUNCHES_OF_A_STEP + len(scenario.nodes)) * slowest_s < training.timeout_s
 
 
+@pytest.mark.slow
 def test_every_seed_leaves_a_core_and_can_be_written_down() -> None:
     for seed in range(200, 220):
         scenario = scenario_of(seed)

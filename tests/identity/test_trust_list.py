@@ -177,6 +177,7 @@ def all_of(lists: Sequence[TrustList], start: TrustList = EMPTY) -> TrustList:
     return start
 
 
+@pytest.mark.slow
 @given(histories(), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
 def test_lists_merge_to_the_same_in_any_order_and_any_number_of_times(lists, shuffler) -> None:
@@ -200,6 +201,7 @@ def test_nobody_that_a_generation_has_expelled_is_ever_a_member_again(lists) -> 
     assert {*together.expelled} <= {*following.expelled}
 
 
+@pytest.mark.slow
 @given(histories())
 @settings(max_examples=30, deadline=None)
 def test_an_expelled_machine_that_knows_all_old_lists_gets_nobody_in(lists) -> None:
@@ -354,6 +356,7 @@ def full_list(by: str, tag: str, count: int = MOST_LISTINGS - 2) -> TrustStore:
     return store
 
 
+@pytest.mark.slow
 def test_members_whose_lists_do_not_fit_together_stay_members_and_can_expel() -> None:
     a, b = full_list("a", "x"), full_list("b", "y")
     before = a.list

@@ -485,6 +485,7 @@ def test_closing_a_host_ends_its_tasks() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_real_host_does_not_load_torch() -> None:
     check = "import sys, hcsim.real.host; sys.exit('torch' in sys.modules or 'zeroconf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=240, check=False).returncode == 0

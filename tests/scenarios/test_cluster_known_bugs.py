@@ -10,6 +10,7 @@ from hcsim.units import PositiveSeconds, Seconds
 from tests.cluster.nodes import Party
 
 
+@pytest.mark.slow
 def test_election_no_master():
     """Nodes of equal seniority that all see each other at the same instant have one leader, and keep it."""
     for count in range(2, 9):
@@ -17,6 +18,7 @@ def test_election_no_master():
         assert {view.leader.node for views in party.views.values() for view in views} == {"a"}
 
 
+@pytest.mark.slow
 def test_election_self_timeout():
     """A node does not expire itself: without faults there is one view, for as long as one likes to look."""
     party = Party("abc").run(120)

@@ -154,6 +154,7 @@ def test_hierarchical_mean_of_means(virtual):
     assert virtual.run(5, program, options=options) == [20.0] * 5
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size_bytes", [MAX_FRAME_BYTES + 1, 3 * MAX_FRAME_BYTES + 5])
 def test_message_cap_with_data(cluster, size_bytes):
     """A tensor larger than any frame arrives whole."""

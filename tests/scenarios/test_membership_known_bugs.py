@@ -28,6 +28,7 @@ async def shut(stage, coordinator, *workers: Worker) -> None:
     await stage.stop(coordinator)
 
 
+@pytest.mark.slow
 def test_no_heartbeats_sent_healthy_workers_stay_and_an_eviction_ends_the_collective():
     """Nobody called Heartbeat, so every worker was evicted; and eviction had no effect on collectives."""
 

@@ -208,6 +208,7 @@ async def nothing(peer: Peer) -> None:
 POISONS = (nan, infinity, wrong_shape, missing_name, unknown_compressor, body_without_end, body_that_stops, no_message)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.__name__)
 def test_poison_gradient(run, poison):
     """What is not a gradient is refused and never counted, and the honest worker trains to the end as if alone."""

@@ -225,6 +225,7 @@ def test_copied_identity() -> None:
     in_a_world(["mini", "copy", "studio"], body)
 
 
+@pytest.mark.slow
 def test_pin_guessing() -> None:
     """Ten minutes of guessing, as fast as the door lets one: some twenty guesses, of 2¹²⁸ secrets."""
 
@@ -248,6 +249,7 @@ def test_pin_guessing() -> None:
     assert 10 < in_a_world(["studio", "thief"], body) < 30
 
 
+@pytest.mark.slow
 def test_nothing_that_arrives_is_unpickled() -> None:
     """Nothing in the package imports pickle or its kin."""
     kin = ("pickle", "cloudpickle", "dill", "marshal", "shelve")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from hcsim.collectives.group import Group
@@ -18,6 +19,7 @@ STUDIOS = ("studio-1", "studio-2")
 PORT = 52416
 
 
+@pytest.mark.slow
 def test_wifi_as_ethernet() -> None:
     """Two Studios have Wi-Fi, as `en0` and first in their service order, and a Thunderbolt cable: what they exchange
     goes over the cable when they go by what they measured, and over the air when they go by names and by order."""

@@ -463,6 +463,7 @@ def test_a_thaw_within_the_instant_keeps_the_order() -> None:
     assert run(main()) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_crashed_host_runs_no_further_line_not_even_finally() -> None:
     log: Log = []
 

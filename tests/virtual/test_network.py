@@ -220,6 +220,7 @@ def test_the_air_closes_for_100_to_250_ms_about_every_33_s_and_nothing_else_take
     assert sum(lengths_s) / len(lengths_s) == pytest.approx(0.175, abs=3 * 0.15 / sqrt(12 * len(lengths_s)))
 
 
+@pytest.mark.slow
 def test_wifi_6_has_the_round_trips_that_its_documentation_says():
     """Twice 1.2 ms, and twice a jitter of mean 1 ms: the chance of more than t ms above 2.4 ms is (1 + t)·exp(−t).
 

@@ -83,6 +83,7 @@ check_fault(air, oven)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "found"),
     [
@@ -151,6 +152,7 @@ def street(folder: Path, text: str = HOME) -> Path:
     return folder / "street.toml"
 
 
+@pytest.mark.slow
 def test_a_scenario_brings_machines_media_faults_compressors_and_processes(tmp_path: Path) -> None:
     ended = hcsim("run", str(street(tmp_path)), "--trace", str(tmp_path / "trace"))
     assert ended.returncode == 0, ended.stderr
@@ -163,6 +165,7 @@ def test_a_scenario_brings_machines_media_faults_compressors_and_processes(tmp_p
     assert hcsim("run", str(quiet)).stdout != ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [

@@ -87,6 +87,7 @@ def test_where_some_are_guests_a_message_gains_by_being_cut(world):
     assert cut_s < 0.9 * simulated_s("halving_doubling", world, LINKS[0])
 
 
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize("link", [*LINKS, *TINY])
 @pytest.mark.parametrize(("world", "arity"), [(4, 3), (8, 3), (13, 3), (5, 4), (8, 4), (8, 7)])
 def test_a_tree_of_any_arity_takes_the_time_of_its_formula(world, arity, link):

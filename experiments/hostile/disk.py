@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.hostile import mutations
 from experiments.hostile.parsers import Parse, Parser, headed
-from hcsim.checkpoints.parts import Part, Piece, parts_in, step_folder, write_part
+from hcsim.checkpoints.parts import Item, Part, parts_in, step_folder, write_part
 from hcsim.errors import HcsimError
 from hcsim.training.layout import Layout
 from hcsim.training.saved import load_model, save_model
@@ -52,9 +52,12 @@ def _model() -> bytes:
 
 
 def _description() -> bytes:
-    pieces = {"weight": Piece("float32", (3, 4), 0, 12), "bias": Piece("float32", (4,), 0, 4, own=True)}
-    plain = {"$dict": [["step", 7], ["state", {"$tensor": "weight"}]]}
-    part = Part(saving="1f", step=_STEP, rank=0, world=1, size_bytes=4, sha256="ab", pieces=pieces, plain=plain)
+    items = [
+        Item(("weight",), "float32", (3, 4), (0, 0), (3, 4)),
+        Item(("bias",), "float32", (4,), (0,), (2,), stored="bias-of-0"),
+        Item(("state", 0, "step"), plain={"$dict": [["step", 7], ["state", {"$tensor": "weight"}]]}),
+    ]
+    part = Part(saving="1f", step=_STEP, rank=0, world=1, size_bytes=4, sha256="ab", items=items)
     with tempfile.TemporaryDirectory() as folder:
         write_part(Path(folder), part, b"data")
         return (step_folder(Path(folder), _STEP) / f"{part.stem}.json").read_bytes()

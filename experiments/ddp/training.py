@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hcsim.rng import generator
-from hcsim.training.tasks.digits import digits
+from hcsim.training.tasks.torch_task import digits
 
 WIDTH = 1024
 BATCH = 64

@@ -14,7 +14,7 @@ from hcsim.config import Cluster, Crash, Heartbeat, Pause, Training, parse_scena
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.rng import stream
 from hcsim.telemetry.trace import Event
-from hcsim.training.tasks.slopes import Slopes
+from hcsim.training.tasks.convex import Slopes
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.workers import starting
 

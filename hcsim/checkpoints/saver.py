@@ -41,7 +41,7 @@ from hcsim.checkpoints.plain import as_tensor, dtype_name
 from hcsim.checkpoints.state import Divided, Entry, HasState, Program, chunks, local, random_state
 from hcsim.checkpoints.storage import Taken, Writer, on_cpu, packed_plan, unpacked_plan
 from hcsim.errors import CheckpointError
-from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.learner import fingerprint
 
 _Kept = TypeVar("_Kept")
 

@@ -30,7 +30,7 @@ from hcsim.fuzz.evidence import Evidence, Step, forgotten_s
 from hcsim.fuzz.phases import GRACE_S
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
-from hcsim.training.tasks.slopes import LR, expected
+from hcsim.training.tasks.convex import SLOPES_LR, expected_slopes
 from hcsim.virtual.world import HostCrashed
 
 _BITS_AWAY = 1e-3
@@ -124,7 +124,7 @@ def nothing_is_lost_or_doubled(evidence: Evidence) -> Iterator[str]:
     batch = evidence.training.batch
     assert isinstance(batch, int)
     owed = np.sum([*evidence.owed.values()], axis=0, dtype=np.float64)
-    want = expected(evidence.scenario.seed, [batch * members for members in sizes]) + LR * owed
+    want = expected_slopes(evidence.scenario.seed, [batch * members for members in sizes]) + SLOPES_LR * owed
     for host, parameters in evidence.parameters.items():
         away = float(np.abs(parameters - want).max())
         if not away <= _BITS_AWAY:

@@ -2,31 +2,49 @@
 
 With fixed ranks the same `train` runs once, from the first step to the last.
 
-ddp, hierarchical   every member has the model and the optimizer's state, alike to the last bit.
+ddp, hierarchical   every member has the model and the optimizer's state, alike to the last bit. In every step all
+                    apply the average of all members' gradients. They are exchanged in buckets, from the last layer
+                    to the first, and a bucket is on its way as soon as its last block is computed: the network works
+                    while the backward pass goes on (Li et al., "PyTorch Distributed", VLDB 2020). Averaging weighs
+                    members by their samples, so N of them do what one process would do with the joined batch;
+                    clipping comes after the average.
 single              the same: the first member computes with everybody's batches and tells the gradients to the
                     others, who stand by with replicas of their own. So much it costs not to depend on one machine.
-local_sgd, diloco   alike are the anchor (where all last agreed) and the outer optimizer. The way since then and
-                    the inner optimizer are each member's own. Whoever comes anew starts from the anchor, with
-                    an inner optimizer that remembers nothing; in the middle of a period it has gone no way.
+local_sgd, diloco   every member takes H steps of its own. Then they average how far they went, by the samples they
+                    saw, and an outer optimizer takes that average as its gradient:
+
+                        Δ_r = θ_last − θ_r      Δ = Σ w_r Δ_r      θ ← outer(θ_last, Δ)
+
+                    With an outer step of one and no momentum this is local SGD (Stich, "Local SGD Converges Fast and
+                    Communicates Little", ICLR 2019): the parameters are averaged. With Nesterov momentum it is DiLoCo
+                    (Douillard et al., 2023, arXiv 2311.08105). Compression is of Δ. What is left of a run that H does
+                    not divide is exchanged at the end.
+
+                    Alike are the anchor θ_last, where all last agreed, and the outer optimizer. The way since then
+                    and the inner optimizer are each member's own. Whoever comes anew starts from the anchor, with an
+                    inner optimizer that remembers nothing; in the middle of a period it has gone no way. A run counts
+                    the steps that were exchanged. An exchange that fails can be tried again, with other members too:
+                    each still has the way that it went.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hcsim.collectives.group import Group
+from hcsim.compressors.base import Array
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.aggregator import Aggregator
-from hcsim.training.ddp import ddp, single
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Optimizer, Stepper
-from hcsim.training.periodic import Journey, periodic
 from hcsim.training.run import Run
 from hcsim.training.task import Flat
 
@@ -108,7 +126,13 @@ class Replicated:
 
     async def train(self, run: Run) -> None:
         """Step by step."""
-        await ddp(run, self._aggregator(run))
+        aggregator = self._aggregator(run)
+        for step in run.steps():
+            exchange = _StepExchange(run, aggregator, step)
+            loss = await run.learner.gradients(run.batches.batch(step, run.group.rank), exchange.ready)
+            with run.learner.ledger.spent_on("exchange"):
+                await exchange.done()
+            await run.settle(step, partial(run.update, step), loss)
 
 
 class InHomes(Replicated):
@@ -134,12 +158,18 @@ class OneComputes(Replicated):
         return (sum(sizes), *(0 for _ in sizes[1:]))
 
     async def train(self, run: Run) -> None:
-        """Fixed ranks need no replicas: there the first one is alone."""
-        await (super().train(run) if run.group.options.conducted else single(run))
+        """Fixed ranks need no replicas: there the first one is alone, and what the others are measured against."""
+        if run.group.options.conducted:
+            await super().train(run)
+        elif run.group.rank == 0:
+            for step in run.steps():
+                joined = [run.batches.batch(step, rank) for rank in range(run.group.size)]
+                loss = await run.learner.gradients(np.concatenate(joined))
+                await run.settle(step, partial(run.update, step), loss)
 
 
 class Periodic:
-    """Members go ways of their own, and agree now and then."""
+    """Members go ways of their own, and agree after each `every` steps."""
 
     def __init__(
         self, learner: Learner, aggregator: Callable[[Run], Aggregator], every: int, inner: Optimizer, outer: Optimizer
@@ -148,33 +178,39 @@ class Periodic:
         self._aggregator = aggregator
         self._every = every
         self._inner = inner
-        self._journey = Journey(learner, outer, inner)
+        parameters = learner.replica.parameters
+        self._anchor = parameters if isinstance(parameters, Phantom) else parameters.copy()
+        self._outer = outer.open(self._anchor)
+        self._outer_work = outer.work(learner.layout.length)
+        self._step = 0
+        """Steps taken, exchanged or not."""
+        self._samples: list[int] = []
+        """By rank, since the last exchange."""
+        self._loss = float("nan")
 
     @property
     def alike(self) -> Flat:
         """The anchor."""
-        return self._journey.anchor
+        return self._anchor
 
     def shared(self) -> Held:
         """The anchor, and what the outer optimizer remembers."""
-        return {"parameters": self.alike, **_state(self._journey.outer)}
+        return {"parameters": self.alike, **_state(self._outer)}
 
     def adopt(self, held: Mapping[str, npt.NDArray[np.generic] | Phantom], step: int) -> None:
         """Start from the anchor."""
         _fill(self.alike, held["parameters"])
-        _restore(self._journey.outer, held)
-        self._learner.stepper = self._inner.open(self._learner.replica.parameters)
-        self._journey.start(step)
+        _restore(self._outer, held)
+        self._again(step)
 
     def tally(self, run: Run) -> Tally:
         """Our way."""
-        samples = self._journey.samples
-        return Tally(samples[run.group.rank] if samples else 0, self._journey.step)
+        return Tally(self._samples[run.group.rank] if self._samples else 0, self._step)
 
     def take_up(self, tallies: Sequence[Tally]) -> None:
         """Everybody's ways. Whoever has gone none while others have sits this period out."""
-        self._journey.samples = [tally.samples for tally in tallies]
-        self._journey.step = max(tally.gone for tally in tallies)
+        self._samples = [tally.samples for tally in tallies]
+        self._step = max(tally.gone for tally in tallies)
 
     def compresses(self, group: Group) -> bool:
         """All do."""
@@ -186,7 +222,94 @@ class Periodic:
 
     async def train(self, run: Run) -> None:
         """Period by period."""
-        await periodic(run, self._aggregator(run), self._every, self._journey)
+        aggregator = self._aggregator(run)
+        for start in run.steps():
+            end = min((start // self._every + 1) * self._every, run.settings.steps)
+            self._samples = self._samples or [0] * run.group.size
+            for step in range(self._step, end):
+                self._loss = await run.learner.gradients(run.batches.batch(step, run.group.rank))
+                await run.update(step)
+                self._samples = [sum(pair) for pair in zip(self._samples, run.batches.counts(step), strict=True)]
+                self._step = step + 1
+                if step + 1 < end:
+                    await run.note(step + 1, self._loss)
+            await self._exchange(run, aggregator, end - 1)
+            if run.step < end:
+                self._again(start)  # what somebody brought was of no use: all take the period again
+
+    def _start(self, step: int) -> None:
+        """All are at the anchor now."""
+        self._step = step
+        self._samples = []
+        parameters = self._learner.replica.parameters
+        if not isinstance(parameters, Phantom) and not isinstance(self._anchor, Phantom):
+            np.copyto(parameters, self._anchor)
+
+    def _again(self, step: int) -> None:
+        """The same, with an inner optimizer that remembers nothing: it may remember what was of no use."""
+        self._start(step)
+        self._learner.stepper = self._inner.open(self._learner.replica.parameters)
+
+    async def _exchange(self, run: Run, aggregator: Aggregator, step: int) -> None:
+        """Average how far everybody went; all go on from the same parameters."""
+        total = sum(self._samples)
+        weight = self._samples[run.group.rank] / total if total else 0.0
+        parameters = run.learner.replica.parameters
+        way = parameters if isinstance(parameters, Phantom) else cast(Array, self._anchor) - parameters
+        for bucket in run.buckets:
+            await run.pact.admit(way, bucket)
+        await run.group.host.device.touch(3 * parameters.nbytes)
+        with run.learner.ledger.spent_on("exchange"):
+            totals = [asyncio.ensure_future(aggregator.total(way, bucket, weight, step)) for bucket in run.buckets]
+            await _all_of(totals, run, step)
+        await run.settle(step, partial(self._move, run, way, step + 1), self._loss)
+
+    async def _move(self, run: Run, way: Array | Phantom, step: int) -> None:
+        def move() -> None:
+            self._outer.step(way)
+            self._start(step)
+
+        await run.learner.run(self._outer_work, move)
+        await run.group.host.device.touch(2 * run.learner.replica.parameters.nbytes)
+
+
+class _StepExchange:
+    """The buckets of one step, each on its way once its blocks are computed."""
+
+    def __init__(self, run: Run, aggregator: Aggregator, step: int) -> None:
+        counts = run.batches.counts(step)
+        self._run = run
+        self._aggregator = aggregator
+        self._step = step
+        self._weight = counts[run.group.rank] / sum(counts)
+        self._closing = {bucket.blocks[-1]: bucket for bucket in run.buckets}
+        self._pending: list[asyncio.Task[None]] = []
+
+    async def ready(self, block: int) -> None:
+        """A block's gradients are in place."""
+        if block in self._closing:
+            bucket = self._closing[block]
+            gradients = self._run.learner.replica.gradients
+            await self._run.pact.admit(gradients, bucket)
+            total = self._aggregator.total(gradients, bucket, self._weight, self._step)
+            name = f"gradients of step {self._step}, bucket {bucket.number}"
+            self._pending.append(self._run.group.host.spawn(total, name=name))
+
+    async def done(self) -> None:
+        """Return when all gradients are averages."""
+        await _all_of(self._pending, self._run, self._step)
+
+
+async def _all_of(totals: Sequence[asyncio.Future[None]], run: Run, step: int) -> None:
+    """Wait for the step's exchanges: all succeed, or none goes on."""
+    try:
+        await asyncio.gather(*totals)
+    except BaseException:
+        for total in totals:
+            total.cancel()
+        await asyncio.gather(*totals, return_exceptions=True)
+        run.compressor.abandon(step)
+        raise
 
 
 class _Told:

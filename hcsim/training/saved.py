@@ -39,7 +39,10 @@ def save_model(path: Path, of: Task, parameters: npt.NDArray[np.float32], about:
     layout = Layout.of([block.shapes for block in of.blocks])
     tensors = {tensor.name: np.array(tensor.view(parameters)) for tensor in layout.tensors}
     metadata = {"format": _FORMAT, "task": of.name, "sha256": str(digest(parameters)), **about}
-    _write(path, safetensors.numpy.save(tensors, metadata), "model")
+    try:
+        write_whole(path, safetensors.numpy.save(tensors, metadata))
+    except OSError as error:
+        raise ConfigError(f"{path}: the model cannot be written: {error.strerror}") from None
 
 
 def load_model(path: Path) -> Saved:
@@ -70,30 +73,3 @@ def load_model(path: Path) -> Saved:
     if digest(parameters) != about.get("sha256"):
         raise ConfigError(f"{path}: the parameters are not those that were saved (their SHA-256 differs)")
     return Saved(of, parameters, about)
-
-
-class CheckpointFile:
-    """A checkpoint at a path (see `elastic.checkpoint`)."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def save(self, data: bytes) -> None:
-        """Replace it: all or nothing."""
-        _write(self._path, data, "checkpoint")
-
-    def load(self) -> bytes | None:
-        """As it was last saved; None where there is none."""
-        try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ConfigError(f"{self._path}: the checkpoint cannot be read: {error.strerror}") from None
-
-
-def _write(path: Path, data: bytes, what: str) -> None:
-    try:
-        write_whole(path, data)
-    except OSError as error:
-        raise ConfigError(f"{path}: the {what} cannot be written: {error.strerror}") from None

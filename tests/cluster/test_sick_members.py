@@ -12,7 +12,7 @@ from hcsim.config import parse_scenario
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Report
-from hcsim.training.tasks.slopes import Slopes
+from hcsim.training.tasks.convex import Slopes
 from tests.cluster.sick_members import SICK_MEMBERS
 
 TIMEOUT_S = 10

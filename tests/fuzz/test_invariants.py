@@ -13,7 +13,7 @@ from hcsim.fuzz.evidence import Evidence, Said, Step
 from hcsim.fuzz.invariants import INVARIANTS, breaches
 from hcsim.fuzz.phases import phases_of
 from hcsim.training.run import Report
-from hcsim.training.tasks.slopes import expected
+from hcsim.training.tasks.convex import expected_slopes
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.census import Usage
 
@@ -48,7 +48,7 @@ def evidence(*further: tuple[Any, ...], **changes: Any) -> Evidence:
         events += [(0, "synchronised", host, 1, 0, -1)]
         for step in range(3):
             events += [(0, "voted", host, "L", 1, step, 77 + step), (0, "applied", host, 1, step + 1)]
-    parameters = expected(5, [12, 12, 12]).astype(np.float32)
+    parameters = expected_slopes(5, [12, 12, 12]).astype(np.float32)
     scenario = changes.pop("scenario", home())
     given: dict[str, Any] = {
         "scenario": scenario, "phases": phases_of(scenario), "events": [*events, *further],
@@ -76,9 +76,9 @@ BROKEN: list[tuple[str, Evidence]] = [
     ("replicas_are_alike", evidence((1, "voted", "b", "L", 1, 2, 78))),
     ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 3))),
     ("steps_are_applied_in_order", evidence((1, "applied", "b", 1, 5))),
-    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 12])})),
-    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 12, 12, 12])})),
-    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected(5, [12, 8, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected_slopes(5, [12, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected_slopes(5, [12, 12, 12, 12])})),
+    ("nothing_is_lost_or_doubled", evidence(parameters={"a": expected_slopes(5, [12, 8, 12])})),
     ("nothing_is_lost_or_doubled", evidence(parameters={"a": np.full(120, np.nan)})),
     ("errors_are_ours", evidence(results=results(b=KeyError("b")))),
     ("errors_are_ours", evidence(lost=["a task failed: KeyError('b')"])),
@@ -186,7 +186,7 @@ def goes_back(*forgets: tuple[Any, ...]) -> Evidence:
         (1, "synchronised", "a", 2, 0, -1), (1, "applied", "a", 2, 1), *forgets,
         (2, "view", "a", "L", 3, 2, "a#5,b#6"), (2, "follows", "a", 3, 0, 2),
         (2, "synchronised", "a", 3, 2, 1), (2, "applied", "a", 3, 3),
-        parameters={"a": expected(5, [12, 12, 8])},
+        parameters={"a": expected_slopes(5, [12, 12, 8])},
     )  # fmt: skip
 
 

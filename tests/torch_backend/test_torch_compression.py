@@ -21,7 +21,7 @@ from hcsim.errors import HcsimError
 from hcsim.rng import generator
 from hcsim.torch_backend import Options
 from hcsim.torch_backend.work import CallFailed
-from hcsim.training.tasks.digits import digits, modules
+from hcsim.training.tasks.torch_task import digits, digits_network
 from tests.torch_backend.ranks import Meeting, Ranks
 
 WITH_FEEDBACK = ["topk:0.1+ef", "randomk:0.1+ef", "int8+ef", "onebit+ef", "powersgd:2+ef"]
@@ -152,7 +152,7 @@ def _trained(spec: str) -> float:
     task = digits()
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    model = nn.Sequential(*modules())
+    model = nn.Sequential(*digits_network())
     ddp: nn.Module = _hooked(model, spec)[0] if spec else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, EPOCHS)

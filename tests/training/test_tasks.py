@@ -28,7 +28,7 @@ from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.optimizer import Sgd
 from hcsim.training.task import Replica, Task, backward_work, forward_work
-from hcsim.training.tasks import TASKS, convex, digits, task, text
+from hcsim.training.tasks import TASKS, convex, task, torch_task
 from hcsim.training.tasks.torch_replica import Memory, MirroredMemory, TorchReplica
 from hcsim.training.tasks.torch_task import TorchTask, cross_entropy
 
@@ -44,7 +44,8 @@ def pass_over(replica: Replica, batch: Sequence[int]) -> float:
 
 
 def text_modules() -> list[nn.Module]:
-    return [text.Embedding(39), text.Layer(), text.Layer(), nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 39))]
+    layers = torch_task.Layer(), torch_task.Layer()
+    return [torch_task.Embedding(39), *layers, nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 39))]
 
 
 # The registry.
@@ -85,7 +86,7 @@ def test_fingerprints_tell_tasks_apart_and_are_the_same_everywhere() -> None:
 # Gradients.
 
 
-@pytest.mark.parametrize(("name", "modules"), [("digits", digits.modules), ("text", text_modules)])
+@pytest.mark.parametrize(("name", "modules"), [("digits", torch_task.digits_network), ("text", text_modules)])
 def test_gradients_are_those_of_one_undivided_model_bit_for_bit(name: str, modules: object) -> None:
     found = task(name)
     assert isinstance(found, TorchTask)
@@ -297,10 +298,10 @@ def test_text_is_learned() -> None:
 @pytest.mark.slow
 def test_the_text_is_the_same_bytes_everywhere() -> None:
     assert (
-        hashlib.sha256(text.corpus().encode()).hexdigest()
+        hashlib.sha256(torch_task.unicode_names().encode()).hexdigest()
         == "a46a07e65d3b74a1034ebd3e7f8e0823c012b8404fde93510ec064dc2ab35109"
     )
-    assert "GREEK SMALL LETTER ALPHA WITH TONOS\n" in text.corpus()
+    assert "GREEK SMALL LETTER ALPHA WITH TONOS\n" in torch_task.unicode_names()
 
 
 def test_a_transformer_sees_no_later_character() -> None:
@@ -534,9 +535,9 @@ def test_digits_are_scikit_learns_wherever_it_keeps_them(monkeypatch: pytest.Mon
     from sklearn.datasets import load_digits  # a second, which every worker would spend at its beginning
 
     if not is_file:
-        monkeypatch.setattr(digits, "file_of", lambda *_: None)
+        monkeypatch.setattr(torch_task, "file_of", lambda *_: None)
     expected = load_digits()
-    found = digits.table()
+    found = torch_task.digits_table()
     assert np.array_equal(found[:, :-1].reshape(-1, 8, 8), expected.images)
     assert np.array_equal(found[:, -1], expected.target)
 
@@ -553,9 +554,9 @@ def test_damaged_digits_are_a_message_for_people(
     found, file = file_of("sklearn", "datasets", "data", "digits.csv.gz"), tmp_path / "digits.csv.gz"
     assert found is not None
     file.write_bytes(damage(found.read_bytes()))
-    monkeypatch.setattr(digits, "file_of", lambda *_: file)
+    monkeypatch.setattr(torch_task, "file_of", lambda *_: file)
     with pytest.raises(ConfigError, match=r"digits\.csv\.gz is damaged .*: install scikit-learn again"):
-        digits.table()
+        torch_task.digits_table()
 
 
 def test_kernels_and_bytes_are_those_of_all_results() -> None:
@@ -565,7 +566,7 @@ def test_kernels_and_bytes_are_those_of_all_results() -> None:
     assert costs == [(22528, 4), (8192, 2), (1024, 2), (80, 1), (65536, 2), layer, layer, (53760, 4)]
 
 
-@pytest.mark.parametrize(("name", "modules"), [("digits", digits.modules), ("text", text_modules)])
+@pytest.mark.parametrize(("name", "modules"), [("digits", torch_task.digits_network), ("text", text_modules)])
 def test_every_block_costs_what_torch_counts_without_data(
     name: str, modules: Callable[[], Sequence[nn.Module]]
 ) -> None:

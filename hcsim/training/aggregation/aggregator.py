@@ -16,10 +16,7 @@ from hcsim.compressors.base import Array, Compressor, Kind, Linear
 from hcsim.compressors.dense import Dense
 from hcsim.errors import NotFinite
 from hcsim.runtime.channel import Phantom
-from hcsim.training.aggregation.bench import Bench
-from hcsim.training.aggregation.linear import LinearExchange
-from hcsim.training.aggregation.quantised import QuantisedExchange
-from hcsim.training.aggregation.sparse import SparseExchange
+from hcsim.training.aggregation.exchange import Bench, LinearExchange, QuantisedExchange, SparseExchange
 from hcsim.training.layout import Bucket, Tensor
 from hcsim.training.learner import Ledger
 from hcsim.training.task import Flat

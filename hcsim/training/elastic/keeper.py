@@ -15,12 +15,11 @@ from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.errors import Diverged
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.pact import gather_echoed
 from hcsim.training.elastic.parcel import Parcel, relay
 from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
 from hcsim.training.elastic.synchronise import same_intent
-from hcsim.training.learner import Learner
+from hcsim.training.learner import Learner, fingerprint
 from hcsim.training.optimizer import Optimizer
 from hcsim.training.parameter_server.server import Record
 from hcsim.training.recoverable import Replicated

@@ -35,8 +35,8 @@ from hcsim.collectives.group import Group
 from hcsim.compressors.encoding import is_finite
 from hcsim.errors import CollectiveError, CompressionError, Diverged, TrainingError
 from hcsim.runtime.channel import Phantom
-from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.layout import Bucket, Layout
+from hcsim.training.learner import fingerprint
 from hcsim.training.run import Update
 from hcsim.training.task import Flat
 

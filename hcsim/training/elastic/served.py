@@ -58,14 +58,13 @@ from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
 from hcsim.training.elastic.checkpoint import Checkpoints, fitting
-from hcsim.training.elastic.fingerprint import fingerprint
 from hcsim.training.elastic.keeper import Keeper, Start
 from hcsim.training.elastic.pact import ATTEMPTS, Contradiction, Doubt, gather_echoed
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.part import Extras
 from hcsim.training.elastic.recovery import Recovery
 from hcsim.training.elastic.working import Working
-from hcsim.training.learner import Learner
+from hcsim.training.learner import Learner, fingerprint
 from hcsim.training.parameter_server.gradients import Gradients, Received
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.place import address_of, listen

@@ -20,10 +20,9 @@ from hcsim.runtime.host import Host
 from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import fitting
-from hcsim.training.elastic.fingerprint import of_all
 from hcsim.training.elastic.parcel import Parcel
 from hcsim.training.elastic.standing import Era, Header, Past
-from hcsim.training.learner import Learner
+from hcsim.training.learner import Learner, fingerprint_of_all
 from hcsim.training.recoverable import Held, Tally
 from hcsim.training.run import Run
 from hcsim.training.strategies import completed, optimizer, recoverable
@@ -175,11 +174,11 @@ class Trainee:
 
     def fingerprint(self) -> int:
         """Of what all must hold alike."""
-        return of_all(self.method.shared())
+        return fingerprint_of_all(self.method.shared())
 
     def memory_fingerprint(self) -> int:
         """Of what the compressors of all who compress must remember alike; 0 for nothing."""
-        return of_all(self._memory())
+        return fingerprint_of_all(self._memory())
 
     def parcel(self, *, model: bool, memory: bool) -> Parcel:
         """What another member lacks; at least it has to know where we are."""

@@ -11,14 +11,14 @@ from hcsim.training.task import Task
 
 def _digits() -> Task:
     """Images of handwritten digits, by a small convolutional network."""
-    from hcsim.training.tasks.digits import digits
+    from hcsim.training.tasks.torch_task import digits
 
     return digits()
 
 
 def _text() -> Task:
     """The names of Unicode's characters, by a small transformer."""
-    from hcsim.training.tasks.text import text
+    from hcsim.training.tasks.torch_task import text
 
     return text()
 
@@ -32,7 +32,7 @@ def _convex() -> Task:
 
 def _slopes() -> Task:
     """Gradients that do not depend on the model, to count what was learned."""
-    from hcsim.training.tasks.slopes import Slopes
+    from hcsim.training.tasks.convex import Slopes
 
     return Slopes()
 

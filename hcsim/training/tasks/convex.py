@@ -1,9 +1,14 @@
-"""Ridge regression: a strongly convex problem whose optimum is known.
+"""Tasks whose result is known: ridge regression, and sums of gradients.
 
-Several outputs are predicted linearly from features; the loss is half the mean squared error, summed over the
-outputs, plus half the ridge times the squared norm of all weights. The weights W are in blocks of features.
-With H = XᵀX / n + ridge and the optimum W* = H⁻¹ XᵀY / n, solved in double precision, the loss is
-exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that the distance from the optimum is not lost in rounding.
+Ridge regression is a strongly convex problem whose optimum is known. Several outputs are predicted linearly from
+features; the loss is half the mean squared error, summed over the outputs, plus half the ridge times the squared norm
+of all weights. The weights W are in blocks of features. With H = XᵀX / n + ridge and the optimum W* = H⁻¹ XᵀY / n,
+solved in double precision, the loss is exactly L(W*) + ½ tr((W − W*)ᵀ H (W − W*)), so that the distance from the
+optimum is not lost in rounding.
+
+The gradients of `Slopes` do not depend on the model, so that what was learned can be added up by hand. The loss of
+sample i is cᵢ·θ, so the gradient of a batch is the mean of its c, whatever the parameters are. A step that was lost,
+or that counted twice, is then missing from the sum, or is in it twice, however long ago it was.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -20,6 +26,7 @@ import numpy.typing as npt
 from hcsim.errors import UsageError
 from hcsim.rng import generator
 from hcsim.runtime.channel import Phantom
+from hcsim.training.data import Batches
 from hcsim.training.layout import Layout
 from hcsim.training.task import Block, Defaults, Flat, Indices, Score
 
@@ -142,3 +149,69 @@ def _nearly_normal(drawn: np.random.Generator, rows: int, columns: int) -> Array
     whole = drawn.integers(2**13, size=(12, rows, columns)).sum(axis=0) - 6 * (2**13 - 1)
     normal: Array = (whole / 2**13).astype(np.float32)
     return normal
+
+
+SLOPES_SAMPLES = 16384
+SLOPES_LR = 0.5
+_SHAPES = ((("w", (12, 8)),), (("v", (24,)),))
+_LAYOUT = Layout.of(_SHAPES)
+
+
+@cache
+def _slopes() -> Array:
+    """By sample."""
+    return generator(3, "slopes").standard_normal((SLOPES_SAMPLES, _LAYOUT.length), np.float32)
+
+
+class Slopes:
+    """Gradients that do not depend on the model."""
+
+    name = "slopes"
+    phantom = False
+    samples = SLOPES_SAMPLES
+    defaults = Defaults(lr=SLOPES_LR, momentum=0.0, batch=4)
+    blocks = tuple(Block(str(number), shapes, 1e4, 1e3) for number, shapes in enumerate(_SHAPES))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the data."""
+        return hashlib.sha256(_slopes().tobytes()).hexdigest()
+
+    def replica(self, seed: int, device: str = "cpu") -> SlopesReplica:
+        """A model of zeros."""
+        return SlopesReplica()
+
+    def score(self, parameters: Flat) -> Score | None:
+        """There is nothing to be good at."""
+        return None
+
+
+class SlopesReplica:
+    """One member's copy."""
+
+    layout = _LAYOUT
+
+    def __init__(self) -> None:
+        self.parameters = np.zeros(_LAYOUT.length, np.float32)
+        self.gradients = np.zeros(_LAYOUT.length, np.float32)
+        self._batch: Indices = np.zeros(0, np.int64)
+
+    def forward(self, batch: Indices) -> float:
+        """The mean loss."""
+        self._batch = batch
+        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
+            return float((_slopes()[batch] @ self.parameters).mean())
+
+    def backward(self, block: int) -> None:
+        """Add the slopes of one block."""
+        for tensor in _LAYOUT.blocks[block]:
+            self.gradients[tensor.span] += _slopes()[self._batch][:, tensor.span].mean(axis=0)
+
+
+def expected_slopes(seed: int, sizes: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The parameters after steps over global batches of these sizes."""
+    order = Batches(SLOPES_SAMPLES, [SLOPES_SAMPLES], seed).batch(0, 0)
+    ends = np.cumsum([0, *sizes])
+    parts = [_slopes()[order[lo:hi]].astype(np.float64).mean(axis=0) for lo, hi in pairwise(ends)]
+    total: npt.NDArray[np.float64] = -SLOPES_LR * np.sum(parts, axis=0)
+    return total

@@ -17,9 +17,8 @@ from hcsim.real.store import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, in_store
-from hcsim.training.elastic.fingerprint import fingerprint
+from hcsim.training.learner import fingerprint
 from hcsim.training.optimizer import Sgd
-from hcsim.training.saved import CheckpointFile
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds, Seconds
 from tests.switches import on_switch
@@ -343,14 +342,6 @@ def test_who_finds_a_damaged_checkpoint_is_told_where_it_is(tmp_path: Path) -> N
     store.save("checkpoint", b"nothing of the kind")
     with pytest.raises(ConfigError, match=f"^{tmp_path}/state/checkpoint: this checkpoint is damaged .*remove it"):
         Checkpoints(1, in_store(store)).load()
-
-
-def test_a_checkpoint_file_is_replaced_whole(tmp_path: Path) -> None:
-    file = CheckpointFile(tmp_path / "state")
-    assert file.load() is None
-    file.save(b"one")
-    file.save(b"two")
-    assert file.load() == b"two"
 
 
 def test_a_newcomer_with_other_settings_is_told_and_the_others_go_on() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.learner import Learner, digest
 from hcsim.training.optimizer import Sgd
-from hcsim.training.parameter_server.gradients import Gradients
+from hcsim.training.parameter_server.gradients import Gradients, Received
 from hcsim.training.parameter_server.messages import Done, Push
 from hcsim.training.parameter_server.rounds import Policy, Rounds
-from hcsim.training.parameter_server.server import Saved, Server, restore
+from hcsim.training.parameter_server.server import Record, Server, recall, records
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import World
@@ -43,6 +43,15 @@ def learner_on(host: Host) -> Learner:
     return Learner(host, task("convex"), OPTIMIZER, SEED)
 
 
+class Saved(NamedTuple):
+    """A server's state."""
+
+    version: int
+    workers: dict[str, Record]
+    parameters: np.ndarray
+    optimizer: dict[str, np.ndarray]
+
+
 class Bench:
     """A server on a host."""
 
@@ -60,7 +69,10 @@ class Bench:
         self.host = host
         self.rounds = Rounds(policy, total, awaited=awaited, now=host.clock.elapsed())
         if saved is not None:
-            restore(saved, self.rounds, self.learner, host.clock.elapsed())
+            np.copyto(self.learner.replica.parameters, saved.parameters)  # type: ignore[arg-type]
+            self.learner.stepper.restore(saved.optimizer)
+            self.rounds.version = saved.version
+            recall(saved.workers, self.rounds, host.clock.elapsed())
         gradients = Gradients(self.learner.layout, make(compressor, seed=SEED, rank=0))
         self.server = Server(self.learner, gradients, self.rounds, self._update, job=JOB)
         self.serving: asyncio.Task[Done]
@@ -68,6 +80,15 @@ class Bench:
 
     async def _update(self, number: int, share: float) -> None:
         await self.learner.update(OPTIMIZER.lr * share)
+
+    def save_to(self, keep: Callable[[Saved], Awaitable[None]]) -> None:
+        """Give away the state after every update, before anybody is told of it."""
+
+        async def updated(received: list[Received]) -> None:
+            parameters, stepper = self.learner.replica.parameters.copy(), self.learner.stepper  # type: ignore[union-attr]
+            await keep(Saved(self.rounds.version, records(self.rounds), parameters, stepper.state()))
+
+        self.server.before_telling = updated
 
     async def open(self, address: str) -> Listener:
         self.listener = await self.host.listen(address)

@@ -21,7 +21,6 @@ from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import Done
 from hcsim.training.parameter_server.rounds import Policy
-from hcsim.training.parameter_server.server import Saved
 from hcsim.training.parameter_server.worker import Worker
 from hcsim.training.tasks import task
 from hcsim.virtual.world import HostCrashed
@@ -33,6 +32,7 @@ from tests.training.parameter_server.bench import (
     SEED,
     Bench,
     Job,
+    Saved,
     alone,
     of_its_own,
     of_the_round,
@@ -237,14 +237,14 @@ def test_a_server_that_is_started_again_goes_on_and_no_push_is_lost_or_doubled(c
     async def on_host(host: Any) -> Any:
         if host.name != "s":
             return await job.on_host(host)
-        first.server.on_update = keep
+        first.save_to(keep)
         for stop_s in (0.2, 0.35):
             await job.bench.open("s:7000")
             await host.clock.sleep(stop_s - world.loop.time())
             await job.bench.stop()
             await host.clock.sleep(0.05)
             job.bench = Bench(host, STEPS, saved=kept[-1], compressor=compressor)
-            job.bench.server.on_update = keep
+            job.bench.save_to(keep)
         await job.bench.open("s:7000")
         return await job.bench.serving
 
@@ -268,7 +268,7 @@ def test_a_server_that_is_started_again_after_the_last_update_gives_out_the_fina
     async def on_host(host: Any) -> Any:
         if host.name != "s":
             return await job.on_host(host)
-        job.bench.server.on_update = stop_at_the_end
+        job.bench.save_to(stop_at_the_end)
         await job.bench.open("s:7000")
         await host.clock.sleep(1.5)
         await job.bench.stop()
@@ -308,7 +308,7 @@ def test_a_worker_that_began_anew_goes_on_with_a_server_that_knows_its_earlier_l
     async def keep(saved: Saved) -> None:
         kept.append(saved)
 
-    earlier.bench.server.on_update = keep
+    earlier.bench.save_to(keep)
     job = Job(world, total=STEPS)
 
     async def on_host(host: Any) -> Any:

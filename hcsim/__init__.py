@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hcsim.real.tls import TlsFiles
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
-    from hcsim.training.strategies import train
+    from hcsim.training.trainer import train
     from hcsim.transport.wire import Wire
 
 __version__ = "0.1.0"

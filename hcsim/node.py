@@ -21,7 +21,7 @@ from hcsim.identity.handshake import Credentials
 from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, Origin, in_store
-from hcsim.training.elastic.part import Extras
+from hcsim.training.elastic.member import Extras
 from hcsim.training.elastic.train import follow, prepare
 from hcsim.training.run import Observer, Report
 from hcsim.training.strategies import ParameterServer, strategy
@@ -97,10 +97,10 @@ async def train_as_member(
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, tell) if durable else None
     extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")
-    part = prepare(inside, node, plan.training, plan.seed, extras)
+    member = prepare(inside, node, plan.training, plan.seed, extras)
     async with running(node):
         try:
-            report = await follow(inside, node, part, plan.wire)
+            report = await follow(member, plan.wire)
         except HcsimError:
             await node.leave()
             raise

@@ -47,10 +47,10 @@ from hcsim.real.store import MemoryStore
 from hcsim.rng import generator, stream
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from hcsim.runtime.store import packed, unpacked
-from hcsim.training import agreement
+from hcsim.training import trainer
 from hcsim.training.elastic import checkpoint
-from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, _Taking
-from hcsim.training.elastic.standing import Era
+from hcsim.training.elastic.progress import Era
+from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, _Taking
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
 from hcsim.transport.callers import one_line
@@ -363,12 +363,12 @@ _ANSWERS = (
     ps.Wait(),
     ps.Done(3),
 )
-_INTENT = agreement.Intent(Training(task="convex"), 1, "digest")
+_INTENT = trainer.Intent(Training(task="convex"), 1, "digest")
 
 
 def _settings(data: bytes) -> None:
     try:
-        agreement.difference(msgspec.json.encode(_INTENT, enc_hook=float), data, "here", "there")
+        trainer.difference(msgspec.json.encode(_INTENT, enc_hook=float), data, "here", "there")
     except UNDECODABLE as error:
         raise HcsimError("refused as its callers do") from error
 

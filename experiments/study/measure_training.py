@@ -17,9 +17,10 @@ from hcsim.errors import CompressionError, ConfigError
 from hcsim.launch.virtual import Outcome, simulate
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.run import Report
-from hcsim.training.strategies import DiLoCo, LocalSgd, strategy, train
+from hcsim.training.strategies import DiLoCo, LocalSgd, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
+from hcsim.training.trainer import train
 from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
 from hcsim.units import PositiveBytes, PositiveSeconds
 

@@ -96,7 +96,7 @@ def run_real(job: Job, place: Place, wire: Wire) -> bool:
 
 
 async def _run(job: Job, place: Place, wire: Wire, progress: screen.Progress) -> tuple[list[Lap], str]:
-    from hcsim.training.agreement import agree
+    from hcsim.training.trainer import agree
 
     async with joined(place, job.timeout_s, wire, progress) as group:
         await agree(group, job)

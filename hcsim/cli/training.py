@@ -15,8 +15,9 @@ from hcsim.launch.virtual import Outcome, simulate_training
 from hcsim.runtime.channel import Phantom
 from hcsim.training.run import Point, Report, Run
 from hcsim.training.saved import load_model, save_model
-from hcsim.training.strategies import check_training, train
+from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
+from hcsim.training.trainer import train
 from hcsim.transport.wire import Wire
 
 

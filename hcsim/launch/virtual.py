@@ -89,7 +89,7 @@ def simulate_training(
     """Train on every host of a scenario: what `settings` say, or else the scenario's `[training]`.
 
     `what` is a task of one's own, in place of the one that these name."""
-    from hcsim.training.strategies import train
+    from hcsim.training.trainer import train
 
     loaded = load_scenario(scenario)
     chosen = settings or loaded.training or Training()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
-from hcsim.training.optimizer import Optimizer
+from hcsim.training.optimizer import Optimizer, clip
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 
 T = TypeVar("T")
@@ -66,6 +66,13 @@ class Learner:
             if ready is not None:
                 await ready(block)
         return loss
+
+    async def clip(self, max_norm: float | None) -> None:
+        """Clip the gradients that are in place, if they are to be."""
+        if max_norm is not None:
+            gradients = self.replica.gradients
+            work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
+            await self.run(work, partial(clip, gradients, max_norm))
 
     async def update(self, lr: float) -> None:
         """One step of the optimizer with the gradients that are in place."""

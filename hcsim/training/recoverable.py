@@ -85,7 +85,7 @@ class Recoverable(Protocol):
         """Who computes with how many samples, given each member's batch size."""
 
     async def train(self, run: Run) -> None:
-        """Go on from the run's step, until it ends or its pact does."""
+        """Go on from the run's step, until it or these members' view ends."""
 
 
 class Replicated:
@@ -257,7 +257,7 @@ class Periodic:
         parameters = run.learner.replica.parameters
         way = parameters if isinstance(parameters, Phantom) else cast(Array, self._anchor) - parameters
         for bucket in run.buckets:
-            await run.pact.admit(way, bucket)
+            await run.commit.admit(way, bucket)
         await run.group.host.device.touch(3 * parameters.nbytes)
         with run.learner.ledger.spent_on("exchange"):
             totals = [asyncio.ensure_future(aggregator.total(way, bucket, weight, step)) for bucket in run.buckets]
@@ -290,7 +290,7 @@ class _StepExchange:
         if block in self._closing:
             bucket = self._closing[block]
             gradients = self._run.learner.replica.gradients
-            await self._run.pact.admit(gradients, bucket)
+            await self._run.commit.admit(gradients, bucket)
             total = self._aggregator.total(gradients, bucket, self._weight, self._step)
             name = f"gradients of step {self._step}, bucket {bucket.number}"
             self._pending.append(self._run.group.host.spawn(total, name=name))

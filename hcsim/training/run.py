@@ -23,7 +23,7 @@ from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, Ledger, digest
-from hcsim.training.optimizer import clip, scaled_lr, warmup
+from hcsim.training.optimizer import scaled_lr, warmup
 from hcsim.training.task import Flat, Score, Task
 
 _LABELS = {"compute": "compute", "encode": "encode", "exchange": "wait"}
@@ -139,37 +139,22 @@ class Update(msgspec.Struct, frozen=True):
     loss: float
 
 
-class Pact(Protocol):
-    """How the ranks of a run agree that a step counts."""
+class Commit:
+    """How the ranks of a run agree that a step counts. Those that were started together end together: what was
+    exchanged always counts. Members of a cluster vote."""
 
-    @property
-    def ends(self) -> bool:
-        """Whether these ranks go no further together."""
+    ends = False
+    """Whether these ranks go no further together."""
 
     async def admit(self, gradients: Flat, bucket: Bucket) -> None:
-        """Our own part of the bucket is about to be exchanged."""
+        """Our own part of the bucket is about to be exchanged. Compressors refuse what cannot be sent."""
 
     async def agreed(self, update: Update) -> bool:
         """Whether all apply it. Otherwise nobody does, and the step is tried again."""
-
-    async def settled(self) -> None:
-        """The update is applied here."""
-
-
-class Trust:
-    """Ranks that were started together and end together: what was exchanged counts."""
-
-    ends = False
-
-    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
-        """Compressors refuse what cannot be sent."""
-
-    async def agreed(self, update: Update) -> bool:
-        """Always."""
         return True
 
-    async def settled(self) -> None:
-        """Nothing follows from it."""
+    async def applied(self) -> None:
+        """The update is applied here."""
 
 
 class Run:
@@ -186,7 +171,7 @@ class Run:
         self.compressor = compressor
         self.points: list[Point] = []
         self.observer: Observer | None = None
-        self.pact: Pact = Trust()
+        self.commit = Commit()
         self.step = 0
         """So many are done."""
         self.pending: Update | None = None
@@ -205,15 +190,15 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, each as often as it takes."""
-        while self.step < self.settings.steps and not self.pact.ends:
+        while self.step < self.settings.steps and not self.commit.ends:
             yield self.step
 
     async def settle(self, step: int, apply: Callable[[], Awaitable[None]], loss: float) -> None:
         """What the step came to is exchanged: apply it, if all agree."""
         self.pending = Update(step, apply, loss)
-        if await self.pact.agreed(self.pending):
+        if await self.commit.agreed(self.pending):
             await self.carry_out(self.pending)
-            await self.pact.settled()
+            await self.commit.applied()
         else:
             self.drop()
 
@@ -244,11 +229,7 @@ class Run:
 
     async def update(self, step: int, share: float = 1.0) -> None:
         """Apply the gradients that are in place, with this share of the step's learning rate."""
-        if self.settings.clip is not None:
-            gradients = self.learner.replica.gradients
-            await self.learner.run(
-                Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes), partial(clip, gradients, self.settings.clip)
-            )
+        await self.learner.clip(self.settings.clip)
         await self.learner.update(self.lr(step) * share)
 
     async def note(self, step: int, loss: float) -> None:

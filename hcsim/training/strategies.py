@@ -1,4 +1,4 @@
-"""The strategies by name, and a training run from start to end on one rank."""
+"""The strategies by name, what they are made of, and what of the settings they refuse."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from hcsim.collectives.algorithms import algorithms
-from hcsim.collectives.group import Group
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training, read_spec
 from hcsim.errors import ConfigError
 from hcsim.registry import Registry
 from hcsim.training.aggregation.aggregator import Aggregator, Hierarchical, OneLevel
-from hcsim.training.agreement import Intent, agree
-from hcsim.training.data import Batches
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import AdamW, Optimizer, Sgd
-from hcsim.training.parameter_server.place import check_place
 from hcsim.training.parameter_server.rounds import Policy
+from hcsim.training.parameter_server.strategy import check_place
 from hcsim.training.parameter_server.strategy import train as serve_and_work
 from hcsim.training.recoverable import InHomes, OneComputes, Periodic, Recoverable, Replicated
-from hcsim.training.run import Observer, Report, Run
+from hcsim.training.run import Run
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.units import did_you_mean
@@ -121,8 +118,14 @@ def strategy(spec: str) -> Strategy | FixedRanks:
     return cast("Strategy | FixedRanks", read_spec(spec, STRATEGIES, "strategy"))
 
 
+def opened(settings: Training, learner: Learner) -> Recoverable | FixedRanks:
+    """The strategy of completed settings, at work on this rank's model."""
+    chosen = strategy(settings.strategy)
+    return chosen.open(settings, learner) if hasattr(chosen, "open") else chosen
+
+
 def recoverable(settings: Training, learner: Learner) -> Recoverable:
-    """The strategy of completed settings, for a cluster whose members change."""
+    """The same, for a cluster whose members change."""
     chosen = strategy(settings.strategy)
     if not hasattr(chosen, "open"):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
@@ -134,26 +137,6 @@ def check_elastic(settings: Training) -> None:
     chosen = strategy(settings.strategy)
     if not (hasattr(chosen, "open") or isinstance(chosen, ParameterServer)):
         raise ConfigError(_FIXED_RANKS.format(settings.strategy))
-
-
-async def train(
-    group: Group, settings: Training, seed: int, observer: Observer | None = None, what: Task | None = None
-) -> Report:
-    """Train this rank's part, and say what came of it. All ranks give the same settings and seed.
-
-    `what` is a task of one's own; without it, the settings name one."""
-    chosen = strategy(settings.strategy)
-    what = what or task(settings.task)
-    settings = completed(settings, what, group.size)
-    await agree(group, Intent(settings, seed, what.fingerprint))
-    learner = Learner(group.host, what, optimizer(settings), seed)
-    batches = Batches.of(what, _batch_sizes(settings, group.size), seed)
-    run = Run(group, settings, what, learner, batches, make(settings.compressor, seed=seed, rank=group.rank))
-    run.observer = observer
-    await (chosen.open(settings, learner) if hasattr(chosen, "open") else chosen).train(run)
-    if observer is not None:
-        observer.finished(run)
-    return run.report()
 
 
 def check_training(settings: Training, ranks: int, homes: int) -> None:
@@ -185,11 +168,6 @@ def completed(settings: Training, what: Task, ranks: int) -> Training:
         lr=usual.lr if settings.lr is None else settings.lr,
         momentum=usual.momentum if settings.momentum is None else settings.momentum,
     )
-
-
-def _batch_sizes(settings: Training, ranks: int) -> tuple[int, ...]:
-    assert settings.batch is not None
-    return settings.batch if isinstance(settings.batch, tuple) else (settings.batch,) * ranks
 
 
 def optimizer(settings: Training) -> Optimizer:

@@ -22,8 +22,8 @@ from hcsim.real.keys import credentials, new_secret, save_secret
 from hcsim.real.tls import ClusterTls
 from hcsim.training.parameter_server.messages import ANSWERS, QUESTIONS, Join, Line, Refused
 from hcsim.training.run import Point, Report, Run
-from hcsim.training.strategies import train
 from hcsim.training.tasks import task
+from hcsim.training.trainer import train
 from hcsim.transport.admission import AdmittedHost
 from hcsim.units import PositiveSeconds
 from tests.conftest import free_addresses

@@ -13,7 +13,7 @@ from hcsim.collectives.group import Group
 from hcsim.config import Training
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate
-from hcsim.training.agreement import Intent, agree
+from hcsim.training.trainer import Intent, agree
 
 
 def errors(said: bytes) -> list[Any]:

@@ -13,8 +13,9 @@ from hcsim.config import ClockJump, Crash, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import simulate_training
 from hcsim.training import tasks
-from hcsim.training.strategies import strategy, train
+from hcsim.training.strategies import strategy
 from hcsim.training.tasks.shapes import PhantomTask
+from hcsim.training.trainer import train
 from hcsim.units import Seconds
 from tests.training.clusters import Parameters, quiet_cluster
 

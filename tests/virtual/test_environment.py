@@ -16,7 +16,7 @@ from hcsim.config import Crash, Pause, Scenario, Training, load_scenario
 from hcsim.errors import HcsimError
 from hcsim.launch.virtual import simulate_training
 from hcsim.training.run import Report
-from hcsim.training.strategies import train
+from hcsim.training.trainer import train
 from hcsim.transport.hello import Membership
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost

@@ -32,7 +32,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.device import Work
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import Store
-from hcsim.training.elastic.parcel import Parcel
+from hcsim.training.elastic.transfer import Parcel
 
 MOST_KEPT = 16
 """So many records are looked for when a checkpoint is loaded, however few are kept now."""

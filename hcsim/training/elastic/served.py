@@ -1,4 +1,4 @@
-"""A parameter server that may die: the second member of a view stands by with all that it knows.
+"""A member of a parameter server in a cluster. When the server is lost, the second member goes on with all it knew.
 
 Workers come and go as they do anyway; each stays what it is from view to view, and only calls another server. The
 server is on the first member's machine. Before it answers anybody, it hands every update (the averaged gradients, the
@@ -16,14 +16,8 @@ is of the old ones. In the other modes a step is as many updates as there are me
 A worker that leaves in an orderly way pushes once more, uncompressed and with all that its error feedback owes; it
 leaves when that has counted. With one that crashes, what it owed is lost.
 
-The server saves now and then. When all have been lost, training goes on from the newest that was saved.
-
-`keeper` has the server's state, `standby` how it is followed, `working` the worker.
-
-The server of one view runs on the first member's machine, from the state that its keeper holds.
-
-Every update is with the standby before anybody is told of it; now and then it is saved then, too, with what
-the compressor of the worker beside the server remembers.
+The server saves now and then, with what the compressor of the worker beside it remembers. When all have been lost,
+training goes on from the newest that was saved.
 """
 
 from __future__ import annotations
@@ -31,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from copy import copy
 from functools import partial
 
 import msgspec
@@ -54,121 +47,25 @@ from hcsim.errors import (
 )
 from hcsim.runtime.channel import Listener, Phantom
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
-from hcsim.training.agreement import Intent
 from hcsim.training.data import Batches
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.checkpoint import Checkpoints, fitting
-from hcsim.training.elastic.keeper import Keeper, Start
-from hcsim.training.elastic.pact import ATTEMPTS, Contradiction, Doubt, gather_echoed
-from hcsim.training.elastic.parcel import Parcel
-from hcsim.training.elastic.part import Extras
-from hcsim.training.elastic.recovery import Recovery
-from hcsim.training.elastic.working import Working
-from hcsim.training.learner import Learner, fingerprint
+from hcsim.training.elastic.checkpoint import fitting
+from hcsim.training.elastic.member import ElasticMember, Extras
+from hcsim.training.elastic.standby import Keeper
+from hcsim.training.elastic.transfer import Contradiction, Doubt, Parcel, gather_echoed
+from hcsim.training.learner import fingerprint
 from hcsim.training.parameter_server.gradients import Gradients, Received
 from hcsim.training.parameter_server.messages import Done
-from hcsim.training.parameter_server.place import address_of, listen
 from hcsim.training.parameter_server.rounds import Policy, Rounds
 from hcsim.training.parameter_server.server import Server, recall, records
-from hcsim.training.parameter_server.worker import Worker
-from hcsim.training.run import Run
-from hcsim.training.strategies import completed, optimizer, strategy
-from hcsim.training.tasks import task
+from hcsim.training.parameter_server.strategy import Participant, Start, address_of, beside_server, listen, policy_of
+from hcsim.training.strategies import optimizer, strategy
 
 JOB = "elastic"
 WORKER = "worker/"
 """In a checkpoint, before the names of what the compressor of the worker beside the server remembers."""
-
-
-class Serving:
-    """Opened for a view, and stopped when it ends."""
-
-    def __init__(self, group: Group, run: Run, keeper: Keeper, working: Working) -> None:
-        self._group = group
-        self._run = run
-        self._keeper = keeper
-        self._working = working
-        self._checkpoints: Checkpoints | None = None
-        self._due = 0
-        """The step after which to save."""
-        self._lr = 0.0
-
-    def save_to(self, checkpoints: Checkpoints) -> None:
-        """From now on."""
-        self._checkpoints, self._due = checkpoints, checkpoints.after(self._working.start.step)
-
-    def opened(self, view: View, done: list[str]) -> Server:
-        """The server; these nodes' workers have the final model already."""
-        state, working, now = self._keeper.state, self._working, self._group.host.clock.elapsed()
-        assert state is not None
-        total = state.version + (self._run.settings.steps - working.start.step) * working.per_step
-        rounds = Rounds(working.policy, total, awaited=view.nodes, now=now)
-        recall(state.workers, rounds, now)
-        rounds.regroup([node for node in view.nodes if node not in done])
-        rounds.version = state.version
-        server = Server(self._keeper.learner, working.worker.gradients, rounds, self._update, job=JOB)
-        server.reception.guests = view.nodes
-        server.reception.on_violations = partial(self._violated, view)
-        server.has_successor = True
-        server.before_telling = partial(self._keep, rounds)
-        return server
-
-    async def run(self, server: Server, listener: Listener) -> Done:
-        """Serve this view. Should the server give up, it is the view that has failed, and the next one has another."""
-        try:
-            return await server.run(listener)
-        except CollectiveError:
-            raise
-        except DeadlineExceeded as error:
-            raise CollectiveError(str(error)) from error
-
-    def ended(self, server: Server) -> None:
-        """Remember what came of it."""
-        state = self._keeper.state
-        assert state is not None
-        state.version, state.workers = server.rounds.version, records(server.rounds)
-
-    def _violated(self, view: View, worker: str, error: RemoteProtocolError) -> None:
-        """The view fails, by a worker that breaks the protocol on every connection: it would never be of any use."""
-        rank = view.nodes.index(worker)
-        failure = CollectiveError(f"rank {rank} breaks the protocol of the parameter server: {error}", peer=rank)
-        failure.__cause__ = error
-        self._group.fail(failure)
-
-    async def _update(self, number: int, share: float) -> None:
-        learner = self._keeper.learner
-        await standby.clip_gradients(learner, self._run.settings.clip)
-        self._lr = self._run.lr(self._working.step_of(number)) * share
-        await learner.update(self._lr)
-
-    async def _keep(self, rounds: Rounds, received: list[Received]) -> None:
-        """The update counts once the standby has it; and perhaps it is time to save."""
-        if self._group.size > 1:
-            learner = self._keeper.learner
-            await standby.tell(self._group, learner, rounds.version, self._lr, records(rounds), received)
-        step = self._working.step_of(rounds.version)
-        if self._checkpoints is not None and step >= self._due:
-            self._due = self._checkpoints.after(step)
-            await self._save(self._checkpoints, rounds, step)
-
-    async def _save(self, checkpoints: Checkpoints, rounds: Rounds, step: int) -> None:
-        worker = self._working.worker
-        remembered = worker.state(rounds.members[worker.name].verdict)
-        saved = self._keeper.saved(self._working.at(rounds.version), records(rounds))
-        parcel = Parcel(saved.about, {**saved.arrays, **{WORKER + name: array for name, array in remembered.items()}})
-        await checkpoints.save(self._group.host, parcel, step)
-
-
-def remembered(checkpoint: Parcel) -> State:
-    """What the compressor of the worker beside the server remembered when that was saved."""
-    state: State = {}
-    for name, array in checkpoint.arrays.items():
-        if name.startswith(WORKER):
-            assert not isinstance(array, Phantom)  # shapes alone are not saved
-            state[name.removeprefix(WORKER)] = array
-    return state
-
-
+COMPARISONS = 4
+"""Of the final model: then what differs each time is no mishap."""
 LOOK_S = 0.02
 """How often a member looks whether its view is at an end."""
 NEAR_S = 0.5
@@ -176,67 +73,44 @@ NEAR_S = 0.5
 address, and it takes several round trips of the internet to get there."""
 
 
-class Served:
-    """One member: a worker, and by turns the server or its standby."""
+class ServedMember(ElasticMember):
+    """A worker, and by turns the server or its standby."""
 
-    def __init__(self, host: Host, settings: Training, seed: int, conductor: Conductor, extras: Extras) -> None:
-        what = extras.what or task(settings.task)
+    def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
         if isinstance(settings.batch, tuple):
             raise ConfigError(f"batch = {list(settings.batch)}: members of a parameter server change; give one figure")
-        self.settings = completed(settings, what, 1)
-        self._policy = _policy(self.settings)
-        self._host = host
-        self._seed = seed
-        self._task = what
-        self._conductor = conductor
-        self.leaving = extras.leaving
-        self.observer = Recovery(host, extras.observer, settings.timeout_s)
-        self._checkpoints = extras.checkpoints
-        self._began = extras.began
-        self._intent = msgspec.json.encode(Intent(self.settings, seed, what.fingerprint), enc_hook=float)
-        learner = Learner(host, what, optimizer(self.settings), seed)
-        self._keeper = Keeper(learner, optimizer(self.settings))
-        work = copy(learner)
-        work.replica = what.replica(seed, host.device.torch_name)
+        super().__init__(host, conductor, settings, seed, extras)
+        chosen = strategy(self.settings.strategy)
+        assert isinstance(chosen, Policy)
+        self._intent = msgspec.json.encode(self.intent(), enc_hook=float)
+        self._keeper = Keeper(self.learner, optimizer(self.settings))
         drawer = zlib.crc32(conductor.us.node.encode())  # ranks change with the view, and one that rounds does not
-        self._gradients = Gradients(learner.layout, make(settings.compressor, seed=seed, rank=drawer))
-        worker = Worker(work, self._gradients, self._policy, name=conductor.us.node, job=JOB)
+        gradients = Gradients(self.learner.layout, make(settings.compressor, seed=seed, rank=drawer))
+        self._us = Participant(beside_server(self.learner, seed), gradients, policy_of(chosen, self.settings))
+        worker = self._us.hire(conductor.us.node, JOB)
         connect_s = NEAR_S if settings.server is None else CONNECT_TIMEOUT_S
         worker.connect_timeout_s = min(connect_s, self.settings.timeout_s)
-        self._working = Working(host, worker, self._policy)
         self._compared = 0
         """How often the members' final models were not alike."""
-        self._ready: list[str] = []
-        """Members whose workers have the final model."""
         self._remembered: State = {}
         """What our compressor remembered when we saved."""
+        self._due = 0
+        """The step after which to save."""
 
     def reload(self, checkpoint: Parcel) -> None:
         """Begin with what was saved, if nobody has anything newer."""
         with fitting():
             self._keeper.adopt(checkpoint)
         self._keeper.reloaded = True
-        self._remembered = remembered(checkpoint)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a run."""
-        return self._working.run is not None
-
-    @property
-    def run(self) -> Run:
-        """From the first view on."""
-        assert self._working.run is not None
-        return self._working.run
+        for name, array in checkpoint.arrays.items():
+            if name.startswith(WORKER):
+                assert not isinstance(array, Phantom)  # shapes alone are not saved
+                self._remembered[name.removeprefix(WORKER)] = array
 
     @property
     def is_complete(self) -> bool:
         """Whether our worker has the final model."""
-        return self._working.done is not None
-
-    @property
-    def votes_seen(self) -> None:
-        """Workers do not vote."""
+        return self._us.done is not None
 
     def options(self, view: View) -> Options:
         """How a view's group works."""
@@ -244,100 +118,97 @@ class Served:
 
     async def train(self, group: Group, view: View) -> bool:
         """Work in this view for as long as it lasts; whether that was all."""
-        working = self._working
+        us = self._us
         try:
-            done = working.done
-            met = await self._keeper.synchronise(group, view, self._intent, working.pulled, done is not None)
-            self._ready = met.done
-            if done is not None and len(self._ready) == group.size:
+            finished = us.done is not None
+            ready, current = await self._keeper.synchronise(group, view, self._intent, us, finished)
+            if finished and len(ready) == group.size:
                 return await self._confirmed(group, view)
-            if met.current and self._remembered:
-                self._gradients.compressor.restore(self._remembered)
+            if current and self._remembered:
+                us.gradients.compressor.restore(self._remembered)
             self._remembered = {}
-            await self._start(group)
-            self._began(view, working.start.step)
+            await self._begin(group)
+            self.began(view, us.start.step)
             if group.rank == standby.SERVER:
-                return await self._serve(group, view)
+                return await self._serve(group, view, ready)
             return await self._stand_by(group, view)
         finally:
-            await working.call("")
+            await us.call("")
 
     async def complete(self) -> None:
         """The last step may have been others' alone."""
-        if (done := self._working.done) is not None:
-            await self._working.note(done.version)
+        if (done := self._us.done) is not None:
+            await self._us.note(done.version)
 
     async def close(self) -> None:
         """End the worker, which lives from view to view."""
-        await self._working.close()
+        await self._us.close()
 
     async def save(self) -> None:
         """Save the server's state, if we hold it. Who leaves a view has paid what it owed; without one that is lost."""
         state = self._keeper.state
-        if self._checkpoints is not None and state is not None:
-            start = self._working.after(state)
-            await self._checkpoints.save_last(self._host, self._keeper.saved(start, state.workers), start.step)
+        if self.checkpoints is not None and state is not None:
+            start = self._after(state)
+            await self.checkpoints.save_last(self.host, self._keeper.saved(start, state.workers), start.step)
 
     # A view begins.
 
-    async def _start(self, group: Group) -> None:
+    async def _begin(self, group: Group) -> None:
         """Agree on where this view begins."""
-        state, working, learner = self._keeper.state, self._working, self._keeper.learner
-        ours = working.after(state) if group.rank == standby.SERVER and state is not None else Start()
+        state, us, serves = self._keeper.state, self._us, group.rank == standby.SERVER
+        ours = self._after(state) if serves and state is not None else Start()
         start = await standby.agreed_start(group, ours, self.settings.steps)
         if state is not None:
             state.begin(start)
         assert isinstance(self.settings.batch, int)
         sizes = [self.settings.batch] * group.size
-        batches = Batches.of(self._task, sizes, self._seed, (start.version, start.position))
-        run = working.run
-        if run is None:
-            work = working.worker.learner
-            run = Run(group, self.settings, self._task, work, batches, self._gradients.compressor)
-            run.observer = self.observer
-        working.begin(group, run, batches, start)
-        run.learner = learner if group.rank == standby.SERVER else working.worker.learner
+        batches = Batches.of(self.task, sizes, self.seed, (start.version, start.position))
+        run = self.enter(group, batches, us.gradients.compressor)
+        run.observer = self.observer
+        run.learner = self.learner if serves else us.learner
+        us.begin(run, start)
+
+    def _after(self, state: standby.State) -> Start:
+        """Where the next view begins, if it goes on from this state of the last one."""
+        return self._us.start_at(state.version, Start(*state.since, state.step))
 
     async def _call(self, group: Group, port: int = 0, near: str = "") -> None:
         """Tell where the server listens; workers go on there, and the one beside it at an address that is `near`."""
         agreed = await standby.agreed_port(group, port)
-        await self._working.call(near or address_of(self.settings, group.addresses[0], agreed))
+        await self._us.call(near or address_of(self.settings, group.addresses[0], agreed))
 
     # A view ends.
 
     async def _look(self, group: Group, view: View, duty: asyncio.Task[Done] | asyncio.Task[None] | None) -> None:
         """Return when there is a reason to: all is done, the members change, or somebody we need has failed. So may
         have what we do for the others as the server or its standby."""
-        while not self._working.ended:
+        while not self._us.ended:
             if duty is not None and duty.done():
                 duty.result()
             if group.error is not None:
                 raise CollectiveError(f"the group failed: {group.error}", peer=getattr(group.error, "peer", None))
-            if self._conductor.superseded(view.epoch):
+            if self.conductor.superseded(view.epoch):
                 return
-            self._working.worker.retiring = self.leaving is not None and self.leaving.is_set()
-            await self._host.clock.sleep(LOOK_S)
-        if (why := self._working.gave_up) is not None:
+            self._us.worker.retiring = self.leaving is not None and self.leaving.is_set()
+            await self.host.clock.sleep(LOOK_S)
+        if (why := self._us.gave_up) is not None:
             failure = _failure(why, group.rank)
             group.fail(failure)  # whoever stands by would go on doing so
             raise failure
 
     async def _ended(self, group: Group, view: View) -> bool:
         """Whether that was all, for us or for all."""
-        working = self._working
-        assert working.task is not None
-        if not working.ended:
+        if not self._us.ended:
             return False
-        done = working.task.result()
-        if done is None:  # it has retired, with nothing owed
-            await self._conductor.leave()
+        if self._us.result() is None:  # it has retired, with nothing owed
+            await self.conductor.leave()
             return True
         return await self._confirmed(group, view)
 
     async def _confirmed(self, group: Group, view: View) -> bool:
         """All have the final model: before, somebody might have to serve it again. Whether we may go: nobody knows of
         newcomers who want it."""
-        conductor, clock = self._conductor, self._host.clock
+        conductor, clock = self.conductor, self.host.clock
         until_s = clock.elapsed() + LAST_CALL_S
         await self._compare(group, view)
         while True:
@@ -361,8 +232,8 @@ class Served:
     async def _compare(self, group: Group, view: View) -> None:
         """See that the final model arrived as it was sent. Whoever holds another than most do, or than the first in
         rank where as many hold one as another, pulls it once more."""
-        parameters = self._working.worker.learner.replica.parameters
-        await self._host.device.touch(parameters.nbytes)
+        parameters = self._us.learner.replica.parameters
+        await self.host.device.touch(parameters.nbytes)
         prints = [int(each[0]) for each in await gather_echoed(group, np.array([fingerprint(parameters)], np.int64))]
         usual = Counter(prints).most_common(1)[0][0]
         unlike = [rank for rank, each in enumerate(prints) if each != usual]
@@ -371,41 +242,61 @@ class Served:
         names = ", ".join(view.members[rank].name for rank in unlike)
         what = f"the final model is not the same on {names} as on the others"
         self._compared += 1
-        if self._compared >= ATTEMPTS:
+        if self._compared >= COMPARISONS:
             raise Diverged(
                 f"{what}, however often it is pulled: memory or a network card failed there or on the server"
             )
         if group.rank in unlike:
-            self._working.pull_again()
+            self._us.pull_again()
         await group.barrier()  # all have heard it before this view ends
         raise CollectiveError(f"{what}: it is pulled once more")
 
-    # The server.
+    # The server. Every update is with the standby before anybody is told of it.
 
-    async def _serve(self, group: Group, view: View) -> bool:
-        ours = Serving(group, self.run, self._keeper, self._working)
-        if self._checkpoints is not None:
-            ours.save_to(self._checkpoints)
-        server = ours.opened(view, self._ready)
-        self._working.serves(server)
-        listener, port = await listen(self._host, self.settings, group.addresses[0])
-        serving = self._host.spawn(ours.run(server, listener), name="parameter server")
+    async def _serve(self, group: Group, view: View, ready: list[str]) -> bool:
+        """These nodes' workers have the final model already."""
+        state, us = self._keeper.state, self._us
+        assert state is not None
+        if self.checkpoints is not None:
+            self._due = self.checkpoints.after(us.start.step)
+        server = us.open_server(self.learner, view.nodes, state.version, job=JOB)
+        recall(state.workers, server.rounds, self.host.clock.elapsed())
+        server.rounds.regroup([node for node in view.nodes if node not in ready])
+        server.reception.guests = view.nodes
+        server.reception.on_violations = partial(_violated, group, view)
+        server.has_successor = True
+        server.before_telling = partial(self._keep, group, server.rounds)
+        listener, port = await listen(self.host, self.settings, group.addresses[0])
+        serving = self.host.spawn(_run(server, listener), name="parameter server")
         try:
             await self._call(group, port, near=listener.address if self.settings.server is not None else "")
             await self._look(group, view, serving)
-            while self._working.done and not serving.done() and group.error is None:
-                await self._host.clock.sleep(LOOK_S)  # others may still want the final model
+            while us.done and not serving.done() and group.error is None:
+                await self.host.clock.sleep(LOOK_S)  # others may still want the final model
         finally:
             server.stop()
             outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
-            ours.ended(server)
-            self._working.serves(None)
-        self._working.count_bytes()
+            state.version, state.workers = server.rounds.version, records(server.rounds)
+            us.close_server()
+        us.count_bytes()
         if isinstance(outcome, BaseException):
             raise outcome
         if group.size > 1:
             await standby.tell_end(group)
         return await self._ended(group, view)
+
+    async def _keep(self, group: Group, rounds: Rounds, received: list[Received]) -> None:
+        """The update counts once the standby has it; and perhaps it is time to save."""
+        us = self._us
+        if group.size > 1:
+            await standby.tell(group, self.learner, rounds.version, us.lr, records(rounds), received)
+        step = us.step_of(rounds.version)
+        if self.checkpoints is not None and step >= self._due:
+            self._due = self.checkpoints.after(step)
+            remembered = us.worker.state(rounds.members[us.worker.name].verdict)
+            saved = self._keeper.saved(us.start_at(rounds.version, us.start), records(rounds))
+            beside = {WORKER + name: array for name, array in remembered.items()}
+            await self.checkpoints.save(self.host, Parcel(saved.about, {**saved.arrays, **beside}), step)
 
     # The standby, and those who only work.
 
@@ -413,8 +304,8 @@ class Served:
         await self._call(group)
         following = None
         if group.rank == standby.STANDBY:
-            follow = standby.follow(group, self._keeper, self._gradients, self.settings.clip)
-            following = self._host.spawn(follow, name="stand by")
+            follow = standby.follow(group, self._keeper, self._us.gradients, self.settings.clip)
+            following = self.host.spawn(follow, name="stand by")
         try:
             await self._look(group, view, following)
         finally:
@@ -425,6 +316,24 @@ class Served:
         return await self._ended(group, view)
 
 
+async def _run(server: Server, listener: Listener) -> Done:
+    """Serve this view. Should the server give up, it is the view that has failed, and the next one has another."""
+    try:
+        return await server.run(listener)
+    except CollectiveError:
+        raise
+    except DeadlineExceeded as error:
+        raise CollectiveError(str(error)) from error
+
+
+def _violated(group: Group, view: View, worker: str, error: RemoteProtocolError) -> None:
+    """The view fails, by a worker that breaks the protocol on every connection: it would never be of any use."""
+    rank = view.nodes.index(worker)
+    failure = CollectiveError(f"rank {rank} breaks the protocol of the parameter server: {error}", peer=rank)
+    failure.__cause__ = error
+    group.fail(failure)
+
+
 def _failure(why: DeadlineExceeded | GradientsRefused, us: int) -> CollectiveError:
     """What ends a view in which our worker gave up."""
     if isinstance(why, GradientsRefused):
@@ -432,9 +341,3 @@ def _failure(why: DeadlineExceeded | GradientsRefused, us: int) -> CollectiveErr
     failure = CollectiveError(str(why), peer=standby.SERVER)
     failure.__cause__ = why.__cause__
     return failure
-
-
-def _policy(settings: Training) -> Policy:
-    chosen, timeout_s = strategy(settings.strategy), settings.timeout_s
-    assert isinstance(chosen, Policy)
-    return msgspec.structs.replace(chosen, patience_s=timeout_s, deadline_s=min(chosen.deadline_s, timeout_s / 2))

@@ -1,37 +1,151 @@
-"""What the server tells the other members: all of them where a view begins and where it listens, the standby every
-update, before anybody else is told of it.
+"""What a parameter server knows, and how its standby comes to know it: the first two members of a view hold it, alike
+to the last bit.
 
-The server sends the learning rate, which pushes are answered how, and either the averaged gradients or the pushes as
-they came, whichever is less: where gradients are compressed, so is this. The standby says that it has them, and does
-what the server did with a replica of its own. A length of 0 is the end. What no correct server says is not
-believed: it ends the view.
+When a view begins, whoever has the newest state hands it to those of the first two who lack it. Where nobody has any
+(server and standby were lost at once), the newest model that a worker has pulled is what is left.
+
+From then on the server tells the standby every update, before anybody else is told of it: the learning rate, which
+pushes are answered how, and either the averaged gradients or the pushes as they came, whichever is less: where
+gradients are compressed, so is this. The standby says that it has them, and does what the server did with a replica of
+its own. A length of 0 is the end. What no correct server says is not believed: it ends the view.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
 
+from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Bytes
-from hcsim.errors import UNDECODABLE, CompressionError
+from hcsim.errors import UNDECODABLE, CompressionError, Diverged
 from hcsim.runtime.address import LAST_PORT
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
-from hcsim.training.elastic.keeper import Keeper, Start
-from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, refuse
-from hcsim.training.learner import Learner
-from hcsim.training.optimizer import clip
+from hcsim.training.elastic.progress import Era, Header, lineage_digest, most_right
+from hcsim.training.elastic.synchronise import same_intent
+from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Parcel, gather_echoed, refuse, relay
+from hcsim.training.learner import Learner, fingerprint
+from hcsim.training.optimizer import Optimizer
 from hcsim.training.parameter_server.gradients import Gradients, Received, average
 from hcsim.training.parameter_server.messages import Push
 from hcsim.training.parameter_server.server import Record
+from hcsim.training.parameter_server.strategy import Participant, Start
+from hcsim.training.recoverable import Replicated
+from hcsim.training.strategies import one_level
 
 SERVER, STANDBY = 0, 1
 """Their ranks."""
+PULLED = -1
+"""The generation of what a worker has pulled: anything that a server or standby holds is better."""
+
+
+class State(msgspec.Struct):
+    """What a server knows beside the model."""
+
+    era: Era = Era()
+    version: int = 0
+    workers: dict[str, Record] = {}
+    since: tuple[int, int] = (0, 0)
+    """The version that this view began with, and how many samples were dealt out before it."""
+    step: int = 0
+    """That version's."""
+
+    def begin(self, start: Start) -> None:
+        """A view begins there."""
+        self.since, self.step = (start.version, start.position), start.step
+
+
+class Keeper:
+    """One member's copy of the server's model and state."""
+
+    def __init__(self, learner: Learner, optimizer: Optimizer) -> None:
+        self.learner = learner
+        self.state: State | None = None
+        """None where we are neither the server nor its standby."""
+        self.reloaded = False
+        """Whether it is from a checkpoint."""
+        self._optimizer = optimizer
+
+    async def synchronise(
+        self, group: Group, view: View, intent: bytes, us: Participant, done: bool
+    ) -> tuple[list[str], bool]:
+        """Return when the first two hold the newest state: the nodes whose workers have the final model, and whether
+        what we held was the newest."""
+        pulled = us.worker.version
+        ours = self._header(intent, pulled)
+        mark = fingerprint(self.learner.replica.parameters)
+        gathered = await gather_echoed(group, np.array([*ours.numbers(), mark, done], np.int64))
+        headers, marks = [Header.read(each[:-2]) for each in gathered], [int(each[-2]) for each in gathered]
+        right = most_right(headers, lineage_digest(view))
+        await same_intent(group, intent, [header.intent for header in headers], right, view)
+        if headers[right].generation == PULLED:
+            if group.rank == right:
+                self._inherit(us, pulled)
+            headers[right] = headers[right]._replace(generation=0)
+        keepers = range(min(2, group.size))
+        _check_alike(
+            view, [rank for rank in keepers if headers[rank].standing == headers[right].standing], right, marks
+        )
+        routes = [(right, r) for r in keepers if r != right and headers[r].standing != headers[right].standing]
+        giving = {taker: self._parcel() for giver, taker in routes if giver == group.rank}
+        for parcel in await relay(group, routes, giving) if routes else ():
+            self.adopt(parcel)
+        await group.barrier()
+        if group.rank in keepers:
+            assert self.state is not None
+            self.state.era = self.state.era.next(view)
+            self.reloaded = False
+        else:
+            self.state = None
+        current = headers[group.rank].standing == headers[right].standing
+        return [view.nodes[rank] for rank, each in enumerate(gathered) if each[-1]], current
+
+    def _header(self, intent: bytes, pulled: int) -> Header:
+        held = self.state
+        if held is None:
+            return Header.of(Era(PULLED), pulled, -1, intent, live=False)
+        return Header.of(held.era, held.version, -1, intent, live=held.version > 0 and not self.reloaded)
+
+    def _inherit(self, us: Participant, pulled: int) -> None:
+        """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""
+        self.state = State()
+        if pulled >= 0:
+            self.state.version = pulled
+            self.state.begin(us.start)
+            found, place = us.learner.replica.parameters, self.learner.replica.parameters
+            if not isinstance(found, Phantom) and not isinstance(place, Phantom):
+                np.copyto(place, found)
+            self.learner.stepper = self._optimizer.open(place)
+            self.learner.host.trace("parameter server", "went back to", pulled)
+
+    def saved(self, start: Start, workers: dict[str, Record]) -> Parcel:
+        """All that a server needs to go on from that start, which is where it is now."""
+        assert self.state is not None
+        state = State(self.state.era, start.version, workers)
+        state.begin(start)
+        return Parcel(msgspec.msgpack.encode(state), self._model.shared())
+
+    def _parcel(self) -> Parcel:
+        return Parcel(msgspec.msgpack.encode(self.state), self._model.shared())
+
+    def adopt(self, parcel: Parcel) -> None:
+        """Hold what another keeper did, or we ourselves before we were started anew."""
+        self.state = parcel.told(State)
+        self._model.adopt(parcel.arrays, self.state.step)
+
+    @property
+    def _model(self) -> Replicated:
+        return Replicated(self.learner, one_level)
+
+
+def _check_alike(view: View, alike: list[int], right: int, marks: list[int]) -> None:
+    for rank in alike:
+        if marks[rank] != marks[right]:
+            names = view.members[right].name, view.members[rank].name
+            raise Diverged(f"the server's state is not the same on {names[0]} and {names[1]}: memory failed there")
 
 
 async def agreed_start(group: Group, ours: Start, steps: int) -> Start:
@@ -111,7 +225,7 @@ async def follow(group: Group, keeper: Keeper, gradients: Gradients, max_norm: f
                 keeper.state = None  # the server may have told its workers of an update that we do not have
                 refuse(SERVER, error)
             await average(learner, received)
-            await clip_gradients(learner, max_norm)
+            await learner.clip(max_norm)
         await learner.update(update.lr)
         keeper.state.version, keeper.state.workers = update.version, update.workers
 
@@ -129,14 +243,6 @@ async def _heard(group: Group, length: int, gradients: Gradients) -> _Update:
     if objection := next(filter(None, map(gradients.objection, update.pushes)), ""):
         refuse(SERVER, objection)
     return update
-
-
-async def clip_gradients(learner: Learner, max_norm: float | None) -> None:
-    """Clip those that are in place."""
-    gradients = learner.replica.gradients
-    if max_norm is not None:
-        work = Work(3.0 * gradients.nbytes / 4, 3.0 * gradients.nbytes)
-        await learner.run(work, partial(clip, gradients, max_norm))
 
 
 def _room(update: _Update, learner: Learner) -> Bytes | Phantom | None:

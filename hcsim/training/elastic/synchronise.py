@@ -1,6 +1,6 @@
 """How the members of a new view come to hold the same, and lose nothing.
 
-1.  Everybody tells its era and step. Who is right of them, `standing` says.
+1.  Everybody tells its era and step. Who is right of them, `progress` says.
 2.  An update that was voted on and perhaps applied by some: whoever has applied it heard all votes, so everybody who
     was there holds it. If one member of this view has applied it, the others apply it now. Otherwise nobody here
     has, and it is dropped; a member that did and is not here will find, when it comes back, that it does not count.
@@ -16,71 +16,89 @@ data, checks the members and measures the links before it joins.
 
 Whoever dies on the way ends the view, and nobody is worse off: a member changes only by an update that counts,
 or by all of a state that arrived whole.
+
+The links between the members are measured before anything is exchanged: while a view begins its network is quiet, so
+this is the moment. Of each pair the one that dials measures, and only what it does not know from an earlier view: after
+a loss nothing, after a join the newcomer's links. It is a help and no condition: it ends with the view, or when its
+time is up, and what is not known by then is left as it is. Where the collectives are to follow the figures
+(`measure = "order"`), all members must hold the same ones: everybody tells what it knows. Unless there is something
+about every pair, all go on as if nothing had been measured.
 """
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from hcsim.cluster.view import View
+from hcsim.cluster.ways import Ways
 from hcsim.collectives.buffers import array_of
+from hcsim.collectives.cost import Links
 from hcsim.collectives.group import Group
+from hcsim.collectives.startup import partners
 from hcsim.errors import UNDECODABLE, CollectiveError, ConfigError, Diverged
-from hcsim.training.agreement import difference
-from hcsim.training.elastic.pact import Contradiction, Doubt, gather_echoed
-from hcsim.training.elastic.parcel import LABEL_MOST_BYTES, Route, refuse, relay
-from hcsim.training.elastic.standing import Header, intent_digest, lineage_digest, most_right
-from hcsim.training.elastic.trainee import Trainee
-from hcsim.training.recoverable import Tally
+from hcsim.training.elastic.progress import Header, intent_digest
+from hcsim.training.elastic.transfer import LABEL_MOST_BYTES, Contradiction, Doubt, Route, refuse
+from hcsim.training.trainer import difference
+
+_SURVEY_MOST_S = 10.0
+"""How long measuring may take."""
+_SURVEY_SHARE = 0.25
+"""The same, as a share of what the others would wait for us."""
 
 
-async def synchronise(group: Group, view: View, us: Trainee) -> None:
-    """Return when all members of the view hold the same."""
-    us.meet(group, view)
-    headers = [Header.read(each) for each in await gather_echoed(group, np.array(us.header().numbers(), np.int64))]
-    right = most_right(headers, lineage_digest(view))
-    await same_intent(group, us.intent, [header.intent for header in headers], right, view)
-    await us.resolve(headers[right])
+async def survey(group: Group, view: View, ways: Ways, over: asyncio.Future[str]) -> None:
+    """Measure the ways that we will dial in this view, and dial the best ones."""
+    # In this order, as in a tournament, pairs do not wait for each other.
+    dialled = [view.members[rank] for rank in partners(group.rank, group.size) if rank < group.rank]
+    surveying = group.host.spawn(ways.measure(dialled), name=f"measure the ways of view {view.epoch}")
 
-    told = await _told(group, us)
-    # Of those who are right, one whose compressor remembers something: where homes have speakers, only theirs do.
-    of_era = [rank for rank in range(group.size) if headers[rank].era == headers[right].era]
-    right = max(of_era, key=lambda r: (told[r].step, told[r].memory != 0, -r))
-    _check_alike(view, headers, told, right)
-    model = [each.print != told[right].print or each.step != told[right].step for each in told]
-    memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]
-    outdated = [header.era != headers[right].era for header in headers]
-    givers = [
-        not (model[rank] or outdated[rank]) and told[rank].memory == told[right].memory for rank in range(group.size)
-    ]
-    takers = [any(needs) for needs in zip(model, memory, outdated, strict=True)]
-    routes = _routes(view, givers, takers)
-    giving = {t: us.parcel(model=model[t], memory=memory[t]) for giver, t in routes if giver == group.rank}
-    if routes:
-        for parcel in await relay(group, routes, giving):
-            us.adopt(parcel)
-            _check_sizes(view, group.rank, us)
+    def stop(_: object) -> None:
+        surveying.cancel()
 
-    told = await _told(group, us)
-    speaking = {each.memory for each in told if each.compresses}
-    if len({(each.print, each.step) for each in told}) != 1 or len(speaking) > 1:
-        held = [(each.print, each.step) for each in told]
-        unlike = [(giver, taker) for giver, taker in routes if held[giver] != held[taker]] or routes
-        handed = ", ".join(f"rank {giver} to rank {taker}" for giver, taker in unlike)
-        text = f"what was handed over did not arrive as it was: {handed}"
-        if not routes:
-            first = next((rank for rank, each in enumerate(held) if each != held[0]), group.size - 1)
-            text = f"rank 0 and rank {first} hold unlike models or compressors, which they did not say before"
-        doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
-        raise Contradiction(text, phase="synchronising", doubts=doubts)
-    before = us.era.epoch
-    us.regroup(group, view, [Tally(each.samples, each.gone) for each in told])
-    us.host.trace("synchronised", view.epoch, us.run.step, before)
+    over.add_done_callback(stop)
+    try:
+        with suppress(TimeoutError):
+            async with group.host.clock.timeout(min(_SURVEY_MOST_S, _SURVEY_SHARE * group.options.timeout_s)):
+                outcome = await asyncio.gather(surveying, return_exceptions=True)
+                if isinstance(outcome[0], Exception):
+                    raise outcome[0]
+    finally:
+        surveying.cancel()
+        over.remove_done_callback(stop)
+    group.dial([ways.address(member) for member in view.members])
 
 
-class _Told(NamedTuple):
+async def follow_links(group: Group, view: View, ways: Ways) -> None:
+    """Have the view's collectives choose by what was measured of all its links, if that is complete."""
+    n = group.size
+    known = np.zeros((n, 3))
+    for rank in range(group.rank):
+        line = ways.dialled(view.members[rank])
+        if line is not None:
+            known[rank] = line.latency_s, line.there_Bps, line.back_Bps
+    told = [np.asarray(array_of(each)).reshape(n, 3) for each in await group.all_gather(known.reshape(-1))]
+    latency_s, bandwidth_Bps = np.zeros((n, n)), np.zeros((n, n))
+    for high in range(n):
+        for low in range(high):
+            latency_s[high, low] = latency_s[low, high] = told[high][low, 0]
+            bandwidth_Bps[high, low], bandwidth_Bps[low, high] = told[high][low, 1:]
+    complete = n > 1 and bool((bandwidth_Bps + np.eye(n) > 0).all() and np.isfinite(bandwidth_Bps).all())
+    if complete:
+        # That all of them share a machine is not asked: a cluster's sums shall not depend on where its members run.
+        group.follow(Links(_rows(latency_s), _rows(bandwidth_Bps)))
+    order = ",".join(view.members[rank].name for rank in group.options.order)
+    group.host.trace("follows links", view.epoch, order if complete else "unknown")
+
+
+def _rows(matrix: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(value) for value in row) for row in matrix)
+
+
+class Told(NamedTuple):
     """What a member holds."""
 
     print: int
@@ -93,15 +111,8 @@ class _Told(NamedTuple):
     gone: int
 
 
-async def _told(group: Group, us: Trainee) -> list[_Told]:
-    await group.host.device.touch(us.method.alike.nbytes)
-    ours = _Told(
-        us.fingerprint(), us.memory_fingerprint(), us.method.compresses(group), us.run.step, *us.method.tally(us.run)
-    )
-    return [_Told(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
-
-
-def _check_alike(view: View, headers: list[Header], told: list[_Told], right: int) -> None:
+def check_alike(view: View, headers: list[Header], told: list[Told], right: int) -> None:
+    """Members of the same standing hold the same."""
     truth = told[right]
     for rank, each in enumerate(told):
         if (headers[rank].era, each.step) != (headers[right].era, truth.step):
@@ -114,7 +125,7 @@ def _check_alike(view: View, headers: list[Header], told: list[_Told], right: in
             )
 
 
-def _routes(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
+def routes_between(view: View, giving: list[bool], taking: list[bool]) -> list[Route]:
     """Who gives to whom: each from another as far as possible, and from its own home if somebody there has it."""
     givers = [rank for rank, gives in enumerate(giving) if gives]
     takers = [rank for rank, takes in enumerate(taking) if takes]
@@ -154,9 +165,17 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
     raise CollectiveError(why, peer=rank, phase="synchronising")
 
 
-def _check_sizes(view: View, rank: int, us: Trainee) -> None:
-    if isinstance(us.settings.batch, tuple) and view.nodes[rank] not in us.sizes:
-        raise ConfigError(
-            f"batch = {list(us.settings.batch)} is for the members that training began with, and we were not among "
-            "them: give one figure for all"
-        )
+def check_arrived(told: list[Told], routes: list[Route]) -> None:
+    """All hold the same now; if not, what was handed over along these routes did not arrive as it was."""
+    speaking = {each.memory for each in told if each.compresses}
+    if len({(each.print, each.step) for each in told}) == 1 and len(speaking) <= 1:
+        return
+    held = [(each.print, each.step) for each in told]
+    unlike = [(giver, taker) for giver, taker in routes if held[giver] != held[taker]] or routes
+    handed = ", ".join(f"rank {giver} to rank {taker}" for giver, taker in unlike)
+    text = f"what was handed over did not arrive as it was: {handed}"
+    if not routes:
+        first = next((rank for rank, each in enumerate(held) if each != held[0]), len(told) - 1)
+        text = f"rank 0 and rank {first} hold unlike models or compressors, which they did not say before"
+    doubts = tuple(Doubt(taker, giver, text) for giver, taker in unlike)
+    raise Contradiction(text, phase="synchronising", doubts=doubts)

@@ -1,26 +1,46 @@
 """A parameter server for a group of ranks: the first one's machine has the server, and every rank has a worker.
 
+A `Participant` is one member of the group: its worker, what that works on and what is noted of it, and the server. The
+group's ranks may be fixed: then it starts from nothing and stays what it is to the end, and the group serves only to
+tell where the server listens; afterwards ranks may be lost. Where members come and go
+(`hcsim.training.elastic.served`), it begins every view from the version that the last one came to, and its worker only
+calls another server. The rounds are the same.
+
 In sync mode a round is a step, with the batches that data parallelism would use: the result is that of one process
 with the joined batch. Otherwise a step is as many pushes as there are ranks, and each worker goes through a shard of
-its own. The group serves only to tell where the server listens (see `place`); afterwards ranks may be lost.
+its own.
 
-The first rank's worker speaks to the server as the others do, over its machine's own loopback. That crosses no
-network, so it is not counted in the bytes sent.
+The worker beside the server speaks to it as the others do, over its machine's own loopback. That crosses no network, so
+it is not counted in the bytes sent.
+
+Left to itself, the server listens at a free port of its machine's address in the group. With `server` and `listen` it
+may stand behind a tunnel or a reverse proxy: workers call `server`, and what comes there is led to `listen`. The worker
+beside the server calls it directly.
+
+A tunnel takes calls from anybody. In a cluster, members prove on every channel who they are. Fixed ranks are told the
+job's name over their group, with a number in it that nobody else knows; without it the server lets nobody in.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from hcsim.errors import CollectiveError
+from hcsim.config.training import Training
+from hcsim.errors import CollectiveError, ConfigError, DeadlineExceeded, GradientsRefused
+from hcsim.runtime.address import address_at, hosts_of
+from hcsim.runtime.channel import Listener
+from hcsim.runtime.host import Host
+from hcsim.runtime.target import Target, parse
+from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
-from hcsim.training.parameter_server.messages import Done
-from hcsim.training.parameter_server.place import address_of, listen
+from hcsim.training.parameter_server.messages import UNKNOWN, Done
 from hcsim.training.parameter_server.rounds import Policy, Rounds
 from hcsim.training.parameter_server.server import Server
 from hcsim.training.parameter_server.worker import Worker
@@ -28,102 +48,288 @@ from hcsim.training.run import Run
 from hcsim.training.task import Indices
 
 
-async def train(run: Run, policy: Policy) -> None:
-    """Train; in the end all ranks hold the server's model."""
-    timeout_s = run.settings.timeout_s
-    await _Rank(run, replace(policy, patience_s=timeout_s, deadline_s=min(policy.deadline_s, timeout_s / 2))).train()
+class Start(NamedTuple):
+    """Where a view begins; fixed ranks begin with nothing."""
+
+    version: int = 0
+    position: int = 0
+    """How many samples were dealt out before this version; of no meaning in modes where each has its own."""
+    step: int = 0
+    """This version's."""
 
 
-class _Rank:
-    """One rank's part: its worker and, on the first, the server."""
+def policy_of(chosen: Policy, settings: Training) -> Policy:
+    """What was chosen, within the time limit of the settings."""
+    timeout_s = settings.timeout_s
+    return replace(chosen, patience_s=timeout_s, deadline_s=min(chosen.deadline_s, timeout_s / 2))
 
-    def __init__(self, run: Run, policy: Policy) -> None:
-        self._run = run
-        self._policy = policy
-        self._world = run.group.size
-        self._per_step = 1 if policy.mode == "sync" else self._world
+
+def beside_server(learner: Learner, seed: int) -> Learner:
+    """For the worker on the server's machine: the server has the learner, and the worker computes with a replica of
+    its own."""
+    beside = copy(learner)
+    beside.replica = learner.task.replica(seed, learner.host.device.torch_name)
+    return beside
+
+
+class Participant:
+    """Works, and serves where it is its turn."""
+
+    def __init__(self, learner: Learner, gradients: Gradients, policy: Policy) -> None:
+        """The learner is the worker's."""
+        self.learner = learner
+        self.gradients = gradients
+        self.policy = policy
+        self.run: Run | None = None
+        """From the first view on."""
+        self.start = Start()
+        """Of this view."""
+        self.lr = 0.0
+        """Of the last update that a server of ours has made."""
+        self._per_step = 1
         """Updates in a step."""
-        self._names = [f"{rank:05d}" for rank in range(self._world)]
-        self._secret = self._drawn() if run.settings.server is not None and run.group.rank == 0 else (0, 0)
-        self._gradients = Gradients(run.learner.layout, run.compressor)
-        self._server = self._opened() if run.group.rank == 0 else None
-        self._learner = run.learner
-        if self._server is not None:
-            # The server has the learner; the worker beside it computes with a copy of the model.
-            self._learner = copy(run.learner)
-            self._learner.replica = run.task.replica(0, run.group.host.device.torch_name)
         self._worker: Worker | None = None
-        self._step = 0
+        self._task: asyncio.Task[Done | None] | None = None
+        """The worker's, where it outlives a view."""
+        self._noted = 0
         self._loss = float("nan")
+        self._server: Server | None = None
+        """Ours, in this view."""
+        self._served_bytes = 0
+        """Sent by servers that we were, less what our worker sent to them."""
+        self._before_serving = 0
 
-    async def train(self) -> None:
-        """Serve, work, or both."""
-        group, settings = self._run.group, self._run.settings
-        told = np.array([0, *self._secret], np.int64)
-        near = ""
-        async with AsyncExitStack() as stack:
-            if self._server is not None:
-                listener, told[0] = await listen(group.host, settings, group.addresses[0])
-                stack.push_async_callback(listener.close)
-                stack.push_async_exit(_Serving(group.host.spawn(self._server.run(listener), name="parameter server")))
-                near = listener.address
-            await group.broadcast(told if settings.server is not None else told[:1])
-            port, *secret = (int(number) for number in told)
-            address = near if settings.server is not None and near else address_of(settings, group.addresses[0], port)
-            done = await self._hired(self._job(*secret)).run(address, self._batch, self._counted)
-        assert done is not None  # nobody retires from a group of fixed ranks
-        await self._note(done.version)
-        self._count_bytes()
-
-    def _hired(self, job: str) -> Worker:
-        name = self._names[self._run.group.rank]
-        self._worker = Worker(self._learner, self._gradients, self._policy, name=name, job=job)
+    def hire(self, name: str, job: str) -> Worker:
+        """The worker, for all views."""
+        self._worker = Worker(self.learner, self.gradients, self.policy, name=name, job=job)
         return self._worker
 
-    def _job(self, *secret: int) -> str:
-        name = f"epoch {self._run.group.epoch}"
-        return f"{name} {'-'.join(f'{part:016x}' for part in secret)}" if any(secret) else name
+    @property
+    def worker(self) -> Worker:
+        """Once it is hired."""
+        assert self._worker is not None
+        return self._worker
 
-    def _drawn(self) -> tuple[int, int]:
-        """What only the group's ranks know."""
-        draw = self._run.group.host.rng("parameter server", "secret", self._run.group.epoch)
-        return draw.getrandbits(63), draw.getrandbits(63)
+    def begin(self, run: Run, start: Start) -> None:
+        """A view begins: go on with its ranks; its server is told of later."""
+        self.run, self.start = run, start
+        self._per_step = 1 if self.policy.mode == "sync" else run.group.size
 
-    def _opened(self) -> Server:
-        run = self._run
-        total, now = self._per_step * run.settings.steps, run.group.host.clock.elapsed()
-        rounds = Rounds(self._policy, total, awaited=self._names, now=now)
-        server = Server(run.learner, self._gradients, rounds, self._update, job=self._job(*self._secret))
-        server.reception.members_only = True
+    def open_server(self, learner: Learner, names: Iterable[str], version: int, *, job: str) -> Server:
+        """The server, on this machine and with this learner's model: it goes on from this version, with workers of
+        these names."""
+        assert self.run is not None
+        total = version + (self.run.settings.steps - self.start.step) * self._per_step
+        rounds = Rounds(self.policy, total, awaited=names, now=learner.host.clock.elapsed())
+        rounds.version = version
+        self._server, self._before_serving = None, self._sent_by_worker
+        server = self._server = Server(learner, self.gradients, rounds, self._update, job=job)
         return server
 
     async def _update(self, number: int, share: float) -> None:
-        run = self._run
-        await run.update(number // self._per_step, share)
+        assert self.run is not None
+        step = self.step_of(number)
+        self.lr = self.run.lr(step) * share
+        await self.run.update(step, share)
+
+    def close_server(self) -> None:
+        """Our machine has it no more."""
+        if self._server is not None:
+            self._served_bytes += self._sent_by(self._server)
+            self._server = None
+
+    # The worker.
+
+    async def work(self, address: str) -> Done | None:
+        """Work to the end for the server at that address, or where the worker is redirected to."""
+        return await self.worker.run(address, self._batch, self._counted)
+
+    async def call(self, address: str) -> None:
+        """Go on with the server that is there, in the background; empty: there is none for now."""
+        await self.worker.redirect(address)
+        if address and (self._task is None or self.gave_up):
+            self._task = self.learner.host.spawn(self.work(address), name="worker")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it works no more."""
+        return self._task is not None and self._task.done()
+
+    def result(self) -> Done | None:
+        """How it ended; None: it has retired, with nothing owed."""
+        assert self._task is not None
+        return self._task.result()
+
+    @property
+    def done(self) -> Done | None:
+        """The end that it has come to, with the final model; None: it has not."""
+        task = self._task
+        return task.result() if task is not None and task.done() and task.exception() is None else None
+
+    @property
+    def gave_up(self) -> DeadlineExceeded | GradientsRefused | None:
+        """Why, if its server was out of reach or one of the two is not well: it begins anew with the next one that it
+        is told of."""
+        error = self._task.exception() if self._task is not None and self._task.done() else None
+        return error if isinstance(error, DeadlineExceeded | GradientsRefused) else None
+
+    def pull_again(self) -> None:
+        """The model that it came to the end with is not the server's: it begins anew with the next one's."""
+        assert self.ended
+        self._task = None
+        self.worker.version, self.worker.done = UNKNOWN, None
+
+    async def close(self) -> None:
+        """End the worker."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _batch(self, version: int, accepted: int) -> Indices | None:
-        batches, rank = self._run.batches, self._run.group.rank
-        if self._policy.mode == "sync":
-            return batches.batch(version, rank)
+        assert self.run is not None
+        batches, rank = self.run.batches, self.run.group.rank
+        if self.policy.mode == "sync":
+            return batches.batch(max(version, self.start.version), rank)
         return batches.own(rank, accepted) if len(batches.shard(rank)) else None
+
+    # Versions and steps.
+
+    def step_of(self, version: int) -> int:
+        """How many steps lead to this version."""
+        return self.start.step + (version - self.start.version) // self._per_step
+
+    def start_at(self, version: int, since: Start) -> Start:
+        """Where the next view begins, if it goes on from this version of a view that began `since`."""
+        position = since.position
+        if version != since.version and self.run is not None and self.policy.mode == "sync":
+            position = self.run.batches.position(version)
+        return Start(version, position, since.step + (version - since.version) // self._per_step)
+
+    # What is noted.
 
     async def _counted(self, version: int, loss: float) -> None:
         self._loss = loss
-        await self._note(version)
+        await self.note(version)
 
-    async def _note(self, version: int) -> None:
+    async def note(self, version: int) -> None:
         """Note the step that this version completes, if it is not noted yet."""
-        step = version // self._per_step
-        if step > self._step:
-            self._step = step
-            self._count_bytes()
-            await self._run.note(step, self._loss)
+        assert self.run is not None
+        step = self.step_of(version)
+        if step > self._noted:
+            self._noted = self.run.step = step
+            self.count_bytes()
+            await self.run.note(step, self._loss)
 
-    def _count_bytes(self) -> None:
-        worker, server = self._worker, self._server
-        assert worker is not None
-        sent = worker.sent_bytes if server is None else server.reception.sent_bytes(without=worker.name)
-        self._run.other_sent_bytes = sent
+    def count_bytes(self) -> None:
+        """What crosses the network."""
+        assert self.run is not None
+        serving = self._sent_by(self._server) if self._server is not None else 0
+        self.run.other_sent_bytes = self._served_bytes + serving + self._sent_by_worker
+
+    def _sent_by(self, server: Server) -> int:
+        near = self._sent_by_worker - self._before_serving
+        return server.reception.sent_bytes(without=self.worker.name) - near
+
+    @property
+    def _sent_by_worker(self) -> int:
+        return self._worker.sent_bytes if self._worker is not None else 0
+
+
+_EVERYWHERE = ("0.0.0.0", "::")
+_CARRIERS = {"wss": "ws"}
+"""With and without TLS it is the same carrier: the tunnel may take it off."""
+
+
+def check_place(settings: Training, *, has_server: bool) -> None:
+    """Refuse a place where no server can be, or that nobody can call."""
+    server, listen = settings.server, settings.listen
+    if server is None and listen is None:
+        return
+    if not has_server:
+        name = "listen" if server is None else "server"
+        raise ConfigError(f'{name} = "{server or listen}": {settings.strategy} has no server; a parameter_server has')
+    if server is None:
+        raise ConfigError(f'listen = "{listen}": give server too: where do workers call, to be led there?')
+    if listen is None:
+        raise ConfigError(
+            f'server = "{server}": give listen too: where is what comes there led to? '
+            'For a tunnel that begins on the same machine, listen = "ws://127.0.0.1:8080"'
+        )
+    there, here = _parsed("server", server), _parsed("listen", listen)
+    if any(host in _EVERYWHERE for host in there.hosts):
+        raise ConfigError(f'server = "{server}": that is every machine and none; give a name or an address to call')
+    for name, target in (("server", there), ("listen", here)):
+        if target.port == 0:
+            raise ConfigError(f'{name} = "{target.text}": give the port; a tunnel has to know it')
+    if _carrier(there) != _carrier(here):
+        raise ConfigError(
+            f'server = "{server}" and listen = "{listen}" are of unlike kinds: nothing leads from one to the other'
+        )
+
+
+def address_of(settings: Training, first: str, port: int) -> str:
+    """Where workers call a server on the first member's machine, which took that port."""
+    return settings.server or address_at(hosts_of(first)[0], port)
+
+
+async def listen(host: Host, settings: Training, first: str) -> tuple[Listener, int]:
+    """Listen as the first member; and the port that was taken."""
+    listener = await host.listen(settings.listen or address_at(hosts_of(first)[0], 0))
+    return listener, parse(listener.address).port
+
+
+def _parsed(name: str, text: str) -> Target:
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name} = {error}") from None
+
+
+def _carrier(target: Target) -> str:
+    return _CARRIERS.get(target.scheme, target.scheme)
+
+
+async def train(run: Run, policy: Policy) -> None:
+    """Train with fixed ranks, of which none comes or goes: in the end all hold the server's model.
+
+    In a cluster the members of a view compare and hand over what they hold before it begins, and look whether it has
+    ended while they work (`hcsim.training.elastic.served`). Ranks that were started together need neither."""
+    group, settings, learner = run.group, run.settings, run.learner
+    serves = group.rank == 0
+    names = [f"{rank:05d}" for rank in range(group.size)]
+    told = np.array([0, *(_drawn(run) if settings.server is not None and serves else (0, 0))], np.int64)
+    gradients = Gradients(learner.layout, run.compressor)
+    # The policy's time limits are those of the settings, as in a cluster.
+    us = Participant(beside_server(learner, 0) if serves else learner, gradients, policy_of(policy, settings))
+    us.begin(run, Start())
+    near = ""
+    async with AsyncExitStack() as stack:
+        if serves:
+            server = us.open_server(learner, names, 0, job=_job(run, *told[1:].tolist()))
+            server.reception.members_only = True
+            listener, told[0] = await listen(group.host, settings, group.addresses[0])
+            stack.push_async_callback(listener.close)
+            stack.push_async_exit(_Serving(group.host.spawn(server.run(listener), name="parameter server")))
+            near = listener.address
+        await group.broadcast(told if settings.server is not None else told[:1])
+        port, *secret = (int(number) for number in told)
+        us.hire(names[group.rank], _job(run, *secret))
+        address = near if settings.server is not None and near else address_of(settings, group.addresses[0], port)
+        done = await us.work(address)
+    assert done is not None  # nobody retires from a group of fixed ranks
+    await us.note(done.version)
+    us.count_bytes()
+
+
+def _job(run: Run, *secret: int) -> str:
+    name = f"epoch {run.group.epoch}"
+    return f"{name} {'-'.join(f'{part:016x}' for part in secret)}" if any(secret) else name
+
+
+def _drawn(run: Run) -> tuple[int, int]:
+    """What only the group's ranks know."""
+    draw = run.group.host.rng("parameter server", "secret", run.group.epoch)
+    return draw.getrandbits(63), draw.getrandbits(63)
 
 
 class _Serving:

@@ -17,7 +17,7 @@ from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
-from hcsim.training.elastic.part import Extras
+from hcsim.training.elastic.member import Extras
 from hcsim.training.elastic.train import elastic_train
 from hcsim.training.run import Point, Report, Run
 from hcsim.virtual.host import VirtualHost

@@ -15,7 +15,7 @@ from hcsim.errors import ConfigError
 from hcsim.real.store import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, Origin, decode, encode, in_store
-from hcsim.training.elastic.parcel import Parcel
+from hcsim.training.elastic.transfer import Parcel
 from hcsim.training.tasks import task
 from hcsim.units import PositiveSeconds
 from hcsim.virtual.hardware import VirtualStore

@@ -7,7 +7,7 @@ import pytest
 
 from hcsim.collectives.group import Group
 from hcsim.config import Misbehave
-from hcsim.training.elastic.pact import Contradiction, gather_echoed
+from hcsim.training.elastic.transfer import Contradiction, gather_echoed
 from hcsim.units import PositiveShare, Seconds
 
 

@@ -12,7 +12,7 @@ from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.config import Training, load_scenario
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.training.elastic.part import Extras
+from hcsim.training.elastic.member import Extras
 from hcsim.training.elastic.train import elastic_train
 from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds

@@ -17,9 +17,9 @@ from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.launch.virtual import simulate
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.keeper import Keeper, Start, State
-from hcsim.training.elastic.parcel import PIECE_BYTES, Parcel, relay
+from hcsim.training.elastic.standby import Keeper, Start, State
 from hcsim.training.elastic.synchronise import same_intent
+from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, relay
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.strategies import completed, optimizer

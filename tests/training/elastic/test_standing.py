@@ -10,7 +10,7 @@ from hcsim.cluster.view import Member, View
 from hcsim.config import Training
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, in_store
-from hcsim.training.elastic.standing import Era, Header, lineage_digest, most_right
+from hcsim.training.elastic.progress import Era, Header, lineage_digest, most_right
 from hcsim.units import PositiveSeconds
 from tests.switches import on_switch
 from tests.training.elastic.script import Cluster, Outcome, train

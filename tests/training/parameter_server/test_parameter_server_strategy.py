@@ -18,8 +18,9 @@ from hcsim.training.data import Batches
 from hcsim.training.optimizer import Sgd, clip
 from hcsim.training.parameter_server.messages import QUESTIONS, Join, Leave, Pull, Push
 from hcsim.training.run import Point, Report, Run
-from hcsim.training.strategies import check_training, train
+from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
+from hcsim.training.trainer import train
 
 SEED = 9
 SIZES = (16, 8, 4)

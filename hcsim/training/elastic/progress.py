@@ -84,6 +84,28 @@ class Past(msgspec.Struct, frozen=True):
         return next((end for began, end in zip(self.eras, ends, strict=False) if began.era == era), None)
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a model has come: what goes with it, beside its arrays."""
+
+    era: Era
+    past: Past
+    step: int
+    since: tuple[int, int]
+    """A step, and how many samples were dealt out before it: where the next batches begin."""
+    sizes: dict[str, int]
+    """Batch sizes by node, where each has its own."""
+    memory: bool
+    """Whether what compressors remember goes with it; that may be nothing."""
+
+    def next(self, view: View, step: int, since: tuple[int, int], sizes: dict[str, int]) -> Progress:
+        """In a view whose members go on from here, which is after that step."""
+        era = self.era.next(view)
+        return Progress(era, self.past.after(era, step), step, since, sizes, memory=False)
+
+
+NOTHING_YET = Progress(Era(), Past(), 0, (0, 0), {}, memory=False)
+
+
 class Header(NamedTuple):
     """What members tell each other first. `most_right` says whose state they go on from."""
 

@@ -1,0 +1,144 @@
+"""What every member of a cluster does in a training, whichever its strategy.
+
+`follow` (`hcsim.training.elastic.train`) leads it from view to view. A `ReplicatedMember` holds a replica of the model
+and votes on every step; a `ServedMember` works for a parameter server, and has it where it is its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from hcsim.cluster.conductor import Conductor
+from hcsim.cluster.diagnosis import Accusation, Failure, VotesSeen
+from hcsim.cluster.view import View
+from hcsim.collectives.failure_domain import TOLD
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
+from hcsim.config.training import Training
+from hcsim.errors import CollectiveError, CollectiveTimeout, RemoteProtocolError
+from hcsim.runtime.host import Host
+from hcsim.training.elastic.checkpoint import Checkpoints
+from hcsim.training.elastic.recovery import NotAnswering, Recovery, SlowSteps
+from hcsim.training.elastic.transfer import Contradiction, Parcel
+from hcsim.training.run import Observer
+from hcsim.training.task import Task
+from hcsim.training.trainer import Trainer
+
+_LAST_STEPS = 4
+"""Steps whose work a member tells the others when a view fails."""
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What a training may have beside its settings."""
+
+    observer: Observer | None = None
+    what: Task | None = None
+    """A task of one's own."""
+    leaving: asyncio.Event | None = None
+    """Once it is set, this member leaves after the step that is under way."""
+    checkpoints: Checkpoints | None = None
+    began: Callable[[View, int], None] = lambda view, step: None
+    """Hears of each view in which all have come to hold the same, and how many steps had been taken by then."""
+    by_links: bool = False
+    """Whether the ring's order and `auto` follow what was measured of the links; the same for all."""
+
+
+class ElasticMember(Trainer):
+    """A member of a cluster that trains, from view to view."""
+
+    def __init__(
+        self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras, *, ranks: int = 1
+    ) -> None:
+        super().__init__(host, settings, seed, extras.what, ranks)
+        self.conductor = conductor
+        self.observer = Recovery(host, extras.observer, settings.timeout_s)
+        self.leaving = extras.leaving
+        """Set once this member is to leave."""
+        self.checkpoints = extras.checkpoints
+        self.began = extras.began
+        self._failed_at = 0
+        """Where we were when a view last failed: what was done since may have been done in views that others joined."""
+
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether all steps are done, and the run has the model that they led to."""
+
+    @property
+    def votes_seen(self) -> VotesSeen | None:
+        """The last votes that we received in the present view, if its members vote."""
+        return None
+
+    @abstractmethod
+    def reload(self, checkpoint: Parcel) -> None:
+        """Begin with what was saved, if nobody has anything newer."""
+
+    @abstractmethod
+    def options(self, view: View) -> Options:
+        """How a view's group works."""
+
+    @abstractmethod
+    async def train(self, group: Group, view: View) -> bool:
+        """Train in this view for as long as it lasts; whether that was all."""
+
+    async def complete(self) -> None:
+        """Nobody needs us any more: note the last step, if that was not done."""
+
+    async def close(self) -> None:
+        """Nothing goes on after this."""
+
+    @abstractmethod
+    async def save(self) -> None:
+        """Save what we hold, if checkpoints are kept: we leave before the end."""
+
+    def failure(self, view: View, group: Group) -> Failure:
+        """What there is to know of a view whose group failed."""
+        error, waited_for, progress_s = group.error, group.waited_for, self.observer.progress_s
+        peer = error.peer if isinstance(error, CollectiveError) and error.peer != group.rank else None
+        seen_here = isinstance(error, CollectiveError) and error.phase != TOLD
+        violation = seen_here and error is not None and isinstance(error.__cause__, RemoteProtocolError)
+        wrong = error.wrong if isinstance(error, NotAnswering) else {}
+        accusations = [Accusation(view.nodes[rank], why) for rank, why in wrong.items()]
+        for witness, accused, why in error.doubts if isinstance(error, Contradiction) else ():
+            accusations.append(Accusation(view.nodes[accused], named(why, view), view.nodes[witness]))
+        reason, violator = named(str(error), view), view.nodes[peer] if violation and peer is not None else ""
+        if not violator and group.skipped is not None and waited_for is not None:
+            reason, violator = named(f"{error}; {group.skipped}", view), view.nodes[waited_for]
+        slow, now = isinstance(error, SlowSteps), self.host.clock.elapsed()
+        stalled_s = 0.0 if progress_s is None else now - progress_s
+        before, self._failed_at = self._failed_at, self.run.step if self.has_begun else 0
+        return Failure(
+            reason,
+            violator,
+            isinstance(error, CollectiveTimeout),
+            view.nodes[waited_for] if waited_for is not None and not slow else "",
+            self._failed_at != before,
+            max(stalled_s, self.observer.step_timer.slow_s),
+            slow,
+            self._work_s(),
+            tuple(accusations),
+            self.votes_seen,
+            group.standing_s,
+        )
+
+    def _work_s(self) -> float:
+        """What this member itself computed and encoded for its last steps, in seconds a step."""
+        points = self.run.points[-_LAST_STEPS:] if self.has_begun else []
+        return sum(point.spent_s["compute"] + point.spent_s["encode"] for point in points) / max(1, len(points))
+
+
+def named(text: str, view: View) -> str:
+    """An error of a view's group, with the members' names and addresses in the place of their ranks and ids."""
+
+    def name(match: re.Match[str]) -> str:
+        rank = int(match[1])
+        return f"{view.members[rank].name} ({view.members[rank].address})" if rank < len(view.members) else match[0]
+
+    text = re.sub(r"\brank (\d+)\b", name, text)
+    nodes = {member.node: f"{member.name} ({member.address})" for member in view.members}
+    return re.sub(rf"\b({'|'.join(map(re.escape, nodes))})\b", lambda match: nodes[match[0]], text)

@@ -1,0 +1,486 @@
+"""A member that holds a replica of the model. It votes on every step, hands on what others lack and saves now and then.
+
+The vote comes before every update: it is applied by all members of a view, or by none. After the exchange everybody
+holds the same update. One small all-gather then says of every member whether it objects (its gradients were not
+finite), what its replica is (a fingerprint, from before the update), and whether it knows of a later view or wants to
+leave. Whoever hears all votes knows that everybody holds the update, and applies it; whoever does not keeps it, and
+learns from the others, in the next view, whether it counts (see `synchronise`).
+
+A member that objects has sent zeros, so nobody waits for it; all drop the step and try it once more.
+Replicas that differ end training: the majority is right, and the first tensor that differs is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
+from hcsim.cluster.diagnosis import VotesSeen
+from hcsim.cluster.view import View
+from hcsim.collectives.group import Group
+from hcsim.collectives.options import Options
+from hcsim.compressors.encoding import is_finite
+from hcsim.compressors.registry import make
+from hcsim.config.training import Training
+from hcsim.errors import CollectiveError, CompressionError, ConfigError, Diverged, TrainingError
+from hcsim.runtime.channel import Phantom
+from hcsim.runtime.host import Host
+from hcsim.training.data import Batches
+from hcsim.training.elastic.checkpoint import fitting
+from hcsim.training.elastic.member import ElasticMember, Extras
+from hcsim.training.elastic.progress import NOTHING_YET, Header, Progress, lineage_digest, most_right
+from hcsim.training.elastic.recovery import watch_steps
+from hcsim.training.elastic.synchronise import (
+    Told,
+    check_alike,
+    check_arrived,
+    follow_links,
+    routes_between,
+    same_intent,
+)
+from hcsim.training.elastic.transfer import Parcel, digests, gather_direct, gather_echoed, relay
+from hcsim.training.layout import Bucket
+from hcsim.training.learner import fingerprint, fingerprint_of_all
+from hcsim.training.recoverable import Held, Tally
+from hcsim.training.run import Commit, Update
+from hcsim.training.strategies import recoverable
+from hcsim.training.task import Flat
+
+ATTEMPTS = 4
+"""At a step whose gradients are not finite: a model that has diverged gives the same each time, and machines' mishaps,
+which may fall into one step when the network was away for a while, do not."""
+OWN = "own/"
+"""What a compressor's state calls what each rank holds for itself."""
+MEMORY = "compressor/"
+
+
+class ReplicatedMember(ElasticMember):
+    """Holds a replica, and votes."""
+
+    def __init__(self, host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> None:
+        first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
+        super().__init__(host, conductor, settings, seed, extras, ranks=first)
+        self.method = recoverable(self.settings, self.learner)
+        self.progress = NOTHING_YET
+        """When all last agreed."""
+        self.refused: Counter[int] = Counter()
+        """How often a step was dropped."""
+        self._by_links = extras.by_links
+        self._checkpoint: Parcel | None = None
+        """What we start from, if it is not nothing."""
+        self._reloaded = False
+        """Our state is from a checkpoint: what we did after it, if it counts, is not in it."""
+        self._due = 0
+        """The step after which to save."""
+        self._votes: Votes | None = None
+        """In the view that we work in, once it has begun."""
+
+    @cached_property
+    def _intent(self) -> bytes:
+        """What must be the same for all."""
+        measure = "order" if self._by_links else "links or nothing"
+        return msgspec.json.encode(self.intent(measure), enc_hook=float)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every step is noted when it is done."""
+        return self.has_begun and self.run.step >= self.settings.steps
+
+    @property
+    def votes_seen(self) -> VotesSeen | None:
+        """See `ElasticMember.votes_seen`."""
+        return self._votes.seen if self._votes is not None else None
+
+    def reload(self, checkpoint: Parcel) -> None:
+        """Once the first view has begun."""
+        self._checkpoint = checkpoint
+
+    def options(self, view: View) -> Options:
+        """How a view's group works: members of one home are close to each other."""
+        homes: dict[str, list[int]] = {}
+        for rank, member in enumerate(view.members):
+            homes.setdefault(member.home, []).append(rank)
+        groups = tuple(map(tuple, homes.values()))
+        wanted = len(groups) > 1 or "hierarchical" in (self.settings.strategy, self.settings.algorithm)
+        return Options(timeout_s=self.settings.timeout_s, groups=groups if wanted else (), conducted=True)
+
+    async def train(self, group: Group, view: View) -> bool:
+        """Train in this view for as long as it lasts; whether that was all."""
+        self._votes = None
+        await self._synchronise(group, view)
+        if self._by_links and self.conductor.ways is not None:
+            await follow_links(group, view, self.conductor.ways)
+        run = self.run
+        self.began(view, run.step)
+        if self.checkpoints is not None:
+            self._due = self.checkpoints.after(run.step)
+        votes = run.commit = self._votes = Votes(self, group, view)
+        run.observer = self.observer
+        watching = self.host.spawn(
+            watch_steps(group, view, self.conductor, self.observer), name=f"watch the steps of view {view.epoch}"
+        )
+        try:
+            await self.method.train(run)
+        except CompressionError as error:
+            # The others wait for what we cannot send: all try this step once more.
+            votes.cannot_send(run.step, error)
+            raise CollectiveError(f"{self.conductor.us.name} cannot send: {error}", peer=group.rank) from error
+        finally:
+            watching.cancel()
+        if run.step >= run.settings.steps:
+            return await votes.confirmed(run.step)
+        if not votes.leavers:
+            return False
+        try:
+            await self._hand_over(group, votes.leavers)
+        except CollectiveError:
+            if group.rank not in votes.leavers:
+                raise
+            # Whether it arrived is not known: whoever stayed now might owe it twice.
+        if group.rank not in votes.leavers:
+            return False
+        await self.conductor.leave()
+        return True
+
+    async def applied(self) -> None:
+        """A step is done: perhaps it is time to save."""
+        run, checkpoints = self.run, self.checkpoints
+        self.host.trace("applied", run.group.epoch, run.step)
+        if checkpoints is not None and run.group.rank == 0 and run.step >= self._due:
+            self._due = checkpoints.after(run.step)
+            await checkpoints.save(self.host, self._saved(), run.step)
+        if run.group.size > 1:  # nobody else can be what delays one that is alone
+            self.observer.step_timer.settled(run.step, self.host.clock.elapsed())
+
+    async def save(self) -> None:
+        """Save what we hold. A step that is under way does not count: whoever completes it has a newer state. Nor do
+        steps that we took alone since all last agreed: without a view there is nobody to tell of them."""
+        gone_on_alone = self.method.tally(self.run).gone > self.run.step
+        if self.checkpoints is not None and not gone_on_alone:
+            self.run.drop()
+            await self.checkpoints.save_last(self.host, self._saved(), self.run.step)
+
+    # A view begins (see `synchronise`).
+
+    async def _synchronise(self, group: Group, view: View) -> None:
+        """Return when all members of the view hold the same."""
+        if not self.has_begun:
+            compressor = make(self.settings.compressor, seed=self.seed, rank=0)
+            self.enter(group, self._dealt(view), compressor)
+            if self._checkpoint is not None:
+                self._reload(self._checkpoint)
+        ours = np.array(self._header().numbers(), np.int64)
+        headers = [Header.read(each) for each in await gather_echoed(group, ours)]
+        right = most_right(headers, lineage_digest(view))
+        await same_intent(group, self._intent, [header.intent for header in headers], right, view)
+        await self._resolve(headers[right])
+
+        told = await self._told(group)
+        # Of those who are right, one whose compressor remembers something: where homes have speakers, only theirs do.
+        of_era = [rank for rank in range(group.size) if headers[rank].era == headers[right].era]
+        right = max(of_era, key=lambda r: (told[r].step, told[r].memory != 0, -r))
+        check_alike(view, headers, told, right)
+        model = [each.print != told[right].print or each.step != told[right].step for each in told]
+        memory = [bool(each.compresses) and each.memory != told[right].memory for each in told]
+        outdated = [header.era != headers[right].era for header in headers]
+        givers = [
+            not (model[rank] or outdated[rank]) and told[rank].memory == told[right].memory
+            for rank in range(group.size)
+        ]
+        takers = [any(needs) for needs in zip(model, memory, outdated, strict=True)]
+        routes = routes_between(view, givers, takers)
+        giving = {t: self._parcel(model=model[t], memory=memory[t]) for giver, t in routes if giver == group.rank}
+        if routes:
+            for parcel in await relay(group, routes, giving):
+                self._adopt(parcel)
+                self._check_sizes(view.nodes[group.rank])
+
+        told = await self._told(group)
+        check_arrived(told, routes)
+        before = self.progress.era.epoch
+        self._regroup(group, view, [Tally(each.samples, each.gone) for each in told])
+        self.host.trace("synchronised", view.epoch, self.run.step, before)
+
+    def _header(self) -> Header:
+        """What the others are told first."""
+        run = self.run
+        pending = run.pending.step if run.pending is not None else -1
+        live = run.step > 0 and not self._reloaded
+        return Header.of(self.progress.era, run.step, pending, self._intent, live=live)
+
+    async def _resolve(self, truth: Header) -> None:
+        """What we hold of an update counts if those who know say so. Of another era we hear more later."""
+        run = self.run
+        if run.pending is not None and truth.era == self.progress.era:
+            if truth.step > run.pending.step:
+                await run.carry_out(run.pending)
+            else:
+                run.drop()
+
+    async def _told(self, group: Group) -> list[Told]:
+        """What each member holds."""
+        method = self.method
+        await self.host.device.touch(method.alike.nbytes)
+        held, memory = fingerprint_of_all(method.shared()), fingerprint_of_all(self._memory())
+        ours = Told(held, memory, method.compresses(group), self.run.step, *method.tally(self.run))
+        return [Told(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
+
+    def _regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
+        """All members of the view hold the same now: go on with them."""
+        run = self.run
+        sizes = self.progress.sizes or self._given_sizes(view)
+        self.progress = self.progress.next(view, run.step, self._since, sizes)
+        self._reloaded = False
+        compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
+        # What a compressor that is not used remembers would not stay what the others' remember.
+        kept = run.compressor.state() if self.method.compresses(group) else self._owed()
+        compressor.restore({name: array for name, array in kept.items() if not isinstance(array, Phantom)})
+        self.method.take_up(tallies)
+        self.enter(group, self._dealt(view), compressor)
+
+    @property
+    def _since(self) -> tuple[int, int]:
+        """Where the next batches begin."""
+        gone, since = self.method.tally(self.run).gone, self.progress.since
+        return since if gone <= since[0] else (gone, self.run.batches.position(gone))
+
+    def _dealt(self, view: View) -> Batches:
+        batch, given = self.settings.batch, self.progress.sizes
+        assert batch is not None
+        sizes = [batch] * len(view.members) if isinstance(batch, int) else [given.get(n, 0) for n in view.nodes]
+        if not any(sizes):
+            sizes[0] = 1  # before the first synchronisation: nothing is dealt out of it
+        return Batches.of(self.task, self.method.dealt(sizes), self.seed, self.progress.since)
+
+    def _given_sizes(self, view: View) -> dict[str, int]:
+        """The list of batch sizes is for the members that training begins with, in their order."""
+        batch = self.settings.batch
+        if not isinstance(batch, tuple):
+            return {}
+        if len(batch) != len(view.members):
+            raise ConfigError(
+                f"batch = {list(batch)}: {len(batch)} batch sizes, and training begins with {len(view.members)} members"
+            )
+        return dict(zip(view.nodes, batch, strict=True))
+
+    def _check_sizes(self, node: str) -> None:
+        if isinstance(self.settings.batch, tuple) and node not in self.progress.sizes:
+            raise ConfigError(
+                f"batch = {list(self.settings.batch)} is for the members that training began with, and we were not "
+                "among them: give one figure for all"
+            )
+
+    # What is held, handed over, taken over and saved.
+
+    def _parcel(self, *, model: bool, memory: bool) -> Parcel:
+        """What another member lacks; at least it has to know where we are."""
+        about = msgspec.structs.replace(self.progress, step=self.run.step, since=self._since, memory=memory)
+        arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
+        return Parcel(msgspec.msgpack.encode(about), arrays)
+
+    def _adopt(self, parcel: Parcel) -> None:
+        """Take over what was given. What our own error feedback owes is kept if all that it followed from counts."""
+        about = parcel.told(Progress)
+        own = self._own_that_counts(about)
+        if "parameters" in parcel.arrays:
+            self.method.adopt(parcel.arrays, about.step)
+        memory = parcel.arrays if about.memory else self._memory()
+        state = own | {n.removeprefix(MEMORY): array for n, array in memory.items() if n.startswith(MEMORY)}
+        self.run.compressor.restore({name: array for name, array in state.items() if not isinstance(array, Phantom)})
+        self.progress = about
+        self.run.step = about.step
+
+    def _own_that_counts(self, about: Progress) -> Held:
+        """What we owe, if all steps that we took part in count; and nothing otherwise."""
+        run = self.run
+        counted = about.past.counted(self.progress.era, about.step)
+        if run.pending is not None:
+            if counted is not None and counted > run.pending.step:
+                run.compressor.commit(run.pending.step)
+                run.pending = None
+            run.drop()
+        return {} if self._reloaded or counted is None or counted < run.step else self._owed()
+
+    def _memory(self) -> Held:
+        """What the compressors of all who compress must remember alike."""
+        return {MEMORY + n: array for n, array in self.run.compressor.state().items() if not n.startswith(OWN)}
+
+    def _owed(self) -> Held:
+        """What we owe: our gradients that were not sent yet."""
+        return {name: array for name, array in self.run.compressor.state().items() if name.startswith(OWN)}
+
+    def _take_in(self, owed: Mapping[str, npt.NDArray[np.generic] | Phantom]) -> None:
+        """Somebody who leaves hands on what it still owes: from now on, we do."""
+        state = self.run.compressor.state()
+        for name, array in owed.items():
+            assert not isinstance(array, Phantom)  # phantoms owe nothing
+            state[name] = state[name] + array if name in state else array  # type: ignore[operator]
+        self.run.compressor.restore(state)
+
+    async def _hand_over(self, group: Group, leavers: tuple[int, ...]) -> None:
+        """What those who leave still owe is owed by the first who stays."""
+        heirs = [rank for rank in range(group.size) if rank not in leavers]
+        if not heirs:
+            return
+        routes = [(leaver, heirs[0]) for leaver in leavers]
+        giving = {}
+        if group.rank in leavers:
+            giving = {heirs[0]: Parcel(b"", self._owed())}
+            state = self.run.compressor.state()  # somebody else owes it now
+            self.run.compressor.restore({name: array for name, array in state.items() if not name.startswith(OWN)})
+        for parcel in await relay(group, routes, giving):
+            self._take_in(parcel.arrays)
+
+    def _saved(self) -> Parcel:
+        """All that we would need to go on from here, were we started anew."""
+        saved = self._parcel(model=True, memory=True)
+        return Parcel(saved.about, {**saved.arrays, **self._owed()})
+
+    def _reload(self, checkpoint: Parcel) -> None:
+        with fitting():
+            self._adopt(checkpoint)
+            self._take_in({name: array for name, array in checkpoint.arrays.items() if name.startswith(OWN)})
+        self._reloaded = True
+
+
+class _Vote(NamedTuple):
+    print: int
+    objection: int
+    """The number of the first tensor that is not finite; or -1."""
+    superseded: int
+    leaving: int
+    """After the last step: whether it sees newcomers that prepare to join."""
+
+
+class Votes(Commit):
+    """What the members of one view agree on, step by step."""
+
+    def __init__(self, us: ReplicatedMember, group: Group, view: View) -> None:
+        self.leavers: tuple[int, ...] = ()
+        """Who goes after this step."""
+        self._us = us
+        self._group = group
+        self._view = view
+        self._objection = -1
+        self._round = 0
+        self._received: list[npt.NDArray[np.int64]] = []
+
+    @property
+    def seen(self) -> VotesSeen:
+        """The votes of the last round."""
+        return VotesSeen(self._round, dict(zip(self._view.nodes, digests(self._received), strict=False)))
+
+    async def admit(self, gradients: Flat, bucket: Bucket) -> None:
+        """Note whether our part is finite. If it is not, zeros take its place: the others wait for something."""
+        await self._group.host.device.touch(bucket.size_bytes)
+        if isinstance(gradients, Phantom) or is_finite(gradients[bucket.span]):
+            return
+        names = [tensor.name for tensor in self._us.learner.layout.tensors]
+        bad = next(t.name for t in bucket.tensors if not is_finite(t.view(gradients[bucket.span]).reshape(-1)))
+        if self._objection < 0:
+            self._objection = names.index(bad)
+        gradients[bucket.span] = 0.0
+
+    async def agreed(self, update: Update) -> bool:
+        """Vote."""
+        us = self._us
+        later = us.conductor.superseded(self._view.epoch)
+        leaving = us.leaving is not None and us.leaving.is_set()
+        ours = _Vote(await self._print(), self._objection, later, leaving)
+        votes = await self._gathered(update.step, ours)
+        self._group.host.trace("voted", self._view.lineage, self._view.epoch, update.step, ours.print)
+        self._objection = -1
+        if any(vote.objection >= 0 for vote in votes):
+            self._refused(update.step, votes)
+            return False
+        self.leavers = tuple(rank for rank, vote in enumerate(votes) if vote.leaving)
+        self.ends = bool(self.leavers) or any(vote.superseded for vote in votes)
+        return True
+
+    async def applied(self) -> None:
+        """The update is applied here."""
+        await self._us.applied()
+
+    async def confirmed(self, step: int) -> bool:
+        """All have come to the end, with the same model. Whether we may go: nobody knows of newcomers who want it, and
+        no cluster will let us in.
+
+        Members see newcomers that prepare at different times, and so ask each other again and again: whoever waited
+        alone would keep the others waiting for its vote."""
+        conductor, epoch, clock = self._us.conductor, self._view.epoch, self._group.host.clock
+        until_s = clock.elapsed() + LAST_CALL_S
+        while True:
+            waits = conductor.will_be_let_in(epoch) or (conductor.preparing(epoch) and clock.elapsed() < until_s)
+            votes = await self._gathered(step, _Vote(await self._print(), -1, conductor.superseded(epoch), waits))
+            if any(vote.superseded for vote in votes):
+                return False
+            if not any(vote.leaving for vote in votes):
+                return True
+            await clock.sleep(LAST_CALL_PAUSE_S)
+
+    async def _print(self) -> int:
+        alike = self._us.method.alike
+        await self._group.host.device.touch(alike.nbytes)
+        return fingerprint(alike)
+
+    async def _gathered(self, step: int, ours: _Vote) -> list[_Vote]:
+        self._received = await gather_direct(self._group, np.array(ours, np.int64))
+        self._round += 1
+        votes = [_Vote(*(int(number) for number in each)) for each in self._received]
+        if any(vote.print != votes[0].print for vote in votes):
+            await self._differ(step)
+        return votes
+
+    async def _differ(self, step: int) -> None:
+        """Find out where, and end."""
+        alike = self._us.method.alike
+        assert not isinstance(alike, Phantom)  # they have all the same fingerprint
+        tensors = self._us.learner.layout.tensors
+        ours = np.array([fingerprint(tensor.view(alike)) for tensor in tensors])
+        theirs = await gather_echoed(self._group, ours)
+        for number, tensor in enumerate(tensors):
+            prints = [int(each[number]) for each in theirs]
+            usual, count = Counter(prints).most_common(1)[0]
+            if count == len(prints):
+                continue
+            if 2 * count > len(prints):
+                unlike = [rank for rank, each in enumerate(prints) if each != usual]
+                whose = f"{self._names(unlike)} differs from the others"
+            else:
+                whose = f"{self._names(range(len(prints)))} differ, and none is in the majority"
+            raise Diverged(
+                f"before step {step} the replicas are not alike: {tensor.name} on {whose}; memory or "
+                "arithmetic failed there: test that machine, and resume from a checkpoint"
+            )
+        raise Diverged(f"before step {step} the replicas were not alike, and now they are: some machine's memory fails")
+
+    def cannot_send(self, step: int, error: CompressionError) -> None:
+        """What our gradients came to on the way cannot be encoded, or what others sent cannot be decoded."""
+        if (count := self._counted(step)) >= ATTEMPTS:
+            us = self._us.conductor.us.name
+            raise TrainingError(f"step {step} was tried {count} times, and ended on {us}: {error}") from error
+
+    def _counted(self, step: int) -> int:
+        self._us.refused[step] += 1
+        return self._us.refused[step]
+
+    def _refused(self, step: int, votes: list[_Vote]) -> None:
+        count = self._counted(step)
+        against = [rank for rank, vote in enumerate(votes) if vote.objection >= 0]
+        tensor = self._us.learner.layout.tensors[votes[against[0]].objection].name
+        self._group.host.trace("step refused", step, self._names(against), tensor)
+        if count >= ATTEMPTS:
+            raise TrainingError(
+                f"step {step} was tried {count} times, and the gradients of {tensor} on {self._names(against)} "
+                "were not finite: a lower learning rate, a warm-up or clipping may help"
+            )
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(self._view.members[rank].name for rank in ranks)

@@ -49,7 +49,7 @@ from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_header, encod
 from hcsim.runtime.store import packed, unpacked
 from hcsim.training import trainer
 from hcsim.training.elastic import checkpoint
-from hcsim.training.elastic.progress import Era
+from hcsim.training.elastic.progress import NOTHING_YET, Provenance
 from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, _Taking
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
@@ -376,13 +376,8 @@ def _settings(data: bytes) -> None:
 # What is handed over, or lies on a disk.
 
 
-class _About(msgspec.Struct, frozen=True):
-    era: Era = Era()
-    step: int = 3
-
-
 _PARCEL = Parcel(
-    msgspec.msgpack.encode(_About()),
+    msgspec.msgpack.encode(NOTHING_YET),
     {"parameters": np.arange(12, dtype=np.float32), "optimizer/m": np.ones((3, 4)), "empty": np.zeros(0, np.float32)},
 )
 
@@ -390,7 +385,7 @@ _PARCEL = Parcel(
 def _parcel(data: bytes) -> None:
     taking = _Taking(data, 1, 1)
     assert taking.piece(0).nbytes <= PIECE_BYTES
-    taking.parcel().told(_About)
+    taking.parcel().told(Provenance)
 
 
 def _with_record_crc(data: bytes) -> bytes:
@@ -400,7 +395,7 @@ def _with_record_crc(data: bytes) -> bytes:
 
 
 def _checkpoint(data: bytes) -> None:
-    checkpoint.decode(data).parcel.told(_About)
+    checkpoint.decode(data).parcel.told(Provenance)
 
 
 def headed(draw: random.Random, valid: Sequence[bytes]) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import msgspec
@@ -48,7 +48,7 @@ class Extras(msgspec.Struct, frozen=True):
     """Whether the ring's order and `auto` follow what was measured of the links; the same for all."""
 
 
-class ElasticMember(Trainer):
+class ElasticMember(Trainer, ABC):
     """A member of a cluster that trains, from view to view."""
 
     def __init__(

@@ -84,7 +84,7 @@ class Past(msgspec.Struct, frozen=True):
         return next((end for began, end in zip(self.eras, ends, strict=False) if began.era == era), None)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Provenance(msgspec.Struct, frozen=True):
     """How far a model has come: what goes with it, beside its arrays."""
 
     era: Era
@@ -97,13 +97,13 @@ class Progress(msgspec.Struct, frozen=True):
     memory: bool
     """Whether what compressors remember goes with it; that may be nothing."""
 
-    def next(self, view: View, step: int, since: tuple[int, int], sizes: dict[str, int]) -> Progress:
+    def next(self, view: View, step: int, since: tuple[int, int], sizes: dict[str, int]) -> Provenance:
         """In a view whose members go on from here, which is after that step."""
         era = self.era.next(view)
-        return Progress(era, self.past.after(era, step), step, since, sizes, memory=False)
+        return Provenance(era, self.past.after(era, step), step, since, sizes, memory=False)
 
 
-NOTHING_YET = Progress(Era(), Past(), 0, (0, 0), {}, memory=False)
+NOTHING_YET = Provenance(Era(), Past(), 0, (0, 0), {}, memory=False)
 
 
 class Header(NamedTuple):

@@ -35,10 +35,10 @@ from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import fitting
 from hcsim.training.elastic.member import ElasticMember, Extras
-from hcsim.training.elastic.progress import NOTHING_YET, Header, Progress, lineage_digest, most_right
+from hcsim.training.elastic.progress import NOTHING_YET, Header, Provenance, lineage_digest, most_right
 from hcsim.training.elastic.recovery import watch_steps
 from hcsim.training.elastic.synchronise import (
-    Told,
+    Holding,
     check_alike,
     check_arrived,
     follow_links,
@@ -68,7 +68,7 @@ class ReplicatedMember(ElasticMember):
         first = len(settings.batch) if isinstance(settings.batch, tuple) else 1
         super().__init__(host, conductor, settings, seed, extras, ranks=first)
         self.method = recoverable(self.settings, self.learner)
-        self.progress = NOTHING_YET
+        self.provenance = NOTHING_YET
         """When all last agreed."""
         self.refused: Counter[int] = Counter()
         """How often a step was dropped."""
@@ -204,7 +204,7 @@ class ReplicatedMember(ElasticMember):
 
         told = await self._told(group)
         check_arrived(told, routes)
-        before = self.progress.era.epoch
+        before = self.provenance.era.epoch
         self._regroup(group, view, [Tally(each.samples, each.gone) for each in told])
         self.host.trace("synchronised", view.epoch, self.run.step, before)
 
@@ -213,30 +213,30 @@ class ReplicatedMember(ElasticMember):
         run = self.run
         pending = run.pending.step if run.pending is not None else -1
         live = run.step > 0 and not self._reloaded
-        return Header.of(self.progress.era, run.step, pending, self._intent, live=live)
+        return Header.of(self.provenance.era, run.step, pending, self._intent, live=live)
 
     async def _resolve(self, truth: Header) -> None:
         """What we hold of an update counts if those who know say so. Of another era we hear more later."""
         run = self.run
-        if run.pending is not None and truth.era == self.progress.era:
+        if run.pending is not None and truth.era == self.provenance.era:
             if truth.step > run.pending.step:
                 await run.carry_out(run.pending)
             else:
                 run.drop()
 
-    async def _told(self, group: Group) -> list[Told]:
+    async def _told(self, group: Group) -> list[Holding]:
         """What each member holds."""
         method = self.method
         await self.host.device.touch(method.alike.nbytes)
         held, memory = fingerprint_of_all(method.shared()), fingerprint_of_all(self._memory())
-        ours = Told(held, memory, method.compresses(group), self.run.step, *method.tally(self.run))
-        return [Told(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
+        ours = Holding(held, memory, method.compresses(group), self.run.step, *method.tally(self.run))
+        return [Holding(*map(int, each)) for each in await gather_echoed(group, np.array(ours, np.int64))]
 
     def _regroup(self, group: Group, view: View, tallies: list[Tally]) -> None:
         """All members of the view hold the same now: go on with them."""
         run = self.run
-        sizes = self.progress.sizes or self._given_sizes(view)
-        self.progress = self.progress.next(view, run.step, self._since, sizes)
+        sizes = self.provenance.sizes or self._given_sizes(view)
+        self.provenance = self.provenance.next(view, run.step, self._since, sizes)
         self._reloaded = False
         compressor = make(self.settings.compressor, seed=self.seed, rank=group.rank)
         # What a compressor that is not used remembers would not stay what the others' remember.
@@ -248,16 +248,16 @@ class ReplicatedMember(ElasticMember):
     @property
     def _since(self) -> tuple[int, int]:
         """Where the next batches begin."""
-        gone, since = self.method.tally(self.run).gone, self.progress.since
+        gone, since = self.method.tally(self.run).gone, self.provenance.since
         return since if gone <= since[0] else (gone, self.run.batches.position(gone))
 
     def _dealt(self, view: View) -> Batches:
-        batch, given = self.settings.batch, self.progress.sizes
+        batch, given = self.settings.batch, self.provenance.sizes
         assert batch is not None
         sizes = [batch] * len(view.members) if isinstance(batch, int) else [given.get(n, 0) for n in view.nodes]
         if not any(sizes):
             sizes[0] = 1  # before the first synchronisation: nothing is dealt out of it
-        return Batches.of(self.task, self.method.dealt(sizes), self.seed, self.progress.since)
+        return Batches.of(self.task, self.method.dealt(sizes), self.seed, self.provenance.since)
 
     def _given_sizes(self, view: View) -> dict[str, int]:
         """The list of batch sizes is for the members that training begins with, in their order."""
@@ -271,7 +271,7 @@ class ReplicatedMember(ElasticMember):
         return dict(zip(view.nodes, batch, strict=True))
 
     def _check_sizes(self, node: str) -> None:
-        if isinstance(self.settings.batch, tuple) and node not in self.progress.sizes:
+        if isinstance(self.settings.batch, tuple) and node not in self.provenance.sizes:
             raise ConfigError(
                 f"batch = {list(self.settings.batch)} is for the members that training began with, and we were not "
                 "among them: give one figure for all"
@@ -281,26 +281,26 @@ class ReplicatedMember(ElasticMember):
 
     def _parcel(self, *, model: bool, memory: bool) -> Parcel:
         """What another member lacks; at least it has to know where we are."""
-        about = msgspec.structs.replace(self.progress, step=self.run.step, since=self._since, memory=memory)
+        about = msgspec.structs.replace(self.provenance, step=self.run.step, since=self._since, memory=memory)
         arrays = {**(self.method.shared() if model else {}), **(self._memory() if memory else {})}
         return Parcel(msgspec.msgpack.encode(about), arrays)
 
     def _adopt(self, parcel: Parcel) -> None:
         """Take over what was given. What our own error feedback owes is kept if all that it followed from counts."""
-        about = parcel.told(Progress)
+        about = parcel.told(Provenance)
         own = self._own_that_counts(about)
         if "parameters" in parcel.arrays:
             self.method.adopt(parcel.arrays, about.step)
         memory = parcel.arrays if about.memory else self._memory()
         state = own | {n.removeprefix(MEMORY): array for n, array in memory.items() if n.startswith(MEMORY)}
         self.run.compressor.restore({name: array for name, array in state.items() if not isinstance(array, Phantom)})
-        self.progress = about
+        self.provenance = about
         self.run.step = about.step
 
-    def _own_that_counts(self, about: Progress) -> Held:
+    def _own_that_counts(self, about: Provenance) -> Held:
         """What we owe, if all steps that we took part in count; and nothing otherwise."""
         run = self.run
-        counted = about.past.counted(self.progress.era, about.step)
+        counted = about.past.counted(self.provenance.era, about.step)
         if run.pending is not None:
             if counted is not None and counted > run.pending.step:
                 run.compressor.commit(run.pending.step)

@@ -168,7 +168,7 @@ class ServedMember(ElasticMember):
         run.learner = self.learner if serves else us.learner
         us.begin(run, start)
 
-    def _after(self, state: standby.State) -> Start:
+    def _after(self, state: standby.ServerState) -> Start:
         """Where the next view begins, if it goes on from this state of the last one."""
         return self._us.start_at(state.version, Start(*state.since, state.step))
 

@@ -42,7 +42,7 @@ PULLED = -1
 """The generation of what a worker has pulled: anything that a server or standby holds is better."""
 
 
-class State(msgspec.Struct):
+class ServerState(msgspec.Struct):
     """What a server knows beside the model."""
 
     era: Era = Era()
@@ -63,7 +63,7 @@ class Keeper:
 
     def __init__(self, learner: Learner, optimizer: Optimizer) -> None:
         self.learner = learner
-        self.state: State | None = None
+        self.state: ServerState | None = None
         """None where we are neither the server nor its standby."""
         self.reloaded = False
         """Whether it is from a checkpoint."""
@@ -111,7 +111,7 @@ class Keeper:
 
     def _inherit(self, us: Participant, pulled: int) -> None:
         """Nobody knows more than we as a worker do: the model that we pulled, or the first one."""
-        self.state = State()
+        self.state = ServerState()
         if pulled >= 0:
             self.state.version = pulled
             self.state.begin(us.start)
@@ -124,7 +124,7 @@ class Keeper:
     def saved(self, start: Start, workers: dict[str, Record]) -> Parcel:
         """All that a server needs to go on from that start, which is where it is now."""
         assert self.state is not None
-        state = State(self.state.era, start.version, workers)
+        state = ServerState(self.state.era, start.version, workers)
         state.begin(start)
         return Parcel(msgspec.msgpack.encode(state), self._model.shared())
 
@@ -133,7 +133,7 @@ class Keeper:
 
     def adopt(self, parcel: Parcel) -> None:
         """Hold what another keeper did, or we ourselves before we were started anew."""
-        self.state = parcel.told(State)
+        self.state = parcel.told(ServerState)
         self._model.adopt(parcel.arrays, self.state.step)
 
     @property

@@ -98,7 +98,7 @@ def _rows(matrix: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[tu
     return tuple(tuple(float(value) for value in row) for row in matrix)
 
 
-class Told(NamedTuple):
+class Holding(NamedTuple):
     """What a member holds."""
 
     print: int
@@ -111,7 +111,7 @@ class Told(NamedTuple):
     gone: int
 
 
-def check_alike(view: View, headers: list[Header], told: list[Told], right: int) -> None:
+def check_alike(view: View, headers: list[Header], told: list[Holding], right: int) -> None:
     """Members of the same standing hold the same."""
     truth = told[right]
     for rank, each in enumerate(told):
@@ -165,7 +165,7 @@ async def same_intent(group: Group, ours: bytes, digests: list[int], right: int,
     raise CollectiveError(why, peer=rank, phase="synchronising")
 
 
-def check_arrived(told: list[Told], routes: list[Route]) -> None:
+def check_arrived(told: list[Holding], routes: list[Route]) -> None:
     """All hold the same now; if not, what was handed over along these routes did not arrive as it was."""
     speaking = {each.memory for each in told if each.compresses}
     if len({(each.print, each.step) for each in told}) == 1 and len(speaking) <= 1:

@@ -17,7 +17,7 @@ from hcsim.config import Training
 from hcsim.errors import CollectiveError, RemoteProtocolError
 from hcsim.launch.virtual import simulate
 from hcsim.training.elastic import standby
-from hcsim.training.elastic.standby import Keeper, Start, State
+from hcsim.training.elastic.standby import Keeper, ServerState, Start
 from hcsim.training.elastic.synchronise import same_intent
 from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, relay
 from hcsim.training.learner import Learner
@@ -117,7 +117,7 @@ def test_a_standby_believes_no_update_that_a_server_cannot_have_made(
     async def take(group: Group) -> None:
         learner = Learner(group.host, task("convex"), optimizer(settings), 1)
         keeper = Keeper(learner, optimizer(settings))
-        keeper.state = State()
+        keeper.state = ServerState()
         before = learner.replica.parameters.copy()  # type: ignore[union-attr]
         try:
             await standby.follow(group, keeper, Gradients(learner.layout, make("int8+ef", seed=1, rank=0)), None)

@@ -42,20 +42,18 @@ _NO_PARAMETERS = "shapes"
 """What a training of shapes alone comes to."""
 
 
-async def elastic_train(
-    host: Host,
-    conductor: Conductor,
-    settings: Training,
-    seed: int,
-    extras: Extras,
-    wire: Wire | None = None,
-) -> Report:
-    """Train with whoever is in the conductor's views, and say what came of it. All give the same settings and seed."""
-    return await follow(prepare(host, conductor, settings, seed, extras), wire or Wire())
+def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> ElasticMember:
+    """Load the data and build the model, which may take seconds. All members give the same settings and seed."""
+    saved = extras.checkpoints.load() if extras.checkpoints is not None else None
+    kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
+    member = kind(host, conductor, settings, seed, extras)
+    if saved is not None:
+        member.reload(saved)
+    return member
 
 
 async def follow(member: ElasticMember, wire: Wire) -> Report:
-    """Train what was prepared, from view to view, to the end."""
+    """Train what was prepared with whoever is in the conductor's views, to the end, and say what came of it."""
     host, conductor = member.host, member.conductor
     # A newcomer calls while the others are still busy with their step.
     patience_s = max(wire.connect_timeout_s, member.settings.timeout_s)
@@ -128,16 +126,6 @@ async def _follow(member: ElasticMember, view: View, wire: Wire, reception: Rece
         await group.close()
         if ways is not None:
             ways.in_use = dict
-
-
-def prepare(host: Host, conductor: Conductor, settings: Training, seed: int, extras: Extras) -> ElasticMember:
-    """Load the data and build the model, which may take seconds."""
-    saved = extras.checkpoints.load() if extras.checkpoints is not None else None
-    kind = ServedMember if isinstance(strategy(settings.strategy), ParameterServer) else ReplicatedMember
-    member = kind(host, conductor, settings, seed, extras)
-    if saved is not None:
-        member.reload(saved)
-    return member
 
 
 async def _watch(group: Group, over: asyncio.Future[str]) -> None:

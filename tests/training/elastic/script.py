@@ -17,9 +17,10 @@ from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.config import AnyFault, Scenario, Training
 from hcsim.errors import HcsimError
+from hcsim.training.elastic import train as elastic
 from hcsim.training.elastic.member import Extras
-from hcsim.training.elastic.train import elastic_train
 from hcsim.training.run import Point, Report, Run
+from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 
@@ -279,9 +280,9 @@ def train(
     async def program(host: VirtualHost) -> Report:
         own = {name: given(host) if callable(given) else given for name, given in options.items()}
         theirs = (unlike or {}).get(host.name, settings)
-        wire = own.pop("wire", None)
+        wire = own.pop("wire", Wire())
         extras = Extras(watchers[host.name], **own)
-        report = await elastic_train(host, cluster.conductor(host.name), theirs, SEED, extras, wire)
+        report = await elastic.follow(elastic.prepare(host, cluster.conductor(host.name), theirs, SEED, extras), wire)
         run = watchers[host.name].run
         if run is not None and run.step == theirs.steps:
             cluster.finished(host.name)

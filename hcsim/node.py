@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.conductor import Introduction
+from hcsim.cluster.coordinator import Coordinated, Coordinator, Policy
+from hcsim.cluster.node import Node
 from hcsim.cluster.once import Once
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
@@ -60,7 +62,37 @@ def introduced(name: str, hosts: Sequence[str], cluster: Cluster, proved: Creden
 
 
 @asynccontextmanager
-async def running(node: Node) -> AsyncIterator[None]:
+async def coordinating(
+    host: Host, cluster: Cluster, most: int, credentials: Credentials, tell: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Where this host is to be the coordinator of at most so many members, it is, until the last of them has gone."""
+    if host.name != cluster.coordinating_host or cluster.coordinator is None:
+        yield
+        return
+    inside, beat = admitted(host, credentials, tell), cluster.beat
+    policy = Policy(
+        workers=max(most, cluster.needed),
+        begin=cluster.needed,
+        heartbeat_s=float(beat.interval_s),
+        silence_s=float(beat.timeout_s),
+    )
+    coordinator = Coordinator(inside, policy, note=lambda what: tell(f"coordinator: {what}"))
+    listener = await inside.listen(cluster.coordinator)
+    coordinator.open(listener)
+    us = asyncio.current_task()
+    try:
+        try:
+            yield
+        finally:  # the others may go on without our part in their work
+            if us is not None and not us.cancelling():
+                await coordinator.deserted()
+    finally:
+        await coordinator.close()
+        await listener.close()
+
+
+@asynccontextmanager
+async def running(node: Node | Coordinated) -> AsyncIterator[None]:
     """While this lasts, the node takes calls and looks for others."""
     await node.start()
     reason = "it ended with an error"
@@ -93,7 +125,11 @@ async def train_as_member(
         tell(f"view {view.epoch}: {f'training goes on after step {step}' if step else f'training begins{anew}'}")
 
     trusted = None if credentials is None else credentials.trusted
-    node = Node(inside, me, plan.cluster, tell, _terms(plan), trusted)
+    node: Node | Coordinated
+    if plan.cluster.coordinator is None:
+        node = Node(inside, me, plan.cluster, tell, _terms(plan), trusted)
+    else:
+        node = Coordinated(inside, me, plan.cluster.coordinator, tell, _terms(plan))
     # It may take seconds to load data and to build a model: a node answers from its first moment, so they come before.
     saving = _checkpoints(inside, plan, what, tell) if durable else None
     extras = Extras(observer, what, leaving, saving, began, by_links=plan.cluster.measure == "order")

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.view import Member, View
 from hcsim.cluster.ways import Ways
@@ -19,6 +21,21 @@ LAST_CALL_S = 10.0
 """How long members that have finished wait for machines that prepare to join them."""
 LAST_CALL_PAUSE_S = 0.5
 """How long they wait before they ask each other again whether there are any."""
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """Who this node is, and where."""
+
+    node: str
+    boot: int
+    """Tells its lives apart: another number whenever it is started."""
+    name: str
+    control: str
+    """Where it takes calls about membership."""
+    address: str
+    """Where its collectives listen."""
+    namespace: str = ""
+    home: str = ""
 
 
 class Conductor(Protocol):

@@ -235,7 +235,7 @@ class Discovery:
         for address in self._peers:
             if not _overlap(address, self._us.control):  # one list may serve all machines
                 self.want(address, address)
-        if self._config.discover:
+        if self._config.discover is not False:
             await self._announce()
         while True:
             await self._host.clock.sleep(self._config.peer_timeout_s)

@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.conductor import LAST_CALL_S, Checker
+from hcsim.cluster.conductor import LAST_CALL_S, Checker, Introduction
 from hcsim.cluster.diagnosis import SLOWER, Accusation, Failure
 from hcsim.cluster.discovery import Announcement, Discovery
 from hcsim.cluster.effects import Adopted, Check, Over, Qualify, Send, Waiting
@@ -52,21 +50,6 @@ _BUSY_S = 0.25
 """How long a machine that is well may be too busy to answer a check."""
 _LOOKS = 4
 """Looks at everybody's health per heartbeat."""
-
-
-class Introduction(msgspec.Struct, frozen=True):
-    """Who this node is, and where."""
-
-    node: str
-    boot: int
-    """Tells its lives apart: another number whenever it is started."""
-    name: str
-    control: str
-    """Where it takes calls about membership."""
-    address: str
-    """Where its collectives listen."""
-    namespace: str = ""
-    home: str = ""
 
 
 class Node:

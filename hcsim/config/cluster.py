@@ -58,8 +58,11 @@ class Cluster(Table, frozen=True):
     """Where their collectives listen."""
     peers: tuple[str, ...] = ()
     """Addresses of others that need not be discovered."""
-    discover: bool = True
-    """Whether to announce ourselves on the local network, and to look for others there."""
+    discover: bool | None = None
+    """Whether to announce ourselves on the local network, and to look for others there; left out: yes, unless there is
+    a coordinator."""
+    coordinator: str | None = None
+    """Where members register (host:port), instead of agreeing among themselves; see docs/howto/cluster.md."""
     peer_timeout_s: PositiveSeconds = PositiveSeconds(30)
     """A peer that did not answer is tried again after so long, if it is still in view."""
     connection_timeout_s: PositiveSeconds = PositiveSeconds(5)
@@ -90,6 +93,30 @@ class Cluster(Table, frozen=True):
     def __post_init__(self) -> None:
         if self.discovery_port == self.gradient_port:
             raise UsageError(f"discovery_port and gradient_port are both {self.gradient_port}: each needs its own")
+        if self.coordinator is not None:
+            self._check_coordinated(self.coordinator)
+
+    def _check_coordinated(self, address: str) -> None:
+        """Refuse what means nothing with a coordinator."""
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise UsageError(f'coordinator = "{address}": this has to be a host and a port, such as "mini.local:52417"')
+        if int(port) == self.gradient_port:
+            raise UsageError(f"the coordinator's port and gradient_port are both {port}: each needs its own")
+        for name, given, usual in (
+            ("peers", self.peers, ()),
+            ("discover", self.discover or None, None),
+            ("quorum", self.quorum, "tiebreak"),
+        ):
+            if given != usual:
+                raise UsageError(f"{name} is for members that find each other and agree; leave it out with coordinator")
+        if self.measure == "order":
+            raise UsageError('measure = "order": with a coordinator nothing is measured; leave it out')
+
+    @property
+    def coordinating_host(self) -> str:
+        """The host where the coordinator is; empty where there is none."""
+        return "" if self.coordinator is None else self.coordinator.rpartition(":")[0]
 
     @property
     def needed(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hcsim.cluster.inquiry import Survey
-from hcsim.cluster.node import Introduction
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.once import Once
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options

@@ -12,12 +12,13 @@ from hcsim import rng
 from hcsim.cluster.probe import Prober
 from hcsim.cluster.topology import Node, Topology, Way, describe, survey
 from hcsim.config import Cluster, Leave, Scenario, Training, load_scenario
+from hcsim.errors import ConfigError
 from hcsim.identity.handshake import BOOT_BITS, Credentials
 from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_store import StoredTrust, TrustStore
 from hcsim.launch.virtual import Outcome, outcome_of, refuse_tunnels
-from hcsim.node import Plan, introduced, train_as_member
+from hcsim.node import Plan, coordinating, introduced, train_as_member
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
@@ -54,6 +55,8 @@ def simulate_cluster(
     place, and counts what the hosts use."""
     loaded = load_scenario(scenario)
     cluster = loaded.cluster or Cluster()
+    if cluster.coordinator is not None and cluster.coordinating_host not in (names := [n.name for n in loaded.nodes]):
+        raise ConfigError(f'coordinator = "{cluster.coordinator}": there is no such node; there are {", ".join(names)}')
     if cluster.nodes is None:
         cluster = msgspec.structs.replace(cluster, nodes=len(loaded.nodes))
     plan = Plan(cluster, settings or loaded.training or Training(), loaded.seed, wire or Wire())
@@ -74,7 +77,10 @@ def simulate_cluster(
             said[host.name] = what
             tell(host.name, what)
 
-        async with standstill.noticed(lambda: said.get(host.name, "nothing")):
+        async with (
+            coordinating(host, cluster, len(loaded.nodes), proved, heard),
+            standstill.noticed(lambda: said.get(host.name, "nothing")),
+        ):
             report = await train_as_member(
                 host,
                 me,

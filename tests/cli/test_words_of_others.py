@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cli import membership, screen
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.messages import Goodbye, Link, Status, Told
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.node import Node
 from hcsim.cluster.view import Member, View
 from hcsim.transport.callers import LONGEST_LINE, one_line
 from hcsim.virtual.host import VirtualHost

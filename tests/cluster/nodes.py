@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.conductor import Introduction
+from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
 from hcsim.config import AnyFault, Cluster
 from hcsim.virtual.host import VirtualHost

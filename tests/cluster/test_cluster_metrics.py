@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.conductor import Introduction
+from hcsim.cluster.node import Node
 from hcsim.config import Cluster, Crash, Partition, Training
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster

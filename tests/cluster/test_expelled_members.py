@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.conductor import Introduction
+from hcsim.cluster.node import Node
 from hcsim.cluster.view import View
 from hcsim.config import Cluster
 from hcsim.errors import HcsimError

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.inquiry import Survey, ask
 from hcsim.cluster.messages import Told
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.node import Node
 from hcsim.cluster.view import Member
 from hcsim.config import Crash
 from hcsim.errors import HcsimError

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from hcsim.cluster.agreement import Record
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.discovery import Announcement
-from hcsim.cluster.node import Introduction, Node
+from hcsim.cluster.node import Node
 from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
 from hcsim.cluster.view import View
 from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk

@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from hcsim.cluster.node import Introduction
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.rules import unlike
 from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError

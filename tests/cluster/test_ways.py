@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
+from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.messages import Link
-from hcsim.cluster.node import Introduction
 from hcsim.config import AnyFault, Cluster, Crash, Pause, Reset, Restart, Scenario, Training, parse_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch.virtual import Outcome

@@ -14,6 +14,7 @@ from hcsim.transport.rpc import Procedure
 from hcsim.transport.wire import Wire
 
 Text = Annotated[str, Meta(min_length=1, max_length=256)]
+Words = Annotated[str, Meta(max_length=4096)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -26,6 +27,14 @@ class Register(msgspec.Struct, frozen=True):
     """Drawn when it starts: tells one that calls again from one that starts again."""
     address: Text
     """Where its collectives listen."""
+    name: Words = ""
+    """For people, where its id is not."""
+    home: Words = ""
+    """Workers of one home are close to each other."""
+    generation: Number = 0
+    """The last one that it was in: a coordinator that lost its memory goes on from there."""
+    terms: dict[str, str] = {}
+    """What it was started with that all must have alike, where that is not as usual."""
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -42,14 +51,25 @@ class Peer(msgspec.Struct, frozen=True):
     """Stable: the same in all generations. Below the policy's number of workers, perhaps with gaps."""
     worker: str
     address: str
+    life: int = 0
+    name: str = ""
+    home: str = ""
+    node: str = ""
+    """The node that it has proved to be; empty where nobody proves that."""
+    since: int = 0
+    """The first generation that it was in, in this life."""
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """A generation: all who work together, in the order of their ranks."""
+    """A generation: all who work together, in the order of their ranks. With nobody in it: all work is done."""
 
     cluster: str
     generation: int
     peers: tuple[Peer, ...]
+    reason: str = ""
+    """Why it follows the one before; for people."""
+    line: str = ""
+    """Drawn when the coordinator began to count generations: whoever lost its memory begins another line."""
 
     def place(self, worker: str) -> int:
         """Where in the order a worker stands: its rank in the group, which has no gaps."""
@@ -85,8 +105,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 REGISTER = Procedure("coordinator.register", {"who": Register}, Registered)
 HEARTBEAT = Procedure("coordinator.heartbeat", {"generation": Number}, Notice)
-READY = Procedure("coordinator.ready", {"after": Number}, Roster)
-LEAVE = Procedure("coordinator.leave", {}, type(None))
+READY = Procedure("coordinator.ready", {"after": Number, "why": Words, "outcome": Words}, Roster)
+LEAVE = Procedure("coordinator.leave", {"orderly": bool, "outcome": Words}, type(None))
 BARRIER = Procedure("coordinator.barrier", {"generation": Number, "name": Text}, type(None))
 BEGIN = Procedure("coordinator.begin", {"generation": Number, "step": Number}, type(None))
 REPORT = Procedure("coordinator.report", {"generation": Number, "step": Number, "digest": Text}, Checkpoint)

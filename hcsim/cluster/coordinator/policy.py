@@ -13,7 +13,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's; workers learn it when they register."""
 
     workers: int
-    """How many there are to be: the first generation waits for all of them, and no rank is as high."""
+    """How many there are to be at most: no rank is as high."""
+    begin: int | None = None
+    """With how many work begins; None: with all of them."""
     least: int = 1
     """With how many work goes on when others are lost."""
     heartbeat_s: float = 1.0
@@ -35,10 +37,17 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{key} = {value:g}: the coordinator needs a time above zero")
         if not 1 <= self.workers <= 65535:
             raise ConfigError(f"workers = {self.workers}: a cluster has 1 to 65535 workers")
-        if not 1 <= self.least <= self.workers:
-            raise ConfigError(f"least = {self.least}: work goes on with 1 to {self.workers} workers")
+        if self.begin is not None and not 1 <= self.begin <= self.workers:
+            raise ConfigError(f"begin = {self.begin}: work begins with 1 to {self.workers} workers")
+        if not 1 <= self.least <= self.needed:
+            raise ConfigError(f"least = {self.least}: work goes on with 1 to {self.needed} workers")
         if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"silence_s = {self.silence_s:g}: at least two heartbeats ({2 * self.heartbeat_s:g} s) "
                 "have to fit in, or healthy workers are evicted"
             )
+
+    @property
+    def needed(self) -> int:
+        """With how many the first generation begins."""
+        return self.workers if self.begin is None else self.begin

@@ -149,6 +149,9 @@ class Kept(msgspec.Struct, frozen=True):
     ranks: dict[str, int] = {}
     owners: dict[str, str] = {}
     committed: Checkpoint | None = None
+    line: str = ""
+    finished: bool = False
+    outcomes: dict[str, str] = {}
 
 
 def names(peers: list[Peer]) -> str:

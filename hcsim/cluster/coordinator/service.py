@@ -39,7 +39,8 @@ class Coordinator:
         self._host = host
         self._record = f"{RECORD}-{cluster}"
         before = kept(host.store, self._record, Kept) or Kept()
-        self.state = State(policy, cluster, before, host.clock.elapsed())
+        now = host.clock.elapsed()
+        self.state = State(policy, cluster, before, now, f"{host.rng('coordinator', repr(now)).getrandbits(32):08x}")
         self._note = note
         self._who: dict[Endpoint, Register] = {}
         self._lines: dict[str, Endpoint] = {}
@@ -62,6 +63,11 @@ class Coordinator:
     def held_up(self) -> int:
         """How much waits for something to be written down that could not be."""
         return len(self._undone)
+
+    async def deserted(self) -> None:
+        """Return once nobody is registered."""
+        while self.state.workers:
+            await self._news.next()
 
     async def close(self) -> None:
         """Hang up on everybody. The workers look for a coordinator at the same address."""
@@ -131,13 +137,15 @@ class Coordinator:
         self._do(effects)
         return notice
 
-    async def _ready(self, after: int) -> Roster:
+    async def _ready(self, after: int, why: str, outcome: str) -> Roster:
         who = self._caller()
-        return await self._answered(lambda question, now: self.state.ready(who, after, question, now))  # type: ignore[no-any-return]
+        return await self._answered(  # type: ignore[no-any-return]
+            lambda question, now: self.state.ready(who, after, question, now, why, outcome)
+        )
 
-    async def _leave(self) -> None:
+    async def _leave(self, orderly: bool, outcome: str) -> None:
         who = self._caller()
-        await self._answered(lambda question, now: self.state.leave(who, question, now))
+        await self._answered(lambda question, now: self.state.leave(who, question, now, outcome, orderly=orderly))
 
     async def _barrier(self, generation: int, name: str) -> None:
         who = self._caller()

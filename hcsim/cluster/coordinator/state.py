@@ -8,7 +8,11 @@ when all are registered, later ones with at least `least`. All its members get t
 A generation is over when a member is silent for too long, starts anew, leaves, or asks for the next one. The others are
 told, the rounds that wait for it end with an error that names it, and the next generation has a higher number. Who is
 too busy to ask for that is left behind after a while. Somebody who only registers while others work, or asks again
-after it was left behind, does not disturb them: they are told that the generation is superseded.
+after it was left behind, does not disturb them: they are told that the generation is superseded. Members that ask for
+the next one without a reason to end this one come out of it in an orderly way: it is formed when all have asked.
+
+Whoever leaves with an outcome has done all work together with its generation. Who asks with the same outcome is told
+that all is done, and anybody else that it is too late. Once all have gone, the next work begins as the first did.
 
 Times are of a clock without jumps. If it is the coordinator that was asleep, nobody is evicted for it.
 """
@@ -22,7 +26,11 @@ from hcsim.cluster.coordinator.messages import Notice, Peer, Register, Registere
 from hcsim.cluster.coordinator.policy import Policy
 from hcsim.cluster.coordinator.rounds import Kept, Rounds
 from hcsim.cluster.health import Watch
-from hcsim.errors import CallRefused, WorkerLost
+from hcsim.cluster.rules import refusal, unlike
+from hcsim.errors import CallRefused, HcsimError, WorkerLost
+
+ANEW = "the coordinator has started anew"
+NEXT = "asks for the next generation"
 
 
 class Stage(Enum):
@@ -84,11 +92,20 @@ class Entry:
         """Its question for a generation, or to be let go."""
         self.since_s = now
         """When it asked."""
+        self.node = ""
+        self.since = 0
+        """The first generation that it was in."""
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.who.worker} (rank {self.rank})"
+        return f"{self.who.name or self.who.worker} (rank {self.rank})"
+
+    @property
+    def peer(self) -> Peer:
+        """As the others of its generation know it."""
+        who = self.who
+        return Peer(self.rank, who.worker, who.address, who.life, who.name, who.home, self.node, self.since)
 
     def turn(self, turn: Turn) -> None:
         """Go on to the next stage, where the table has one."""
@@ -101,7 +118,7 @@ class Entry:
 class State:
     """The coordinator's mind."""
 
-    def __init__(self, policy: Policy, cluster: str, kept: Kept, now: float) -> None:
+    def __init__(self, policy: Policy, cluster: str, kept: Kept, now: float, line: str = "") -> None:
         self.policy = policy
         self.cluster = cluster
         self.workers: dict[str, Entry] = {}
@@ -110,8 +127,13 @@ class State:
         self.owners = dict(kept.owners)
         """Which node a worker's name belongs to, where nodes prove who they are."""
         self.generation = kept.generation
+        self.line = kept.line or line
+        self.finished = kept.finished
+        """Whether all work was done, and none has begun since."""
+        self.outcomes = dict(kept.outcomes)
+        """What came of the work that is done, and who said so last."""
         self.roster: Roster | None = None
-        self.over = "the coordinator has started anew" if kept.generation else "no generation has been formed yet"
+        self.over = ANEW if kept.generation else "no generation has been formed yet"
         """Why nobody works, where nobody does."""
         self._ended_s = now
         """When the last generation was over."""
@@ -122,7 +144,8 @@ class State:
 
     def kept(self) -> Kept:
         """What must outlive a restart."""
-        return Kept(self.generation, self.ranks, self.owners, self.rounds.committed)
+        committed = self.rounds.committed
+        return Kept(self.generation, self.ranks, self.owners, committed, self.line, self.finished, self.outcomes)
 
     # What workers ask.
 
@@ -133,7 +156,8 @@ class State:
             raise CallRefused(f"the name {who.worker} belongs to another node: choose another one")
         entry = self.workers.get(who.worker)
         if entry is not None and entry.who.life != who.life:
-            if entry.attached and now - entry.heard_s < self.policy.silence_s:
+            at_once = node and entry.who.address == who.address  # where it listens nobody else can
+            if entry.attached and not at_once and now - entry.heard_s < self.policy.silence_s:
                 raise CallRefused(
                     f"a worker called {who.worker} is here already, at {entry.who.address}: if that was you before "
                     f"a restart, try again in {self.policy.silence_s:g} s; otherwise choose another name"
@@ -141,7 +165,11 @@ class State:
             effects += self._evict(entry, "has started anew", now)
             entry = None
         if entry is None:
+            self._compare_terms(who)
             entry = self.workers[who.worker] = Entry(who, self._rank_for(who.worker), now)
+            entry.node = node
+            if self.roster is None and who.generation > self.generation:
+                self.generation, self.over, self._settled_s = who.generation, ANEW, now + self.policy.silence_s
             if node:
                 self.owners[who.worker] = node
             effects += [Keep(), Note(f"{entry.name} registers, at {who.address}"), *self._superseded()]
@@ -154,27 +182,36 @@ class State:
         self._entry(who).heard_s = now
         return self._notice(generation), effects
 
-    def ready(self, who: Register, after: int, question: int, now: float) -> list[Effect]:
-        """A worker asks for a generation later than `after`; answered when there is one."""
+    def ready(
+        self, who: Register, after: int, question: int, now: float, why: str = NEXT, outcome: str = ""
+    ) -> list[Effect]:
+        """A worker asks for a generation later than `after`; answered when there is one. `why` says why that one is
+        over; empty: all its members come out of it. If its work is done, `outcome` says what came of it."""
         effects = self._awoke(now)
         entry = self._entry(who)
         entry.heard_s = now
         if self.roster is not None and after < self.generation and entry.stage is Stage.WORKING:
             return [*effects, Answer(question, self.roster)]
+        if self.outcomes:
+            entry.turn(Turn.ASKED)
+            return [*effects, self._too_late(question, outcome), *self._emptied(now), *self._released(now)]
         asked_before = entry.question if entry.stage is Stage.READY else None
         working, behind = entry.stage is Stage.WORKING, entry.stage is Stage.BEHIND
         entry.turn(Turn.ASKED)
         entry.question, entry.since_s = question, now
         if asked_before is not None:
             effects.append(Answer(asked_before, error=CallRefused(f"{who.worker} asked again")))
-        if working:
-            effects += self._end(f"{entry.name} asks for the next generation", now)
+        if working and why:
+            effects += self._end(f"{entry.name} {why}", now)
         if behind:
             effects += self._superseded()
-        return effects + self._released(now) + self._form(now)
+        return effects + self._emptied(now) + self._released(now) + self._form(now)
 
-    def leave(self, who: Register, question: int, now: float) -> list[Effect]:
-        """A worker wants to go; answered when nobody counts on it any more."""
+    def leave(
+        self, who: Register, question: int, now: float, outcome: str = "", *, orderly: bool = False
+    ) -> list[Effect]:
+        """A worker wants to go; answered when nobody counts on it any more. If that is `orderly`, its generation is not
+        over at once; if all work is done, `outcome` says what came of it."""
         effects = self._awoke(now)
         entry = self._entry(who)
         if entry.question is not None:
@@ -182,9 +219,11 @@ class State:
         was_working = entry.stage is Stage.WORKING
         entry.turn(Turn.LEFT)
         entry.question, entry.since_s = question, now
-        if was_working:
-            effects += self._end(f"{entry.name} leaves", now)
-        return effects + self._released(now) + self._form(now)
+        if outcome:
+            effects += self._finished(outcome, entry)
+        elif was_working:
+            effects += self._superseded() if orderly else self._end(f"{entry.name} leaves", now)
+        return effects + self._emptied(now) + self._released(now) + self._form(now)
 
     def gave_up(self, question: int) -> None:
         """Nobody waits for this answer any more."""
@@ -223,16 +262,15 @@ class State:
         for entry in tuple(self.workers.values()):
             if entry.stage is not Stage.GONE and now - entry.heard_s >= self.policy.silence_s:
                 effects += self._evict(entry, f"was silent for {self.policy.silence_s:g} s", now)
-        return effects + self._released(now) + self._form(now) + self.rounds.tick(now)
+        return effects + self._stuck(now) + self._released(now) + self._form(now) + self.rounds.tick(now)
 
     def due_s(self, now: float) -> float:
         """When something is due next; at the latest after a heartbeat's time."""
         entries = self.workers.values()
         times = [entry.heard_s + self.policy.silence_s for entry in entries]
         times += [entry.since_s + self.policy.leave_s for entry in entries if entry.stage is Stage.LEAVING]
-        if self.roster is None:
-            asked = [entry.since_s for entry in entries if entry.stage is Stage.READY]
-            times += [max(self._ended_s, since_s) + self.policy.form_s for since_s in asked]
+        asked = [entry.since_s for entry in entries if entry.stage is Stage.READY]
+        times += [max(self._ended_s, since_s) + self.policy.form_s for since_s in asked]
         times += [self._settled_s, self.rounds.due_s]
         soon = [time for time in times if time > now]
         self._watch.due_s = min([now + self.policy.heartbeat_s, *soon])
@@ -287,6 +325,55 @@ class State:
         notice = Notice(self.generation, superseded=True)
         return [Tell(peer.worker, notice) for peer in self.roster.peers if peer.worker in self.workers]
 
+    def _compare_terms(self, who: Register) -> None:
+        for entry in sorted(self.workers.values(), key=lambda entry: entry.rank):
+            name = entry.who.name or entry.who.worker
+            if entry.who.worker != who.worker and (differences := unlike(entry.who.terms, who.terms, name)):
+                raise refusal(name, differences)
+
+    def _members(self) -> list[Entry]:
+        """Who is in the generation, as far as it is there."""
+        peers = () if self.roster is None else self.roster.peers
+        known = [self.workers.get(peer.worker) for peer in peers]
+        return [entry for entry, peer in zip(known, peers, strict=True) if entry and entry.who.life == peer.life]
+
+    def _emptied(self, now: float) -> list[Effect]:
+        """All have come out of the generation: the next one may be formed."""
+        if self.roster is None or any(entry.stage is Stage.WORKING for entry in self._members()):
+            return []
+        self._ended_s = now
+        self.roster, self.over = None, "all have come out of it"
+        return self.rounds.generation_over(self.over)
+
+    def _stuck(self, now: float) -> list[Effect]:
+        """Some have come out of the generation, and the others do not."""
+        members = self._members()
+        working = [entry for entry in members if entry.stage is Stage.WORKING]
+        out = [entry for entry in members if entry.stage is Stage.READY and now >= entry.since_s + self.policy.form_s]
+        if not (working and out):
+            return []
+        names = ", ".join(entry.name for entry in working)
+        return self._end(f"{out[0].name} came out of it {self.policy.form_s:g} s before {names}", now)
+
+    def _finished(self, outcome: str, entry: Entry) -> list[Effect]:
+        """All work is done."""
+        effects: list[Effect] = [] if outcome in self.outcomes else [Keep(), Note(f"{entry.name} has finished")]
+        self.outcomes[outcome], self.finished = entry.who.name or entry.who.worker, True
+        for other in self.workers.values():
+            if other.stage is Stage.READY and other.question is not None:
+                effects.append(self._too_late(other.question, ""))
+                other.question = None
+                other.turn(Turn.GAVE_UP)
+        return effects
+
+    def _too_late(self, question: int, outcome: str) -> Answer:
+        """To who asks for more work when all is done."""
+        if outcome in self.outcomes:
+            return Answer(question, Roster(self.cluster, self.generation, ()))
+        who = ", ".join(dict.fromkeys(self.outcomes.values()))
+        text = f"training has ended without this machine: {who} finished it, and nobody is left"
+        return Answer(question, error=HcsimError(text))
+
     def _end(self, reason: str, now: float) -> list[Effect]:
         """The generation cannot work any more; who still works in it is told, and has time to ask for the next."""
         if self.roster is None:
@@ -318,11 +405,16 @@ class State:
         busy = any(entry.stage is Stage.WORKING for entry in self.workers.values())
         for entry in tuple(self.workers.values()):
             if entry.stage is Stage.LEAVING and (not busy or now >= entry.since_s + self.policy.leave_s):
+                if entry in self._members():
+                    effects += self._end(f"{entry.name} has left", now)
                 entry.turn(Turn.RELEASED)
                 del self.workers[entry.who.worker]
                 effects.append(Note(f"{entry.name} has left"))
                 if entry.question is not None:
                     effects.append(Answer(entry.question))
+        if self.outcomes and not self.workers:
+            self.outcomes.clear()
+            effects.append(Keep())
         return effects
 
     def _form(self, now: float) -> list[Effect]:
@@ -331,20 +423,20 @@ class State:
         ready = sorted(
             (entry for entry in self.workers.values() if entry.stage is Stage.READY), key=lambda entry: entry.rank
         )
-        needed = policy.least if self.generation else policy.workers
-        if self.roster is not None or len(ready) < needed:  # who works asks when it is told that others wait
+        needed = policy.least if self.generation and not self.finished else policy.needed
+        if self.roster is not None or self.outcomes or len(ready) < needed:  # who works asks when told that others wait
             return []
         if len(ready) < policy.workers:
             others = [e for e in self.workers.values() if e.stage in (Stage.REGISTERED, Stage.WORKING)]
             waited = now >= max(self._ended_s, min(entry.since_s for entry in ready)) + policy.form_s
             if now < self._settled_s or (others and not waited):
                 return []
-        self.generation += 1
-        self.roster = Roster(
-            self.cluster,
-            self.generation,
-            tuple(Peer(entry.rank, entry.who.worker, entry.who.address) for entry in ready),
-        )
+        reason = "work begins" if needed == policy.needed else self.over
+        self.generation = 1 + max(self.generation, *(entry.who.generation for entry in ready))
+        self.finished = False
+        for entry in ready:
+            entry.since = entry.since or self.generation
+        self.roster = Roster(self.cluster, self.generation, tuple(entry.peer for entry in ready), reason, self.line)
         self.over = ""
         effects: list[Effect] = [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
         for entry in self.workers.values():

@@ -14,13 +14,16 @@ async with await Worker.join(host, "mini.local:52415", "studio", "studio.local:5
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+import msgspec
 
 from hcsim.cluster.coordinator import messages
 from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Roster
 from hcsim.cluster.coordinator.policy import Policy
-from hcsim.errors import CallRefused, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.cluster.coordinator.state import NEXT
+from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.rpc import Endpoint, Procedure, Registry
@@ -35,8 +38,11 @@ RETRY_S = 0.2
 class Worker:
     """This worker. Make one with `join`."""
 
-    def __init__(self, host: Host, coordinator: str, who: Register, patience_s: float) -> None:
+    def __init__(
+        self, host: Host, coordinator: str, who: Register, patience_s: float, tell: Callable[[str], None]
+    ) -> None:
         self.host = host
+        self._tell = tell
         self.rank = -1
         """Stable: a worker that starts again with its name gets it back."""
         self._coordinator = coordinator
@@ -51,6 +57,9 @@ class Worker:
         self._superseded = False
         self._barriers = 0
         self._staying: asyncio.Task[None] | None = None
+        self._has_left = False
+        self._lost = ""
+        """Why we have to look for the coordinator again."""
 
     @classmethod
     async def join(
@@ -59,8 +68,20 @@ class Worker:
         """Register as `name`, with collectives at `address`; the coordinator is waited for and looked for again
         for at most `patience_s`."""
         life = host.rng("coordinated worker", name, repr(host.clock.now())).getrandbits(61)
-        worker = cls(host, coordinator, Register(name, life, address), patience_s)
-        worker._staying = host.spawn(worker._stay(), name=f"stay with the coordinator as {name}")
+        return await cls.registered(host, coordinator, Register(name, life, address), patience_s)
+
+    @classmethod
+    async def registered(
+        cls,
+        host: Host,
+        coordinator: str,
+        who: Register,
+        patience_s: float = PATIENCE_S,
+        tell: Callable[[str], None] = lambda what: None,
+    ) -> Worker:
+        """Register with all that there is to say of us. `tell` hears when the coordinator is lost, and found again."""
+        worker = cls(host, coordinator, who, patience_s, tell)
+        worker._staying = host.spawn(worker._stay(), name=f"stay with the coordinator as {who.worker}")
         try:
             await asyncio.shield(worker._found)
         except BaseException:
@@ -88,6 +109,11 @@ class Worker:
         return self._policy
 
     @property
+    def generation(self) -> int:
+        """The last one that we were in; 0: none."""
+        return self._generation
+
+    @property
     def superseded(self) -> bool:
         """Whether somebody waits to be in the next generation: ask for it after this step."""
         return self._superseded
@@ -102,7 +128,14 @@ class Worker:
 
     async def ready(self, *, deadline_s: float | None = None) -> Roster:
         """The next generation that we are in, once all its members are ready, with all of them."""
-        roster = await self._ask(messages.READY, self._generation, deadline_s=deadline_s)
+        return await self.after(NEXT, deadline_s=deadline_s)
+
+    async def after(self, why: str, outcome: str = "", *, deadline_s: float | None = None) -> Roster:
+        """The same; `why` says why ours is over, and is empty if all its members come out of it. If our work is done,
+        `outcome` says what came of it: the roster is empty if others have finished with the same."""
+        roster = await self._ask(messages.READY, self._generation, why, outcome, deadline_s=deadline_s)
+        if outcome and not roster.peers:
+            return roster
         roster.place(self.name)
         for generation, over in self._over.items():
             if generation < roster.generation and not over.done():
@@ -141,13 +174,16 @@ class Worker:
         found = await self._ask(messages.COMMITTED)
         return found[0] if found else None
 
-    async def leave(self) -> None:
-        """Be in no further generation; returns when nobody counts on us any more, or nobody is there to tell."""
+    async def leave(self, outcome: str = "", *, orderly: bool = False) -> None:
+        """Be in no further generation; returns when nobody counts on us any more, or nobody is there to tell. See
+        `State.leave`."""
         if self._line is not None:
+            limit_s = self.policy.leave_s + self.policy.silence_s
             try:
-                await self._line.call(messages.LEAVE, deadline_s=self.policy.leave_s + self.policy.silence_s)
+                await self._line.call(messages.LEAVE, orderly, outcome, deadline_s=limit_s)
             except (HcsimError, TimeoutError) as error:
                 self.host.trace("coordinated worker", "left without goodbye", str(error))
+        self._has_left = True
 
     async def close(self) -> None:
         """Stop. Without `leave`, the others find out by our silence."""
@@ -175,21 +211,28 @@ class Worker:
     async def _stay(self) -> None:
         """Be registered and alive, as long as there is a coordinator."""
         try:
-            while True:
-                await self._registered()
+            while not self._has_left:
+                await self._register()
                 await self._beat()
         except HcsimError as error:
             self._lost_for_good(error)
 
-    async def _registered(self) -> None:
-        until_s = self.host.clock.elapsed() + self._patience_s
+    async def _register(self) -> None:
+        until_s, lost = self.host.clock.elapsed() + self._patience_s, self._lost
+        self._lost = ""
+        where = f"the coordinator at {self._coordinator}"
+        if lost:
+            self._tell(f"{where} is lost ({lost}); it is called again for {self._patience_s:g} s")
         while True:
             left_s = until_s - self.host.clock.elapsed()
             failure: HcsimError
             try:
                 channel = await self.host.connect(self._coordinator, timeout_s=max(left_s, RETRY_S))
                 self._line = Endpoint(self.host, channel, self._served())
-                answer = await self._line.call(messages.REGISTER, self._who, deadline_s=REGISTER_TIMEOUT_S)
+                who = msgspec.structs.replace(self._who, generation=self._generation)
+                answer = await self._line.call(messages.REGISTER, who, deadline_s=REGISTER_TIMEOUT_S)
+                if lost:
+                    self._tell(f"{where} is there again")
                 self.rank, self._policy = answer.rank, answer.policy
                 if not self._found.done():
                     self._found.set_result(None)
@@ -198,7 +241,9 @@ class Worker:
                 failure = error
                 await self._hang_up()
             if self.host.clock.elapsed() + RETRY_S >= until_s:
-                raise failure
+                if isinstance(failure, CallRefused):
+                    raise failure
+                raise ChannelBroken(f"{where} could not be reached for {self._patience_s:g} s: {failure}") from failure
             await self.host.clock.sleep(RETRY_S)
 
     async def _beat(self) -> None:
@@ -215,6 +260,7 @@ class Worker:
                     continue
         except (ChannelError, DeadlineExceeded) as error:
             self.host.trace("coordinated worker", "lost the coordinator", str(error))
+            self._lost = str(error)
         except WorkerLost as error:
             self._generation_over(str(error))
         self._not_registered(line)
@@ -249,7 +295,7 @@ class Worker:
         if self._found.done():
             self._found = asyncio.get_running_loop().create_future()
         disappoint(self._found, error)
-        self._generation_over(f"the coordinator at {self._coordinator} is lost: {error}")
+        self._generation_over(str(error))
 
 
 def _being_cancelled() -> bool:

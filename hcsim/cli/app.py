@@ -178,12 +178,17 @@ def evaluate(
 
 @app.command()
 def coordinator(
-    workers: Annotated[int, typer.Option(help="How many workers there are to be.")],
+    workers: Annotated[int, typer.Option(help="How many workers there are to be, at most.")],
     listen: Annotated[str, typer.Option(help="host:port to listen at.")] = "127.0.0.1:52415",
+    begin: Annotated[int | None, typer.Option(help="With how many work begins; left out: with all of them.")] = None,
     least: Annotated[int, typer.Option(help="With how many work goes on when others are lost.")] = 1,
     heartbeat: Annotated[str, typer.Option(help="How often a worker says that it is alive.")] = "1 s",
     silence: Annotated[str, typer.Option(help="A worker that says nothing for so long is evicted.")] = "5 s",
     state: Annotated[Path | None, typer.Option(help="A folder for what it remembers when it starts again.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Take members of this cluster, and nobody else (see `hcsim cluster`)."),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Our certificate (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="The authority that signed all members' certificates.")] = None,
@@ -195,10 +200,17 @@ def coordinator(
 
         from hcsim.cli.request import coordinator_policy, tls
         from hcsim.cli.screen import say
+        from hcsim.errors import ConfigError
         from hcsim.launch.real import serve_coordinator
 
-        policy, files = coordinator_policy(workers, least, heartbeat, silence), tls(tls_cert, tls_key, tls_ca)
-        asyncio.run(serve_coordinator(listen, policy, say, tls=files, insecure=insecure, state=state))
+        policy, files = coordinator_policy(workers, begin, least, heartbeat, silence), tls(tls_cert, tls_key, tls_ca)
+        if name is not None and (files is not None or insecure):
+            raise ConfigError(
+                "--cluster brings keys of its own: leave out --tls-cert, --tls-key, --tls-ca and --insecure"
+            )
+        member = None if name is None else (cluster.home(), name)
+        serving = serve_coordinator(listen, policy, say, tls=files, insecure=insecure, state=state, member=member)
+        asyncio.run(serving)
 
 
 app.add_typer(cluster.app, name="cluster")

@@ -100,12 +100,13 @@ def shipped_scenario(name: str | None) -> Scenario:
     return _scenario(name, None, None)
 
 
-def coordinator_policy(workers: int, least: int, heartbeat: str, silence: str) -> Policy:
+def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: str, silence: str) -> Policy:
     """How a coordinator treats its workers."""
     from hcsim.cluster.coordinator.policy import Policy
 
     return Policy(
         workers=workers,
+        begin=begin,
         least=least,
         heartbeat_s=seconds("--heartbeat", heartbeat),
         silence_s=seconds("--silence", silence),

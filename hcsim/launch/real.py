@@ -109,14 +109,22 @@ async def serve_coordinator(
     tls: TlsFiles | None = None,
     insecure: bool = False,
     state: Path | None = None,
+    member: tuple[Path, str] | None = None,
 ) -> None:
-    """Be the place where workers meet, until cancelled; `tell` hears what happens."""
-    from hcsim.cluster.coordinator import Coordinator
+    """Be the place where workers meet, until cancelled; `tell` hears what happens.
 
-    async with RealHost(RealOptions("coordinator", tls=tls, insecure=insecure, state=state)) as host:
-        coordinator = Coordinator(host, policy, note=tell)
-        listener = await host.listen(listen)
-        tell(f"coordinator at {listener.address}: waiting for {policy.workers} workers")
+    With a `member` (the home of this machine's key, and a cluster) the workers are members of that cluster."""
+    from hcsim.cluster.coordinator import Coordinator
+    from hcsim.node import admitted
+
+    proved = None if member is None else beside_a_node(load_credentials(*member, host_name()))
+    secured = tls if proved is None else ClusterTls(proved.key, proved.secret)
+    options = RealOptions("coordinator", seed=secrets.randbits(64), tls=secured, insecure=insecure, state=state)
+    async with RealHost(options) as host:
+        inside = host if proved is None else admitted(host, proved, tell)
+        coordinator = Coordinator(inside, policy, note=tell)
+        listener = await inside.listen(listen)
+        tell(f"coordinator at {listener.address}: waiting for {policy.needed} workers")
         coordinator.open(listener)
         try:
             await asyncio.get_running_loop().create_future()

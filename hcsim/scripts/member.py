@@ -86,6 +86,8 @@ async def run_in_cluster(
     leaving: asyncio.Event | None = None,
 ) -> Ended:
     """Find the other machines, run our rank of the script, and leave when it ends, or ends early with `leaving`."""
+    if cluster.coordinator is not None:
+        raise ConfigError("coordinator is for training: the machines of a script find each other; leave it out")
     async with real_member(here, tell) as (host, credentials):
         me = real_introduction(host, here, cluster, credentials)
         inside = admitted(host, credentials, tell)

@@ -29,6 +29,7 @@ from hcsim.cluster.health import Watch
 from hcsim.cluster.rules import refusal, unlike
 from hcsim.errors import CallRefused, HcsimError, WorkerLost
 
+OUT = "all have come out of it"
 ANEW = "the coordinator has started anew"
 NEXT = "asks for the next generation"
 
@@ -133,8 +134,10 @@ class State:
         self.outcomes = dict(kept.outcomes)
         """What came of the work that is done, and who said so last."""
         self.roster: Roster | None = None
-        self.over = ANEW if kept.generation else "no generation has been formed yet"
+        self.over = ANEW if kept.generation else "work begins"
         """Why nobody works, where nobody does."""
+        self._last: tuple[Peer, ...] = ()
+        """Who was in it."""
         self._ended_s = now
         """When the last generation was over."""
         self.rounds = Rounds(kept.committed)
@@ -342,7 +345,7 @@ class State:
         if self.roster is None or any(entry.stage is Stage.WORKING for entry in self._members()):
             return []
         self._ended_s = now
-        self.roster, self.over = None, "all have come out of it"
+        self.roster, self.over = None, OUT
         return self.rounds.generation_over(self.over)
 
     def _stuck(self, now: float) -> list[Effect]:
@@ -414,8 +417,18 @@ class State:
                     effects.append(Answer(entry.question))
         if self.outcomes and not self.workers:
             self.outcomes.clear()
+            self.over = "work begins"
             effects.append(Keep())
         return effects
+
+    def _changes(self, ready: list[Entry]) -> str:
+        """In what those who are ready differ from those who were in the last generation."""
+        peers = [entry.peer for entry in ready]
+        before, now = (
+            {(peer.worker, peer.life): peer.name or peer.worker for peer in each} for each in (self._last, peers)
+        )
+        joined = [f"{name} joined" for key, name in now.items() if key not in before]
+        return ", ".join(joined + [f"{name} left" for key, name in before.items() if key not in now]) or self.over
 
     def _form(self, now: float) -> list[Effect]:
         """The next generation, if everybody is ready for it."""
@@ -431,13 +444,13 @@ class State:
             waited = now >= max(self._ended_s, min(entry.since_s for entry in ready)) + policy.form_s
             if now < self._settled_s or (others and not waited):
                 return []
-        reason = "work begins" if needed == policy.needed else self.over
+        reason = self._changes(ready) if self.over == OUT else self.over
         self.generation = 1 + max(self.generation, *(entry.who.generation for entry in ready))
         self.finished = False
         for entry in ready:
             entry.since = entry.since or self.generation
         self.roster = Roster(self.cluster, self.generation, tuple(entry.peer for entry in ready), reason, self.line)
-        self.over = ""
+        self.over, self._last = "", self.roster.peers
         effects: list[Effect] = [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
         for entry in self.workers.values():
             if entry.stage is Stage.WORKING:

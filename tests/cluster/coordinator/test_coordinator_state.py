@@ -189,3 +189,83 @@ def test_a_name_belongs_to_the_node_that_first_proved_to_have_it():
     with pytest.raises(CallRefused, match="belongs to another node"):
         restarted.register(Register("a", 2, "b:1"), 200.0, "node-b")
     assert restarted.register(Register("a", 2, "a:1"), 200.0, "node-a")[0].rank == 0
+
+
+def coordinated(count: int, **policy: int) -> tuple[State, list[Register]]:
+    """Workers that have registered."""
+    state = State(Policy(workers=4, begin=count, **policy), "test", Kept(), 0.0)
+    workers = [Register(f"w{number}", 1, f"w{number}:1", f"w{number}") for number in range(count)]
+    for who in workers:
+        state.register(who, 0.0)
+    return state, workers
+
+
+def answered(effects: list[Effect]) -> dict[int, Any]:
+    return {each.question: each.error or each.value for each in effects if isinstance(each, Answer)}
+
+
+def test_members_come_out_of_a_generation_together_and_take_in_who_waits():
+    state, (a, b) = coordinated(2)
+    state.ready(a, 0, 1, 0.0)
+    first = answered(state.ready(b, 0, 2, 0.0))[1]
+    c = Register("w2", 1, "w2:1", "w2")
+    state.register(c, 1.0)
+    state.ready(c, 0, 3, 1.0)
+    assert not answered(state.ready(a, first.generation, 4, 1.0, why=""))
+    assert not state.heartbeat(b, first.generation, 1.0)[0].over
+    roster = answered(state.ready(b, first.generation, 5, 1.0, why=""))[4]
+    assert [peer.worker for peer in roster.peers] == ["w0", "w1", "w2"]
+    assert [peer.since for peer in roster.peers] == [1, 1, 2]
+    assert roster.reason == "w2 joined"
+
+
+def test_who_does_not_come_out_of_a_generation_is_not_waited_for_for_ever():
+    state, (a, b) = coordinated(2)
+    state.ready(a, 0, 1, 0.0)
+    state.ready(b, 0, 2, 0.0)
+    state.ready(a, 1, 3, 1.0, why="")
+    for second in range(1, 62):
+        state.heartbeat(a, 1, float(second))
+        state.heartbeat(b, 1, float(second))
+        state.tick(float(second))
+    assert "came out of it 60 s before w1 (rank 1)" in state.heartbeat(b, 1, 62.0)[0].over
+
+
+def test_who_asks_when_all_is_done_is_told_that_it_is_or_that_it_is_too_late():
+    state, (a, b, c) = coordinated(3)
+    for question, who in enumerate((a, b, c)):
+        state.ready(who, 0, question, 0.0)
+    state.leave(a, 3, 1.0, "sum", orderly=True)
+    assert answered(state.ready(b, 1, 4, 1.0, "lost a word", "sum"))[4].peers == ()
+    assert "ended without this machine: w0 finished it" in str(answered(state.ready(c, 1, 5, 1.0, "was away"))[5])
+    assert State(state.policy, "test", state.kept(), 2.0).outcomes == {"sum": "w0"}
+    for question, who in enumerate((b, c), 6):
+        state.leave(who, question, 1.0, orderly=True)
+    assert not state.workers
+    state.register(a, 2.0)
+    assert not answered(state.ready(a, 1, 8, 20.0))  # the next work begins with three again
+    assert state.roster is None
+
+
+def test_who_was_started_otherwise_is_told_in_what():
+    state, _ = coordinated(1)
+    with pytest.raises(
+        ConfigError, match=r"w0 leads, and was started otherwise: wire.segment is left out on w0 and 4096 B"
+    ):
+        state.register(Register("x", 1, "x:1", "x", terms={"wire.segment": "4096 B"}), 0.0)
+
+
+def test_a_coordinator_without_a_memory_goes_on_from_the_numbers_of_its_workers():
+    state = State(Policy(workers=2, begin=1), "test", Kept(), 0.0)
+    state.register(Register("a", 1, "a:1", generation=7), 0.0)
+    state.ready(Register("a", 1, "a:1"), 7, 1, 0.0)
+    assert not answered(state.tick(4.9))  # others who worked may call again
+    assert answered(state.tick(5.1))[1].generation == 8
+
+
+def test_a_machine_that_proves_who_it_is_is_let_in_at_once_when_it_starts_again_where_it_was():
+    state = State(Policy(workers=2), "test", Kept(), 0.0)
+    state.register(Register("a", 1, "a:1"), 0.0, "node-a")
+    with pytest.raises(CallRefused, match="is here already"):
+        state.register(Register("a", 2, "elsewhere:1"), 0.1, "node-a")
+    assert state.register(Register("a", 2, "a:1"), 0.2, "node-a")[0].rank == 0

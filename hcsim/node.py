@@ -14,7 +14,6 @@ import msgspec
 from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.coordinator import Coordinated, Coordinator, Policy
 from hcsim.cluster.node import Node
-from hcsim.cluster.once import Once
 from hcsim.cluster.view import View
 from hcsim.config.cluster import Cluster
 from hcsim.config.training import Training
@@ -30,6 +29,7 @@ from hcsim.training.strategies import ParameterServer, strategy
 from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmittedHost, Verdict
+from hcsim.transport.callers import Once
 from hcsim.transport.wire import Wire
 
 

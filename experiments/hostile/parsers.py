@@ -27,10 +27,8 @@ from hcsim.cluster import joining, messages, probe
 from hcsim.cluster.agreement import Abstained, Accept, Accepted, Declined, Prepare, Promise, Record, Refused
 from hcsim.cluster.diagnosis import Accusation, Findings
 from hcsim.cluster.discovery import Candidate, Candidates, place_of
-from hcsim.cluster.effects import Adopted, Send
-from hcsim.cluster.membership import Membership
-from hcsim.cluster.rules import Rules
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.membership import Adopted, Membership, Send
+from hcsim.cluster.view import Member, Rules, View
 from hcsim.compressors.base import Ident, Shape
 from hcsim.compressors.powersgd import PowerSGD
 from hcsim.compressors.registry import make

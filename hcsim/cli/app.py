@@ -115,7 +115,7 @@ def topology(
     with errors_told():
         from hcsim.cli import screen
         from hcsim.cli.request import shipped_scenario
-        from hcsim.cluster.picture import draw, table
+        from hcsim.cluster.topology import draw, table
         from hcsim.errors import ConfigError
         from hcsim.launch.virtual_cluster import measure_topology
 

@@ -17,7 +17,6 @@ from hcsim.cli.settings import seconds
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.joining import Inviting, Knock, find, knock, thank
 from hcsim.cluster.messages import Link, Told
-from hcsim.cluster.once import Once
 from hcsim.errors import ConfigError, HcsimError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
@@ -39,6 +38,7 @@ from hcsim.real.keys import (
 from hcsim.real.tls import ClusterTls
 from hcsim.runtime.address import address_at, hosts_of, with_port
 from hcsim.runtime.host import Host
+from hcsim.transport.callers import Once
 from hcsim.units import did_you_mean
 
 _ANSWER_S = 5.0

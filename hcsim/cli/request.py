@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hcsim.cli.options import Bench, Rank, Run
     from hcsim.cli.ranks import Place
     from hcsim.cli.recording import Files
-    from hcsim.cluster.coordinator.policy import Policy
+    from hcsim.cluster.coordinator.messages import Policy
     from hcsim.launch.real import RealNode
     from hcsim.real.tls import TlsFiles
 
@@ -102,7 +102,7 @@ def shipped_scenario(name: str | None) -> Scenario:
 
 def coordinator_policy(workers: int, begin: int | None, least: int, heartbeat: str, silence: str) -> Policy:
     """How a coordinator treats its workers."""
-    from hcsim.cluster.coordinator.policy import Policy
+    from hcsim.cluster.coordinator.messages import Policy
 
     return Policy(
         workers=workers,

@@ -9,8 +9,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.probe import Ways
 from hcsim.cluster.view import Member, View
-from hcsim.cluster.ways import Ways
 from hcsim.runtime.host import Host
 
 Checker: TypeAlias = Callable[[Sequence[tuple[str, float]]], Awaitable[tuple[str, list[str]]]]

@@ -8,8 +8,8 @@ from hcsim.cluster.discovery import Discovery
 from hcsim.cluster.health import Pulse
 from hcsim.cluster.lines import Lines
 from hcsim.cluster.membership import Membership
+from hcsim.cluster.probe import Ways
 from hcsim.cluster.view import View
-from hcsim.cluster.ways import Ways
 from hcsim.runtime.host import Host
 
 

@@ -3,26 +3,71 @@
 Every node begins alone, in a view of its own, which it leads. Where nodes meet, the cluster that stands lower
 joins the other (see `View.standing`): a lone node asks to be taken in; a larger cluster that was not able to
 begin dissolves first, and its members ask. From then on everything is a change of the view. Why it should change is
-`stance`'s matter. The most senior member that is well proposes the change (`proposer`); if it does not, the next one
+`Stance`'s matter. The most senior member that is well proposes the change (`Proposer`); if it does not, the next one
 does after a while. How a proposal becomes a view is `agreement`'s matter. Here is what a node makes of what it hears:
 whose questions it answers, and which view it adopts.
 
-Pure: events and `now` in; `effects` out. `wake_at_s` says when to call `tick` next.
+Pure: events and `now` in; `effects` out, for the driver to carry out. `wake_at_s` says when to call `tick` next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import msgspec
 
 from hcsim.cluster.agreement import Abstained, Accept, Accepted, Acceptor, Declined, Prepare, Promise, Record, Refused
 from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
-from hcsim.cluster.effects import Adopted, Check, Effect, Over, Qualify, Send, Waiting
 from hcsim.cluster.messages import Decided, Message, Qualified, Status
-from hcsim.cluster.proposer import Proposer
+from hcsim.cluster.proposer import Proposer, Stance
 from hcsim.cluster.roster import Peer, Roster
-from hcsim.cluster.rules import DEPARTED_S, PATIENCE_S, Rules
-from hcsim.cluster.stance import Stance
-from hcsim.cluster.view import Member, View, branched
+from hcsim.cluster.view import DEPARTED_S, PATIENCE_S, Member, Rules, View, branched
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to a node, if it is connected."""
+
+    to: str
+    message: Message
+
+
+class Adopted(msgspec.Struct, frozen=True):
+    """A view takes effect here."""
+
+    view: View
+
+
+class Over(msgspec.Struct, frozen=True):
+    """Nothing can be computed in that epoch any more."""
+
+    epoch: int
+    reason: str
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """We cannot go on, and why."""
+
+    reason: str
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Check our device and the other members of that epoch's view, and tell `Membership.checked` what was found."""
+
+    epoch: int
+    slow: bool = False
+    """Whether members that are only slow are looked for."""
+
+
+class Qualify(msgspec.Struct, frozen=True):
+    """Check our device and the members of that lineage, and measure the ways to them, before we join them; then tell
+    `Membership.qualified`."""
+
+    lineage: str
+
+
+Effect: TypeAlias = Send | Adopted | Over | Waiting | Check | Qualify
+
 
 BEGUN_ANEW = (
     "{where} was in the cluster with our key: under another name and address we count as a new machine. If both are in "

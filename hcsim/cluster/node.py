@@ -14,16 +14,13 @@ from hcsim.cluster.agreement import Record
 from hcsim.cluster.conductor import LAST_CALL_S, Checker, Introduction
 from hcsim.cluster.diagnosis import SLOWER, Accusation, Failure
 from hcsim.cluster.discovery import Announcement, Discovery
-from hcsim.cluster.effects import Adopted, Check, Over, Qualify, Send, Waiting
 from hcsim.cluster.figures import Figures
 from hcsim.cluster.health import Pulse, Watch
 from hcsim.cluster.lines import Lines
-from hcsim.cluster.membership import Membership
+from hcsim.cluster.membership import Adopted, Check, Membership, Over, Qualify, Send, Waiting
 from hcsim.cluster.messages import Ask, Beat, Echo, Goodbye, Hello, LastCall, Link, Message, Status, Told, TrustUpdate
-from hcsim.cluster.once import Once
-from hcsim.cluster.rules import Rules, Terms, refusal, unlike
-from hcsim.cluster.view import Member, View
-from hcsim.cluster.ways import Ways
+from hcsim.cluster.probe import Ways
+from hcsim.cluster.view import Member, Rules, Terms, View, refusal, unlike
 from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
 from hcsim.identity.trust_store import TrustStore
@@ -31,7 +28,7 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.host import Host
 from hcsim.runtime.store import keep, kept
 from hcsim.runtime.waiting import News
-from hcsim.transport.callers import one_line
+from hcsim.transport.callers import Once, one_line
 from hcsim.transport.reception import CHECK_S, echo_s
 
 _TICK_S = 0.001

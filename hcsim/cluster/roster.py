@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hcsim.cluster.messages import Status
-from hcsim.cluster.rules import ASTRAY_S
-from hcsim.cluster.view import Member, View, branched, standing
+from hcsim.cluster.view import ASTRAY_S, Member, View, branched, standing
 
 QUARANTINE_S = 5.0
 STALL_SHARE = 4.0

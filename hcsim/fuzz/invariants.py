@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from hcsim.cluster.rules import DEPARTED_S
+from hcsim.cluster.view import DEPARTED_S
 from hcsim.config import (
     AnyFault,
     BlockedPort,

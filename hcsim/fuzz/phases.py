@@ -56,8 +56,7 @@ import msgspec
 
 from hcsim.cluster.conductor import LAST_CALL_S
 from hcsim.cluster.diagnosis import CHECKS_S, FINDINGS_S
-from hcsim.cluster.rules import ASTRAY_S, DEPARTED_S, PATIENCE_S
-from hcsim.cluster.view import Quorum
+from hcsim.cluster.view import ASTRAY_S, DEPARTED_S, PATIENCE_S, Quorum
 from hcsim.config import (
     AnyFault,
     Cluster,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.once import Once
+from hcsim.cluster.inquiry import Survey
 from hcsim.collectives.group import Group
 from hcsim.collectives.options import Options
 from hcsim.config import Cluster
@@ -29,7 +28,7 @@ from hcsim.runtime.address import with_port
 from hcsim.runtime.target import parse
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.callers import Refusals
+from hcsim.transport.callers import Once, Refusals
 from hcsim.transport.hello import Membership
 from hcsim.transport.wire import Wire
 

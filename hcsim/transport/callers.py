@@ -7,10 +7,13 @@ address without the port.
 `Throttle` makes guessing slow: after a few failures a source has to wait, twice as long after each further one.
 
 `Refusals` keeps who was turned away: one of them may be whom somebody waits for.
+
+`Once` says a thing once: what keeps being tried keeps failing for the same reason, and one line about it is enough.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from hcsim.runtime.channel import Channel, Listener
@@ -142,3 +145,26 @@ class Callers:
 def source_of(channel: Channel) -> str:
     """What is known of a caller before it has said anything."""
     return channel.identity or channel.peer.rpartition(":")[0] or channel.peer
+
+
+_PORT = re.compile(r":\d+\b")
+"""A caller has another port each time."""
+_MOST = 256
+"""Then it begins to forget: a stranger cannot fill our memory."""
+
+
+class Once:
+    """Passes on what was not said before."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._said: dict[str, None] = {}
+
+    def __call__(self, what: str) -> None:
+        """Say it, if it is new."""
+        key = _PORT.sub("", what)
+        if key not in self._said:
+            self._said[key] = None
+            if len(self._said) > _MOST:
+                del self._said[next(iter(self._said))]
+            self._tell(what)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hcsim.cluster.agreement import Record
-from hcsim.cluster.effects import Adopted, Qualify, Send, Waiting
-from hcsim.cluster.membership import Membership
+from hcsim.cluster.membership import Adopted, Membership, Qualify, Send, Waiting
 from hcsim.cluster.messages import Message
-from hcsim.cluster.rules import Rules
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, Rules, View
 
 
 @dataclass(eq=False)

@@ -6,8 +6,7 @@ import pytest
 
 from hcsim.cluster.agreement import Accept, Prepare
 from hcsim.cluster.messages import Decided, Message, Status
-from hcsim.cluster.rules import Rules
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import Member, Rules, View
 from tests.cluster.machines import Lan, Machine
 
 RULES = Rules(3, "tiebreak", 0.0, 5.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcsim.cluster.rules import Rules
+from hcsim.cluster.view import Rules
 from tests.cluster.machines import Lan, Machine
 
 

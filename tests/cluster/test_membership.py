@@ -13,11 +13,9 @@ from msgspec.structs import replace
 
 from hcsim.cluster.agreement import Record
 from hcsim.cluster.diagnosis import Accusation, Failure
-from hcsim.cluster.effects import Adopted, Over, Qualify, Send
-from hcsim.cluster.membership import Membership
+from hcsim.cluster.membership import Adopted, Membership, Over, Qualify, Send
 from hcsim.cluster.messages import Message
-from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S, Rules
-from hcsim.cluster.view import Member, View
+from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, Member, Rules, View
 
 
 class Machine:

@@ -12,8 +12,7 @@ from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.diagnosis import Failure
 from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Node
-from hcsim.cluster.rules import ASTRAY_S, PATIENCE_S
-from hcsim.cluster.view import View
+from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, View
 from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
 from hcsim.runtime.store import kept
 from hcsim.units import PositiveSeconds, Seconds

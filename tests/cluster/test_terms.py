@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from hcsim.cluster.conductor import Introduction
-from hcsim.cluster.rules import unlike
+from hcsim.cluster.view import unlike
 from hcsim.config import Cluster, Training
 from hcsim.errors import ConfigError
 from hcsim.node import Plan, train_as_member

@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hcsim.cli.app import app
-from hcsim.cluster.picture import draw, table
 from hcsim.cluster.probe import SCHEMA, Found, Line, Prober, Speed, Took, measure_speed
-from hcsim.cluster.topology import Node, Topology, Way, describe, fastest, survey
+from hcsim.cluster.topology import Node, Topology, Way, describe, draw, fastest, survey, table
 from hcsim.collectives.ring_order import ring_order
 from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_scenario
 from hcsim.errors import RemoteProtocolError, UsageError

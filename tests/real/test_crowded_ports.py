@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from hcsim.cluster.coordinator.policy import Policy
+from hcsim.cluster.coordinator.messages import Policy
 from hcsim.cluster.coordinator.service import FIRST_LIMIT_BYTES, LIMITS, Coordinator
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret

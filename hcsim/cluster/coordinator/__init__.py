@@ -4,16 +4,13 @@ It is the simple way to form a cluster: somebody starts the coordinator and give
 that has no such place agrees on its members by itself (`cluster.agreement`).
 
 - `state`: who is there and who works together, as a pure state machine; `rounds`: barriers and checkpoints
-- `service`: the coordinator; `worker`: its client, which sends the heartbeats
-- `member`: the client of those that train, to which generations are views
+- `service`: the coordinator; `worker`: its client, which sends the heartbeats, and the conductor of those that train
 """
 
 from __future__ import annotations
 
-from hcsim.cluster.coordinator.member import Coordinated
-from hcsim.cluster.coordinator.messages import Checkpoint, Peer, Roster
-from hcsim.cluster.coordinator.policy import Policy
+from hcsim.cluster.coordinator.messages import Checkpoint, Peer, Policy, Roster
 from hcsim.cluster.coordinator.service import Coordinator
-from hcsim.cluster.coordinator.worker import Worker
+from hcsim.cluster.coordinator.worker import Coordinated, Worker
 
 __all__ = ["Checkpoint", "Coordinated", "Coordinator", "Peer", "Policy", "Roster", "Worker"]

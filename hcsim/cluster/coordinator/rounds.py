@@ -11,13 +11,41 @@ A round belongs to one generation. What was committed stays known, so whoever lo
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
-from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note
-from hcsim.cluster.coordinator.messages import Checkpoint, Peer, Roster
+from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Peer, Roster
 from hcsim.errors import CallRefused, HcsimError, WorkerLost
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """End a question that waits, with a value or an error."""
+
+    question: int
+    value: Any = None
+    error: HcsimError | None = None
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Let a worker know how its generation stands."""
+
+    worker: str
+    notice: Notice
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Write down what must outlive a restart, before anything else is done."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """For people."""
+
+    text: str
+
+
+Effect: TypeAlias = Answer | Tell | Keep | Note
+
 
 Key: TypeAlias = tuple[str, str]
 """("barrier", its name) or ("checkpoint", the step)"""

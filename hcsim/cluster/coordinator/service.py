@@ -9,10 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from hcsim.cluster.coordinator import messages
-from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
-from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Register, Registered, Roster
-from hcsim.cluster.coordinator.policy import Policy
-from hcsim.cluster.coordinator.rounds import Kept
+from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Policy, Register, Registered, Roster
+from hcsim.cluster.coordinator.rounds import Answer, Effect, Keep, Kept, Note, Tell
 from hcsim.cluster.coordinator.state import State
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener

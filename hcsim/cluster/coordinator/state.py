@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from hcsim.cluster.coordinator.effects import Answer, Effect, Keep, Note, Tell
-from hcsim.cluster.coordinator.messages import Notice, Peer, Register, Registered, Roster
-from hcsim.cluster.coordinator.policy import Policy
-from hcsim.cluster.coordinator.rounds import Kept, Rounds
+from hcsim.cluster.coordinator.messages import Notice, Peer, Policy, Register, Registered, Roster
+from hcsim.cluster.coordinator.rounds import Answer, Effect, Keep, Kept, Note, Rounds, Tell
 from hcsim.cluster.health import Watch
-from hcsim.cluster.rules import refusal, unlike
+from hcsim.cluster.view import refusal, unlike
 from hcsim.errors import CallRefused, HcsimError, WorkerLost
 
 OUT = "all have come out of it"

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hcsim.cluster.probe import Ways
 from hcsim.cluster.view import View
-from hcsim.cluster.ways import Ways
 from hcsim.collectives.buffers import array_of
 from hcsim.collectives.cost import Links
 from hcsim.collectives.group import Group

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hcsim.cluster.coordinator import Policy, Roster
-from hcsim.cluster.coordinator.effects import Answer, Effect, Tell
 from hcsim.cluster.coordinator.messages import Register
-from hcsim.cluster.coordinator.rounds import Kept
+from hcsim.cluster.coordinator.rounds import Answer, Effect, Kept, Tell
 from hcsim.cluster.coordinator.state import TRANSITIONS, Stage, State, Turn
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hcsim.cluster.once import Once
+from hcsim.transport.callers import Once
 
 
 def test_what_differs_in_a_port_alone_is_the_same_thing() -> None:

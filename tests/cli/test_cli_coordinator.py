@@ -52,6 +52,9 @@ def test_workers_meet_at_a_coordinator_that_is_a_process_of_its_own():
     [
         (("--workers", "0"), ["workers = 0"]),
         (("--workers", "2", "--least", "3"), ["least = 3"]),
+        (("--workers", "2", "--begin", "3"), ["begin = 3", "1 to 2"]),
+        (("--workers", "2", "--cluster", "home", "--insecure"), ["--cluster brings keys of its own"]),
+        (("--workers", "2", "--cluster", "nowhere"), ["nowhere"]),
         (("--workers", "2", "--heartbeat", "0 s"), ["--heartbeat"]),
         (("--workers", "2", "--silence", "-1 s"), ["--silence"]),
         (("--workers", "2", "--silence", "1 s"), ["silence_s = 1", "2 s"]),

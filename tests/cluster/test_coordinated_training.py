@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.cluster.coordinator import Policy
-from hcsim.config import AnyFault, Cluster, Crash, Leave, Pause, Restart, Scenario, Training
+from hcsim.config import AnyFault, BlockedPort, Cluster, Crash, Leave, Pause, Restart, Scenario, Training
 from hcsim.errors import ConfigError, UsageError
 from hcsim.launch.real import RealNode, serve_coordinator, train_in_cluster
 from hcsim.launch.virtual import Outcome
@@ -93,6 +93,15 @@ def test_a_coordinator_that_crashed_with_its_host_takes_the_members_in_again():
     assert ends(outcome) == [300, 300, 300]
     assert "b: the coordinator at a:52417 is there again" in told
     assert "b: view 2: a, b, c (the coordinator has started anew)" in told
+
+
+def test_a_member_that_is_alive_and_cannot_be_worked_with_is_left_out_and_let_in_again():
+    blocked = BlockedPort(Seconds(1), "b", port="gradient", how="silent", duration_s=PositiveSeconds(6))
+    outcome, told = run(home(blocked, steps=600))
+    assert ends(outcome) == [600, 600, 600]
+    found = "b (rank 1) is left out: b:52416 answered 0 of 16384 bytes within 3 s"
+    assert f"a: view 2: a, c ({found})" in [what.replace("rank 2", "rank 1") for what in told]
+    assert "a: view 3: a, c, b (b joined)" in told
 
 
 def test_members_end_with_a_clear_message_when_the_coordinator_stays_away():

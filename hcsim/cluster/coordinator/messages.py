@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import ConfigError, UsageError
 from hcsim.transport.hello import Membership
 from hcsim.transport.rpc import Procedure
@@ -102,7 +103,7 @@ class Peer(msgspec.Struct, frozen=True):
     node: str = ""
     """The node that it has proved to be; empty where nobody proves that."""
     since: int = 0
-    """The first generation that it was in, in this life."""
+    """The first generation that it was in, in this life, of those without a gap."""
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -150,7 +151,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 REGISTER = Procedure("coordinator.register", {"who": Register}, Registered)
 HEARTBEAT = Procedure("coordinator.heartbeat", {"generation": Number}, Notice)
-READY = Procedure("coordinator.ready", {"after": Number, "why": Words, "outcome": Words}, Roster)
+READY = Procedure(
+    "coordinator.ready", {"after": Number, "why": Words, "outcome": Words, "found": tuple[Findings, ...]}, Roster
+)
 LEAVE = Procedure("coordinator.leave", {"orderly": bool, "outcome": Words}, type(None))
 BARRIER = Procedure("coordinator.barrier", {"generation": Number, "name": Text}, type(None))
 BEGIN = Procedure("coordinator.begin", {"generation": Number, "step": Number}, type(None))

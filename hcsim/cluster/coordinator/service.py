@@ -12,6 +12,7 @@ from hcsim.cluster.coordinator import messages
 from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Policy, Register, Registered, Roster
 from hcsim.cluster.coordinator.rounds import Answer, Effect, Keep, Kept, Note, Tell
 from hcsim.cluster.coordinator.state import State
+from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.host import Host
@@ -135,10 +136,10 @@ class Coordinator:
         self._do(effects)
         return notice
 
-    async def _ready(self, after: int, why: str, outcome: str) -> Roster:
+    async def _ready(self, after: int, why: str, outcome: str, found: tuple[Findings, ...]) -> Roster:
         who = self._caller()
         return await self._answered(  # type: ignore[no-any-return]
-            lambda question, now: self.state.ready(who, after, question, now, why, outcome)
+            lambda question, now: self.state.ready(who, after, question, now, why, outcome, found)
         )
 
     async def _leave(self, orderly: bool, outcome: str) -> None:

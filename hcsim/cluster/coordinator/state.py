@@ -11,6 +11,9 @@ too busy to ask for that is left behind after a while. Somebody who only registe
 after it was left behind, does not disturb them: they are told that the generation is superseded. Members that ask for
 the next one without a reason to end this one come out of it in an orderly way: it is formed when all have asked.
 
+If work failed in a generation, its members tell what they found, and the next one is formed without those that kept it
+from working (see `hcsim.cluster.diagnosis`). These wait for a while, longer each time, before they are let in again.
+
 Whoever leaves with an outcome has done all work together with its generation. Who asks with the same outcome is told
 that all is done, and anybody else that it is too late. Once all have gone, the next work begins as the first did.
 
@@ -19,11 +22,15 @@ Times are of a clock without jumps. If it is the coordinator that was asleep, no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from math import inf
 
 from hcsim.cluster.coordinator.messages import Notice, Peer, Policy, Register, Registered, Roster
 from hcsim.cluster.coordinator.rounds import Answer, Effect, Keep, Kept, Note, Rounds, Tell
+from hcsim.cluster.diagnosis import Diagnosis, Findings
 from hcsim.cluster.health import Watch
+from hcsim.cluster.roster import Quarantine
 from hcsim.cluster.view import refusal, unlike
 from hcsim.errors import CallRefused, HcsimError, WorkerLost
 
@@ -93,12 +100,19 @@ class Entry:
         """When it asked."""
         self.node = ""
         self.since = 0
-        """The first generation that it was in."""
+        """The first generation that it was in, of those without a gap."""
+        self.apart_s = -inf
+        """Until then it is in no generation, since it kept one from working."""
 
     @property
     def name(self) -> str:
         """For people."""
         return f"{self.who.name or self.who.worker} (rank {self.rank})"
+
+    @property
+    def member(self) -> str:
+        """The node that it is to the others."""
+        return self.node or self.who.worker
 
     @property
     def peer(self) -> Peer:
@@ -136,6 +150,8 @@ class State:
         """Why nobody works, where nobody does."""
         self._last: tuple[Peer, ...] = ()
         """Who was in it."""
+        self._diagnosis = Diagnosis("")
+        self._apart: dict[str, Quarantine] = {}
         self._ended_s = now
         """When the last generation was over."""
         self.rounds = Rounds(kept.committed)
@@ -181,13 +197,21 @@ class State:
         """A worker is alive; it learns how its generation stands."""
         effects = self._awoke(now)
         self._entry(who).heard_s = now
-        return self._notice(generation), effects
+        return self._notice(generation, now), effects
 
     def ready(
-        self, who: Register, after: int, question: int, now: float, why: str = NEXT, outcome: str = ""
+        self,
+        who: Register,
+        after: int,
+        question: int,
+        now: float,
+        why: str = NEXT,
+        outcome: str = "",
+        found: Sequence[Findings] = (),
     ) -> list[Effect]:
         """A worker asks for a generation later than `after`; answered when there is one. `why` says why that one is
-        over; empty: all its members come out of it. If its work is done, `outcome` says what came of it."""
+        over; empty: all its members come out of it. If its work is done, `outcome` says what came of it; if it failed,
+        `found` what was seen of that."""
         effects = self._awoke(now)
         entry = self._entry(who)
         entry.heard_s = now
@@ -202,6 +226,8 @@ class State:
         entry.question, entry.since_s = question, now
         if asked_before is not None:
             effects.append(Answer(asked_before, error=CallRefused(f"{who.worker} asked again")))
+        for findings in found:
+            self._diagnosis.heard(entry.member, findings, self.line, self.generation, now)
         if working and why:
             effects += self._end(f"{entry.name} {why}", now)
         if behind:
@@ -263,16 +289,18 @@ class State:
         for entry in tuple(self.workers.values()):
             if entry.stage is not Stage.GONE and now - entry.heard_s >= self.policy.silence_s:
                 effects += self._evict(entry, f"was silent for {self.policy.silence_s:g} s", now)
-        return effects + self._stuck(now) + self._released(now) + self._form(now) + self.rounds.tick(now)
+        effects += self._let_in(now) + self._stuck(now)
+        return effects + self._released(now) + self._form(now) + self.rounds.tick(now)
 
     def due_s(self, now: float) -> float:
         """When something is due next; at the latest after a heartbeat's time."""
         entries = self.workers.values()
         times = [entry.heard_s + self.policy.silence_s for entry in entries]
         times += [entry.since_s + self.policy.leave_s for entry in entries if entry.stage is Stage.LEAVING]
+        times += [entry.apart_s for entry in entries]
         asked = [entry.since_s for entry in entries if entry.stage is Stage.READY]
         times += [max(self._ended_s, since_s) + self.policy.form_s for since_s in asked]
-        times += [self._settled_s, self.rounds.due_s]
+        times += [self._settled_s, self.rounds.due_s, self._pending_s(now)]
         soon = [time for time in times if time > now]
         self._watch.due_s = min([now + self.policy.heartbeat_s, *soon])
         return self._watch.due_s
@@ -297,14 +325,18 @@ class State:
     def _working(self, who: Register, generation: int) -> Roster:
         entry = self._entry(who)
         if self.roster is None or generation != self.generation or entry.stage is not Stage.WORKING:
-            raise WorkerLost(f"generation {generation} is over: {self._notice(generation).over}")
+            raise WorkerLost(f"generation {generation} is over: {self._over(generation)}")
         return self.roster
 
-    def _notice(self, generation: int) -> Notice:
+    def _notice(self, generation: int, now: float) -> Notice:
         if self.roster is not None and generation == self.generation:
-            waiting = any(entry.stage in (Stage.REGISTERED, Stage.READY) for entry in self.workers.values())
+            there = [entry for entry in self.workers.values() if now >= entry.apart_s]
+            waiting = any(entry.stage in (Stage.REGISTERED, Stage.READY) for entry in there)
             return Notice(generation, superseded=waiting)
-        return Notice(generation, over=self.over if generation == self.generation else "a later one was formed")
+        return Notice(generation, over=self._over(generation))
+
+    def _over(self, generation: int) -> str:
+        return self.over if generation == self.generation else "a later one was formed"
 
     def _rank_for(self, worker: str) -> int:
         taken = {entry.rank for entry in self.workers.values()}
@@ -419,6 +451,38 @@ class State:
             effects.append(Keep())
         return effects
 
+    def _failed_in(self) -> list[str]:
+        """The members of the last generation that are there, seniors first."""
+        peers = sorted(self._last, key=lambda peer: (peer.since, peer.rank))
+        entries = [self.workers.get(peer.worker) for peer in peers]
+        return [e.member for e, p in zip(entries, peers, strict=True) if e is not None and e.who.life == p.life]
+
+    def _pending_s(self, now: float) -> float:
+        """Until when members of a generation that failed may tell what they found."""
+        if self.roster is not None or self._diagnosis.ours is None:
+            return inf
+        until_s = self._diagnosis.pending_until_s(self.line, self.generation, self._failed_in(), now)
+        return inf if until_s is None or now >= until_s else until_s
+
+    def _leave_out(self, now: float) -> list[Effect]:
+        """Those that kept the last generation from working wait before they are in another one."""
+        culprits = self._diagnosis.culprits(self.line, self.generation, self._failed_in(), now)
+        effects: list[Effect] = []
+        for entry in self.workers.values():
+            if entry.member in culprits and now >= entry.apart_s:
+                apart = self._apart[entry.member] = Quarantine.after(self._apart.get(entry.member), 0.0, now)
+                entry.apart_s = apart.until_s
+                self.over = f"{entry.name} is left out: {culprits[entry.member]}"
+                effects.append(Note(f"{self.over}; for {apart.lasts_s:g} s"))
+        return effects
+
+    def _let_in(self, now: float) -> list[Effect]:
+        """Those that have waited long enough are waited for."""
+        back = [entry for entry in self.workers.values() if -inf < entry.apart_s <= now]
+        for entry in back:
+            entry.apart_s = -inf
+        return self._superseded() if back else []
+
     def _changes(self, ready: list[Entry]) -> str:
         """In what those who are ready differ from those who were in the last generation."""
         peers = [entry.peer for entry in ready]
@@ -431,25 +495,31 @@ class State:
     def _form(self, now: float) -> list[Effect]:
         """The next generation, if everybody is ready for it."""
         policy = self.policy
-        ready = sorted(
-            (entry for entry in self.workers.values() if entry.stage is Stage.READY), key=lambda entry: entry.rank
-        )
+        if self.roster is None and self._pending_s(now) < inf:
+            return []
+        effects = self._leave_out(now) if self.roster is None else []
+        waiting = [entry for entry in self.workers.values() if entry.stage is Stage.READY and now >= entry.apart_s]
+        ready = sorted(waiting, key=lambda entry: entry.rank)
         needed = policy.least if self.generation and not self.finished else policy.needed
         if self.roster is not None or self.outcomes or len(ready) < needed:  # who works asks when told that others wait
-            return []
+            return effects
         if len(ready) < policy.workers:
-            others = [e for e in self.workers.values() if e.stage in (Stage.REGISTERED, Stage.WORKING)]
+            there = [entry for entry in self.workers.values() if now >= entry.apart_s]
+            others = [entry for entry in there if entry.stage in (Stage.REGISTERED, Stage.WORKING)]
             waited = now >= max(self._ended_s, min(entry.since_s for entry in ready)) + policy.form_s
             if now < self._settled_s or (others and not waited):
-                return []
+                return effects
         reason = self._changes(ready) if self.over == OUT else self.over
         self.generation = 1 + max(self.generation, *(entry.who.generation for entry in ready))
         self.finished = False
+        stayed = [(peer.worker, peer.life) for peer in self._last]
         for entry in ready:
-            entry.since = entry.since or self.generation
+            if (entry.who.worker, entry.who.life) not in stayed:
+                entry.since = self.generation
         self.roster = Roster(self.cluster, self.generation, tuple(entry.peer for entry in ready), reason, self.line)
         self.over, self._last = "", self.roster.peers
-        effects: list[Effect] = [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
+        self._diagnosis.entered()
+        effects += [Keep(), Note(f"generation {self.generation} begins, with {len(ready)} workers")]
         for entry in self.workers.values():
             if entry.stage is Stage.WORKING:
                 entry.turn(Turn.PASSED)

@@ -28,13 +28,14 @@ from hcsim.cluster.conductor import Checker, Introduction
 from hcsim.cluster.coordinator import messages
 from hcsim.cluster.coordinator.messages import Checkpoint, Notice, Policy, Register, Roster
 from hcsim.cluster.coordinator.state import NEXT
-from hcsim.cluster.diagnosis import Failure
+from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
 from hcsim.cluster.probe import Ways
 from hcsim.cluster.view import Member, Terms, View
 from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
 from hcsim.runtime.host import Host
 from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.callers import one_line
+from hcsim.transport.reception import CHECK_S
 from hcsim.transport.rpc import Endpoint, Procedure, Registry
 
 T = TypeVar("T")
@@ -139,10 +140,13 @@ class Worker:
         """The next generation that we are in, once all its members are ready, with all of them."""
         return await self.after(NEXT, deadline_s=deadline_s)
 
-    async def after(self, why: str, outcome: str = "", *, deadline_s: float | None = None) -> Roster:
+    async def after(
+        self, why: str, outcome: str = "", found: tuple[Findings, ...] = (), *, deadline_s: float | None = None
+    ) -> Roster:
         """The same; `why` says why ours is over, and is empty if all its members come out of it. If our work is done,
-        `outcome` says what came of it: the roster is empty if others have finished with the same."""
-        roster = await self._ask(messages.READY, self._generation, why, outcome, deadline_s=deadline_s)
+        `outcome` says what came of it: the roster is empty if others have finished with the same. If it failed, `found`
+        says what we saw of that."""
+        roster = await self._ask(messages.READY, self._generation, why, outcome, found, deadline_s=deadline_s)
         if outcome and not roster.peers:
             return roster
         roster.place(self.name)
@@ -336,6 +340,10 @@ class Coordinated:
         self._view: View | None = None
         self._broken = ""
         """Why the view that we are in is over for us."""
+        self._diagnosis = Diagnosis(me.node)
+        self._to_check = False
+        """Whether we have to see which members we can work with before we ask for the next view."""
+        self._checker: Checker | None = None
         self._outcome = ""
 
     async def start(self) -> None:
@@ -368,8 +376,10 @@ class Coordinated:
             why = self._broken
             if not why and worker.generation and worker.over(worker.generation).done():
                 why = worker.over(worker.generation).result()
+            await self._check()
+            found = () if self._diagnosis.ours is None else (self._diagnosis.ours,)
             try:
-                roster = await worker.after(why, outcome)
+                roster = await worker.after(why, outcome, found)
             except WorkerLost as error:  # we were silent for too long, and register again
                 self._host.trace("coordinated member", str(error))
                 await self._host.clock.sleep(RETRY_S)
@@ -398,15 +408,32 @@ class Coordinated:
         return False
 
     def surveyed(self, epoch: int) -> None:
-        """Nothing is measured."""
+        """See `Conductor.surveyed`."""
+        self._diagnosis.surveyed(epoch)
 
     def broken(self, epoch: int, failure: Failure) -> None:
         """Our work in that view failed; we say so when we ask for the next one."""
         if self._view is not None and epoch == self._view.epoch:
             self._broken = f"could not go on: {failure.reason}"
+            now = self._host.clock.elapsed()
+            self._to_check = self._diagnosis.failed(self._view.lineage, epoch, failure, now) or self._to_check
 
     def check_with(self, check: Checker | None) -> None:
-        """Nobody is checked."""
+        """See by this whether this machine can work with others."""
+        self._checker = check
+
+    async def _check(self) -> None:
+        """Find out which members of a view that failed cannot be worked with."""
+        if not self._to_check or self._view is None:
+            return
+        self._to_check = False
+        others = [member for member in self._view.members if member != self._us]
+        wrong: list[Accusation] = []
+        if self._checker is not None:
+            own, theirs = await self._checker([(member.address, CHECK_S) for member in others])
+            told = zip((self._us, *others), (own, *theirs), strict=True)
+            wrong = [Accusation(member.node, why) for member, why in told if why]
+        self._diagnosis.checked(self._view.epoch, wrong)
 
     def finish(self, outcome: str) -> None:
         """The coordinator hears of it when we leave, which is at once."""
@@ -433,13 +460,15 @@ class Coordinated:
             Member(peer.node or peer.worker, peer.life, peer.name or peer.worker, peer.address, peer.home)
             for peer in peers
         )
-        lineage = f"{roster.cluster}/{roster.line}"
+        lineage = roster.line
         view = View(lineage, roster.generation, members, before, formed=True, reason=roster.reason)
         if view.rank(self._us) is None:
             raise HcsimError(
                 f"the coordinator at {self._coordinator} takes us for another machine in view {view.epoch}"
             )
-        self._view, self._broken = view, ""
+        self._view, self._broken, self._to_check = view, "", False
+        self._diagnosis.entered()
+        self._diagnosis.began(view.epoch, self._host.clock.elapsed())
         names = ", ".join(member.name for member in members)
         listed = ",".join(f"{member.name}#{member.boot:x}" for member in members)
         self._host.trace("view", lineage, view.epoch, before, listed)

@@ -28,3 +28,9 @@ def test_a_port_that_is_taken_is_told_before_anybody_counts_on_this_machine(tmp_
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{gradients}"):
             asyncio.run(run_in_cluster(here, cluster, Script.read(path, []), tell=told.append))
     assert not told
+
+
+def test_a_coordinator_is_for_training(tmp_path: Path) -> None:
+    cluster = Cluster(nodes=1, coordinator="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="coordinator is for training"):
+        asyncio.run(run_in_cluster(RealNode(tmp_path), cluster, Script(str(tmp_path), (), "")))

@@ -68,6 +68,9 @@ class Worker:
         self._barriers = 0
         self._staying: asyncio.Task[None] | None = None
         self._has_left = False
+        self.endures = False
+        """Whether we can do without the coordinator for as long as we ask it nothing."""
+        self._asking = 0
         self._lost = ""
         """Why we have to look for the coordinator again."""
 
@@ -211,15 +214,19 @@ class Worker:
     async def _ask(self, procedure: Procedure[T], *args: Any, deadline_s: float | None = None) -> T:
         """Ask until there is an answer: whatever is asked here may be asked twice."""
         late = f"{procedure.name} was not answered within {deadline_s or 0:g} s"
-        async with within(self.host.clock, deadline_s, late):
-            while True:
-                await asyncio.shield(self._found)
-                line = self._line
-                assert line is not None
-                try:
-                    return await line.call(procedure, *args)
-                except ChannelError:
-                    self._not_registered(line)
+        self._asking += 1
+        try:
+            async with within(self.host.clock, deadline_s, late):
+                while True:
+                    await asyncio.shield(self._found)
+                    line = self._line
+                    assert line is not None
+                    try:
+                        return await line.call(procedure, *args)
+                    except ChannelError:
+                        self._not_registered(line)
+        finally:
+            self._asking -= 1
 
     async def _stay(self) -> None:
         """Be registered and alive, as long as there is a coordinator."""
@@ -237,7 +244,7 @@ class Worker:
         if lost:
             self._tell(f"{where} is lost ({lost}); it is called again for {self._patience_s:g} s")
         while True:
-            left_s = until_s - self.host.clock.elapsed()
+            left_s = min(until_s - self.host.clock.elapsed(), REGISTER_TIMEOUT_S)
             failure: HcsimError
             try:
                 channel = await self.host.connect(self._coordinator, timeout_s=max(left_s, RETRY_S))
@@ -253,7 +260,9 @@ class Worker:
             except (ChannelError, DeadlineExceeded, CallRefused) as error:
                 failure = error
                 await self._hang_up()
-            if self.host.clock.elapsed() + RETRY_S >= until_s:
+            if self.endures and not self._asking:
+                until_s = self.host.clock.elapsed() + self._patience_s
+            elif self.host.clock.elapsed() + RETRY_S >= until_s:
                 if isinstance(failure, CallRefused):
                     raise failure
                 raise ChannelBroken(f"{where} could not be reached for {self._patience_s:g} s: {failure}") from failure
@@ -449,6 +458,7 @@ class Coordinated:
             self._worker = await Worker.registered(
                 self._host, self._coordinator, self._register, self._patience_s, self._tell
             )
+            self._worker.endures = True
             needed = self._worker.policy.needed
             self._tell(f"registered with the coordinator at {self._coordinator}; work begins with {needed}")
         return self._worker

@@ -14,6 +14,7 @@ from hcsim.collectives.options import Options
 from hcsim.config import Pause, Reset
 from hcsim.errors import (
     CallRefused,
+    ChannelBroken,
     CollectiveError,
     ConfigError,
     DeadlineExceeded,
@@ -475,3 +476,22 @@ def test_a_coordinator_whose_people_cannot_be_told_goes_on():
             await listener.close()
 
     asyncio.run(main())
+
+
+def test_who_endures_waits_for_the_coordinator_only_while_it_asks():
+    async def body(stage):
+        coordinator = await stage.coordinator(quick(1))
+        worker = await stage.join("w0", patience_s=2.0)
+        worker.endures = True
+        roster = await worker.ready()
+        await stage.stop(coordinator)
+        clock = stage.hosts["w0"].clock
+        await clock.sleep(60.0)
+        assert not worker.over(roster.generation).done()
+        began_s = clock.elapsed()
+        with pytest.raises(ChannelBroken, match="could not be reached for 2 s"):
+            await worker.ready()
+        assert clock.elapsed() - began_s < 8.0
+        await worker.close()
+
+    run_virtual(NAMES, body)

@@ -22,8 +22,7 @@ from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.environment import NS
 from hcsim.virtual.large import Departure, Large
-from hcsim.virtual.stream import Message, Stream, frame_event
-from hcsim.virtual.tcp import RTO_S
+from hcsim.virtual.stream import RTO_S, Message, Stream, frame_event
 
 if TYPE_CHECKING:
     from hcsim.virtual.host import VirtualHost

@@ -6,17 +6,30 @@ Rates are computed once per instant in which anything changed, when all else in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hcsim.config import Tcp, Wifi
 from hcsim.rng import stream as random_stream
 from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.links import Path
 from hcsim.virtual.sharing import Flow, Resource, Sharing
-from hcsim.virtual.stream import Stream
 
 if TYPE_CHECKING:
     from hcsim.telemetry.trace import Trace
+
+
+class Sender(Protocol):
+    """What the network asks of a stream."""
+
+    number: int
+    flow: Flow | None
+
+    @property
+    def burst_bytes(self) -> float:
+        """What has left since it was last idle."""
+
+    def rate_changed(self, rate: float) -> None:
+        """It has that share from now on."""
 
 
 class Network:
@@ -28,23 +41,23 @@ class Network:
         self.seed = seed
         self.trace = trace
         self.sharing = Sharing()
-        self.streams: dict[int, Stream] = {}
-        self._started: dict[int, Stream] = {}
+        self.streams: dict[int, Sender] = {}
+        self._started: dict[int, Sender] = {}
         self._numbers = 0
         self._settling = False
         self._nominal: dict[str, float] = {}
         self._closed: dict[str, int] = {}
         self._at_opening: dict[str, list[Callable[[], None]]] = {}
-        self.on_end: Callable[[Stream], None] | None = None
+        self.on_end: Callable[[Sender], None] | None = None
         """Called with each stream that has ended for good."""
 
-    def stream(self, name: str, there: Path, back: Path) -> Stream:
-        """A new stream along a path."""
+    def add(self, stream: Sender) -> int:
+        """Take a new stream in; the number that it has from now on."""
         self._numbers += 1
-        made = self.streams[self._numbers] = Stream(self, self._numbers, name, there, back)
-        return made
+        self.streams[self._numbers] = stream
+        return self._numbers
 
-    def start(self, stream: Stream) -> None:
+    def start(self, stream: Sender) -> None:
         """The stream wants its share."""
         assert stream.flow is not None
         self._started[stream.flow.id] = stream
@@ -69,7 +82,7 @@ class Network:
         others = [(flow, amount) for flow, amount in resource.flows.values() if flow is not besides]
         return sum(amount * self.streams[flow.id].burst_bytes for flow, amount in others if flow.id in self.streams)
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: Sender) -> None:
         """The stream has ended for good."""
         if self.streams.pop(stream.number, None) is None:
             return

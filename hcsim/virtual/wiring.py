@@ -26,7 +26,7 @@ from hcsim.config import (
 )
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.links import Path, Topology
-from hcsim.virtual.network import Gate, Network
+from hcsim.virtual.network import Gate, Network, Sender
 from hcsim.virtual.stream import Stream
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Wiring:
         opened = self._hosts[name].channels
         return [*opened, *(channel for channel in self._speaking.get(name, {}).values() if channel not in opened)]
 
-    def _ended(self, stream: Stream) -> None:
+    def _ended(self, stream: Sender) -> None:
         for speaking in self._speaking.values():
             speaking.pop(stream.number, None)
 
@@ -225,7 +225,7 @@ class Wiring:
         return there, self.topology.route(channel.peer, source, incoming.interfaces)
 
     def _stream(self, name: str, there: Path, back: Path) -> Stream:
-        stream = self._net.stream(name, there, back)
+        stream = Stream(self._net, name, there, back)
         used = [resource.name for resource, _ in there.uses]
         stream.gates = tuple(gate for air, gate in self._gates.items() if air in used)
         return stream

@@ -14,7 +14,7 @@ from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.loop import OWNER
-from hcsim.virtual.tcp import RTO_S
+from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
 from tests.virtual.faults.arena import LATENCY_S, SECOND, connected, until, world_with
 

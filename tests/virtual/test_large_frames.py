@@ -13,7 +13,7 @@ from hcsim.errors import ChannelBroken, Deadlock
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.channel import VirtualChannel
-from hcsim.virtual.tcp import Delays
+from hcsim.virtual.stream import Delays
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.virtual.faults.arena import connected, until

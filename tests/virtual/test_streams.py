@@ -26,7 +26,7 @@ from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.links import Hop, Path
-from hcsim.virtual.tcp import RTO_S, loss_bound_bytes_ps
+from hcsim.virtual.stream import RTO_S, loss_bound_bytes_ps
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 

@@ -32,7 +32,7 @@ from hcsim.runtime.frame import HEADER_BYTES, Header
 from hcsim.runtime.host import Medium
 from hcsim.runtime.lan import Service
 from hcsim.virtual.channel import VirtualChannel
-from hcsim.virtual.tcp import RTO_S
+from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, announced, connected, home, until, world_with

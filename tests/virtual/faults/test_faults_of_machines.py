@@ -32,7 +32,7 @@ from hcsim.runtime.frame import Header
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task
-from hcsim.virtual.tcp import RTO_S
+from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World
 from tests.switches import on_switch
 from tests.virtual.faults.arena import LATENCY_S, SECOND, Watcher, announced, connected, until, world_with

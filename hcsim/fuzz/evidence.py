@@ -18,8 +18,8 @@ from hcsim.fuzz.phases import Lives, Phases, Sighting, Work
 from hcsim.runtime.channel import Phantom
 from hcsim.telemetry.trace import Event
 from hcsim.training.run import Point, Report, Run
-from hcsim.virtual.census import Usage
 from hcsim.virtual.loop import OWNER
+from hcsim.virtual.world import Usage
 
 KEPT = (
     "view", "follows", "synchronised", "voted", "applied", "view failed", "group failed", "fault", "accused",

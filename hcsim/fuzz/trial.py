@@ -14,7 +14,7 @@ from hcsim.fuzz.invariants import Breach, breaches
 from hcsim.fuzz.phases import Phases, excuse, phases_of
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.training.run import Report
-from hcsim.virtual.census import Census
+from hcsim.virtual.world import Census
 
 SLOWEST = 4.0
 """A step may take so many times as long as its computation alone."""

@@ -15,17 +15,14 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from hcsim.errors import ChannelBroken, ChannelClosed, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import EMPTY, Fold, Landed, Payload, Phantom, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header
 from hcsim.virtual.environment import NS
-from hcsim.virtual.large import Departure, Large
+from hcsim.virtual.large import Departure, Large, Owner
 from hcsim.virtual.stream import RTO_S, Message, Stream, frame_event
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
 
 MAX_FRAME_BYTES = 64 * 2**20
 NO_FRAME_BYTES = 1 << 62
@@ -36,6 +33,36 @@ MAX_RTO_NS = 60 * NS
 
 Detour: TypeAlias = Callable[["VirtualChannel", Callable[[Header, Payload], None], tuple[Header, Payload]], None]
 """Given our end, the peer's way of taking frames in, and a frame, when it arrives."""
+
+
+class ChannelHost(Owner, Protocol):
+    """What a channel asks of the host whose end it is."""
+
+    alive: bool
+    channels: dict[VirtualChannel, None]
+    """Those that have not ended."""
+
+    @property
+    def name(self) -> str:
+        """The name in the scenario."""
+
+    def present(self, name: str) -> ChannelHost:
+        """The host of that name, in the life that it has now."""
+
+    def hears(self, what: str) -> bool:
+        """Whether there is somebody to take such a packet."""
+
+    def signal(self, target: ChannelHost, what: str, arrive: Callable[..., None], *args: object) -> None:
+        """Send a packet of no size; a partition or a crash swallows it."""
+
+    def is_silenced(self, channel: VirtualChannel) -> bool:
+        """Whether the port that the channel was made to lets nothing pass."""
+
+    def disown(self, channel: VirtualChannel) -> None:
+        """A packet of a connection arrives that nobody here knows: the answer is a reset."""
+
+    def forget(self, channel: VirtualChannel) -> None:
+        """The channel has ended."""
 
 
 class _Pump:
@@ -72,7 +99,7 @@ class VirtualChannel:
     outlet = None
 
     def __init__(
-        self, host: VirtualHost, peer: str, outgoing: Stream, ends: tuple[str, str], called: tuple[str, int]
+        self, host: ChannelHost, peer: str, outgoing: Stream, ends: tuple[str, str], called: tuple[str, int]
     ) -> None:
         self.called = called
         """The host and its port that the connection was made to."""
@@ -112,7 +139,7 @@ class VirtualChannel:
         near._deliver, far._deliver = far._arrived, near._arrived
 
     @property
-    def host(self) -> VirtualHost:
+    def host(self) -> ChannelHost:
         """The host whose end this is."""
         return self._host
 

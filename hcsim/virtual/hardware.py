@@ -17,16 +17,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from hcsim.config import CATALOGUE, Machine, Node
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.clock import Limit
 from hcsim.runtime.device import Chip, Work
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
-    from hcsim.virtual.loop import VirtualLoop
+from hcsim.virtual.loop import VirtualLoop
 
 
 def machine_of(node: Node) -> Machine:
@@ -103,10 +100,19 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+class DeviceHost(Protocol):
+    """What a device asks of the host that it is part of."""
+
+    loop: VirtualLoop
+    alive: bool
+    pauses: int
+    """How many faults hold it at the moment."""
+
+
 class VirtualDevice:
     """One machine. Work queues up on it; so does memory traffic, on a lane of its own."""
 
-    def __init__(self, host: VirtualHost, machine: Machine) -> None:
+    def __init__(self, host: DeviceHost, machine: Machine) -> None:
         self._host = host
         self._machine = machine
         self._factors: list[float] = []

@@ -8,23 +8,24 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from hcsim.config import Machine, Scenario
 from hcsim.errors import ChannelClosed, ConfigError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.rng import stream as random_stream
 from hcsim.runtime.address import hosts_of
 from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.virtual.channel import VirtualChannel
-from hcsim.virtual.environment import NS
+from hcsim.telemetry.trace import Trace
+from hcsim.virtual.channel import ChannelHost, VirtualChannel
+from hcsim.virtual.environment import NS, Environment
 from hcsim.virtual.hardware import VirtualClock, VirtualDevice, VirtualStore
-from hcsim.virtual.lan import Datagram, VirtualLan
-from hcsim.virtual.loop import OWNER
+from hcsim.virtual.lan import Datagram, Datagrams, VirtualLan
+from hcsim.virtual.links import Topology
+from hcsim.virtual.loop import OWNER, VirtualLoop
+from hcsim.virtual.network import Network
 from hcsim.virtual.stream import NEVER_NS
-
-if TYPE_CHECKING:
-    from hcsim.config import Machine
-    from hcsim.virtual.world import World
+from hcsim.virtual.wiring import Tampering, Wiring
 
 SYN_RETRY_S = 1.0
 FIRST_BACKOFF_S = 0.05
@@ -43,6 +44,41 @@ class _CannotDial(Exception):
     """Our own system does not make a connection; the text is its own."""
 
 
+class Surroundings(Protocol):
+    """The world, as its hosts and faults know it."""
+
+    scenario: Scenario
+    trace: Trace
+    loop: VirtualLoop
+    env: Environment
+    """SimPy's."""
+    net: Network
+    wiring: Wiring
+    datagrams: Datagrams
+    tampering: Tampering
+    returns: dict[str, int]
+    """How often each host is still to be started again."""
+    spoofed: dict[str, list[str]]
+    """Names of services that strangers announce, and in which homes."""
+
+    @property
+    def topology(self) -> Topology:
+        """The media and routes of this moment."""
+
+    @property
+    def hosts(self) -> tuple[VirtualHost, ...]:
+        """In the order of the scenario."""
+
+    def host(self, name: str) -> VirtualHost:
+        """The host of that name, in the life that it has now."""
+
+    def restart(self, name: str, records: Mapping[str, bytes] | None = None) -> VirtualHost:
+        """Start a crashed host again, with these records in its store (None: those that were there)."""
+
+    def host_ended(self, host: VirtualHost, why: str) -> None:
+        """Its program will never end by itself, unless the host is started again."""
+
+
 class VirtualHost:
     """One machine in one of its lives: its clock, processor, interfaces, ports and tasks.
 
@@ -51,7 +87,7 @@ class VirtualHost:
 
     def __init__(
         self,
-        world: World,
+        world: Surroundings,
         name: str,
         machine: Machine,
         records: Mapping[str, bytes] | None = None,
@@ -175,13 +211,13 @@ class VirtualHost:
 
     def neighbours(self) -> tuple[VirtualHost, ...]:
         """The other hosts that hear our broadcasts."""
-        return self._world.wiring.neighbours(self)
+        return tuple(self._world.host(name) for name in self._world.wiring.neighbours(self._name))
 
     def is_name_taken(self, name: str) -> bool:
         """Whether a stranger announces a service of that name on a network of ours."""
-        return any(self._world.wiring.is_at_home(self, home) for home in self._world.spoofed.get(name, ()))
+        return any(self._world.wiring.is_at_home(self._name, home) for home in self._world.spoofed.get(name, ()))
 
-    def signal(self, target: VirtualHost, what: str, arrive: Callable[..., None], *args: object) -> None:
+    def signal(self, target: ChannelHost, what: str, arrive: Callable[..., None], *args: object) -> None:
         """Send a packet of no size; a partition or a crash swallows it."""
         self._post(_Packet(self, target, what, arrive, args))
 
@@ -365,7 +401,7 @@ class _Packet(NamedTuple):
     """Something without a size that one host sends another outside of any connection."""
 
     source: VirtualHost
-    target: VirtualHost
+    target: ChannelHost
     what: str
     arrive: Callable[..., None]
     args: tuple[object, ...]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from random import Random
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from msgspec.structs import replace
 
 from hcsim.runtime.lan import Service, Sighting
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
+from hcsim.virtual.loop import VirtualLoop
 
 
 class Datagram(NamedTuple):
@@ -59,6 +58,25 @@ class Datagrams:
         return copies
 
 
+class LanHost(Protocol):
+    """What a host's local network asks of it."""
+
+    loop: VirtualLoop
+    lan: VirtualLan
+
+    def rng(self, *name: str | int) -> Random:
+        """Draws of the host's own."""
+
+    def is_name_taken(self, name: str) -> bool:
+        """Whether a stranger announces a service of that name on a network of ours."""
+
+    def neighbours(self) -> tuple[Self, ...]:
+        """The other hosts that hear our broadcasts."""
+
+    def cast(self, target: Self, question: bool, arrive: Callable[..., None], *args: object) -> None:
+        """Send a datagram."""
+
+
 class VirtualLan:
     """One host's ear and voice on its local network.
 
@@ -66,7 +84,7 @@ class VirtualLan:
     repeated once after a second, and who starts to browse asks everybody first.
     """
 
-    def __init__(self, host: VirtualHost, history: Sequence[Service] = ()) -> None:
+    def __init__(self, host: LanHost, history: Sequence[Service] = ()) -> None:
         self._host = host
         self.history = list(history)
         """All that this machine has ever announced, in earlier lives too."""
@@ -122,7 +140,7 @@ class VirtualLan:
         """What we say under that name at the moment."""
         return next((service for service in self._ours.values() if service.name == name), None)
 
-    def answer(self, asker: VirtualHost) -> None:
+    def answer(self, asker: LanHost) -> None:
         """Somebody asks who is there."""
         for service in self._ours.values():
             self._host.cast(asker, False, asker.lan.hear, Sighting(service))

@@ -11,14 +11,13 @@ import asyncio
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hcsim.runtime.channel import REST_S, Payload
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.virtual.stream import Message
-
-if TYPE_CHECKING:
-    from hcsim.virtual.channel import VirtualChannel
+from hcsim.virtual.loop import VirtualLoop
+from hcsim.virtual.network import Network
+from hcsim.virtual.stream import Message, Stream
 
 PER_WINDOW, AT_MOST = 2, 16
 """Pieces that fill a window, while nobody is known to read them: at the rate that a window allows, the first of two is
@@ -49,6 +48,31 @@ class Large:
         return taken
 
 
+class Owner(Protocol):
+    """What a large frame asks of an end's host."""
+
+    loop: VirtualLoop
+    net: Network
+
+
+class End(Protocol):
+    """What it asks of an end of its connection."""
+
+    @property
+    def host(self) -> Owner:
+        """Whose end it is."""
+
+    @property
+    def streams(self) -> tuple[Stream, Stream]:
+        """What it sends, and what it receives."""
+
+    def came(self, large: Large, size_bytes: int, filled: bool) -> None:
+        """A piece has come, which is not the last one."""
+
+    def came_whole(self, large: Large, size_bytes: int, header: Header, payload: Payload) -> None:
+        """The last piece has come."""
+
+
 class Departure:
     """A large frame on its way out of one end."""
 
@@ -57,7 +81,7 @@ class Departure:
         "_waiter", "unsent_bytes",
     )  # fmt: skip
 
-    def __init__(self, near: VirtualChannel, far: VirtualChannel, frame: Large) -> None:
+    def __init__(self, near: End, far: End, frame: Large) -> None:
         self._near, self._far, self._frame = near, far, frame
         self._out = near.streams[0]
         self._loop = near.host.loop

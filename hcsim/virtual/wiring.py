@@ -7,7 +7,7 @@ change takes one of them away, it stalls until that is back; only new connection
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -24,19 +24,19 @@ from hcsim.config import (
     Wan,
     Wifi,
 )
-from hcsim.virtual.channel import VirtualChannel
+from hcsim.runtime.channel import Payload
+from hcsim.runtime.frame import HEADER_BYTES, Header
+from hcsim.telemetry.trace import Trace
+from hcsim.virtual.channel import ChannelHost, VirtualChannel
 from hcsim.virtual.links import Path, Topology
 from hcsim.virtual.network import Gate, Network, Sender
 from hcsim.virtual.stream import Stream
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
 
 
 class Wiring:
     """The network between hosts, which are given by name, each in its present life."""
 
-    def __init__(self, scenario: Scenario, net: Network, hosts: Mapping[str, VirtualHost]) -> None:
+    def __init__(self, scenario: Scenario, net: Network, hosts: Mapping[str, ChannelHost]) -> None:
         self._scenario = scenario
         self._net = net
         self._hosts = hosts
@@ -57,7 +57,7 @@ class Wiring:
         """By host and port: the ways in which it is blocked."""
 
     def join(
-        self, caller: VirtualHost, callee: VirtualHost, port: int, interface: str = ""
+        self, caller: ChannelHost, callee: ChannelHost, port: int, interface: str = ""
     ) -> tuple[VirtualChannel, VirtualChannel] | None:
         """Connect two hosts: the caller's end and the callee's; at an interface of the callee's, where one is named.
         None where no way leads there any more."""
@@ -102,15 +102,14 @@ class Wiring:
         for speaking in self._speaking.values():
             speaking.pop(stream.number, None)
 
-    def neighbours(self, host: VirtualHost) -> tuple[VirtualHost, ...]:
-        """The hosts in the same broadcast domain."""
+    def neighbours(self, name: str) -> tuple[str, ...]:
+        """The hosts in a host's broadcast domain."""
         homes = {node.name: self._domains(node.name) for node in self._scenario.nodes}
-        mine = homes[host.name]
-        return tuple(other for other in self._hosts.values() if other.name != host.name and mine & homes[other.name])
+        return tuple(other for other in self._hosts if other != name and homes[name] & homes[other])
 
-    def is_at_home(self, host: VirtualHost, home: str) -> bool:
+    def is_at_home(self, name: str, home: str) -> bool:
         """Whether the host is on the home's network at this moment."""
-        return home in self._domains(host.name)
+        return home in self._domains(name)
 
     # Partitions and clogs.
 
@@ -235,6 +234,90 @@ class Wiring:
         links = next(node.links for node in scenario.nodes if node.name == name)
         attached = {link.medium for link in links}
         return frozenset(getattr(m, "home", m.name) for m in scenario.media if m.name in attached)
+
+
+Frame: TypeAlias = tuple[Header, Payload]
+FLIP = "flip"
+Alter: TypeAlias = Callable[[VirtualChannel, Header, Payload], Frame | None]
+"""Given the sender's end and a frame: what arrives instead, or None to wait for another frame."""
+Rule: TypeAlias = Callable[[VirtualChannel, Header, Payload], tuple[Frame, ...] | None]
+"""Given the sender's end and a frame: what arrives instead, in this order, or None where nothing changes."""
+
+
+class Tampering:
+    """Frames that arrive other than they were sent, past every checksum of the network.
+
+    A change waits for the next frame between two hosts that it can be made to, on whatever connection. A rule changes
+    every frame that it applies to, until it is removed. While there is a change or a rule between two hosts, their
+    connections take a detour through here; all others are untouched and cost nothing.
+    """
+
+    def __init__(self, wiring: Wiring, trace: Trace, *, sealed: bool) -> None:
+        self._wiring = wiring
+        self._trace = trace
+        self._sealed = sealed
+        self._waiting: dict[tuple[str, str], list[tuple[str, Alter]]] = {}
+        self._rules: dict[tuple[str, str], list[tuple[str, Rule]]] = {}
+        wiring.on_join = self._watch
+
+    def add(self, what: str, source: str, target: str, alter: Alter) -> None:
+        """Change one frame from the one to the other; `what` names it in the trace."""
+        self._waiting.setdefault((source, target), []).append((what, alter))
+        self._watch_all(source, target)
+
+    def add_rule(self, what: str, source: str, target: str, rule: Rule) -> None:
+        """Apply a rule to all frames from the one to the other; `what` names it in the trace."""
+        self._rules.setdefault((source, target), []).append((what, rule))
+        self._watch_all(source, target)
+
+    def remove_rule(self, source: str, target: str, rule: Rule) -> None:
+        """Apply it no longer."""
+        ways = self._rules[source, target]
+        ways[:] = [entry for entry in ways if entry[1] is not rule]
+
+    def _watch_all(self, source: str, target: str) -> None:
+        for channel in self._wiring.channels(source, target):
+            self._watch(channel)
+
+    def _watch(self, channel: VirtualChannel) -> None:
+        way = channel.host.name, channel.peer
+        if self._waiting.get(way) or self._rules.get(way):
+            channel.divert(self._passes)
+
+    def _passes(self, channel: VirtualChannel, deliver: Callable[[Header, Payload], None], frame: Frame) -> None:
+        way = channel.host.name, channel.peer
+        waiting, rules = self._waiting.get(way, []), self._rules.get(way, [])
+        size_bytes = frame[0].length
+        for change in waiting:
+            what, alter = change
+            altered = alter(channel, *frame)
+            if altered is not None:
+                waiting.remove(change)
+                self._note(channel, what)
+                frame = altered
+                if self._sealed and what == FLIP:
+                    channel.reset("a record was damaged on its way")
+                    return
+                break
+        frames: tuple[Frame, ...] = (frame,)
+        for what, rule in rules:
+            frames = tuple(out for each in frames for out in self._ruled(channel, what, rule, each))
+        arrived_bytes = sum(HEADER_BYTES + header.length for header, _ in frames)
+        channel.streams[0].outstanding += arrived_bytes - HEADER_BYTES - size_bytes
+        if not waiting and not rules:
+            channel.divert(None)
+        for each in frames:
+            deliver(*each)
+
+    def _ruled(self, channel: VirtualChannel, what: str, rule: Rule, frame: Frame) -> tuple[Frame, ...]:
+        made = rule(channel, *frame)
+        if made is None:
+            return (frame,)
+        self._note(channel, what)
+        return made
+
+    def _note(self, channel: VirtualChannel, what: str) -> None:
+        self._trace.record((channel.host.loop.env.now_ns, "fault", what, channel.streams[0].name))
 
 
 Change: TypeAlias = LinkChange | CablePulled | InterfaceChange | RouterReboot

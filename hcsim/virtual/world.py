@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import simpy
 
 from hcsim.config import AnyFault, Scenario
@@ -17,21 +18,22 @@ from hcsim.registry import function_in
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import Header
 from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.trace import Sink, Trace
+from hcsim.telemetry.trace import Event, Sink, Trace
 from hcsim.virtual import faults
+from hcsim.virtual.environment import NS
 from hcsim.virtual.hardware import machine_of
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.lan import Datagrams
 from hcsim.virtual.links import Topology
 from hcsim.virtual.loop import VirtualLoop
 from hcsim.virtual.network import Network
-from hcsim.virtual.tampering import Tampering
-from hcsim.virtual.wiring import Wiring
+from hcsim.virtual.wiring import Tampering, Wiring
 
 T = TypeVar("T")
 
 _TRAFFIC_FRAME_BYTES = 1 << 16
 _TRAFFIC_SILENCE_S = 60.0
+_COUNTED_EVERY_S = 1.0
 
 
 class HostCrashed(HcsimError):
@@ -226,6 +228,70 @@ class World:
         outcome = self._outcomes.get(host.name)
         if outcome is not None and not outcome.done() and not self.returns.get(host.name):
             outcome.set_exception(HostCrashed(f"{host.name} {why}"))
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a host uses."""
+
+    descriptors: int = 0
+    """Connections, those that are being made included."""
+    tasks: int = 0
+    buffered_bytes: int = 0
+    """Sent and not delivered, or delivered and not read."""
+
+    def most(self, other: Usage) -> Usage:
+        """The larger figure of each."""
+        return Usage(
+            max(self.descriptors, other.descriptors),
+            max(self.tasks, other.tasks),
+            max(self.buffered_bytes, other.buffered_bytes),
+        )
+
+
+class Census:
+    """Counts as events come to a trace, a second of virtual time after it last did: so it changes nothing."""
+
+    def __init__(self, sink: Sink) -> None:
+        """`sink` gets the events until all programs have ended: not those of the tearing down."""
+        self.most: dict[str, Usage] = {}
+        """By host, in any of its lives."""
+        self.is_over = False
+        self._sink = sink
+        self._world: World | None = None
+        self._due_ns = 0
+
+    def watch(self, world: World) -> None:
+        """Count this world's hosts."""
+        self._world = world
+        world.on_end = self._end
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        """A sink of the world's trace: pass the events on, and count if it is time."""
+        if self.is_over:
+            return
+        self._sink(events)
+        world, now_ns = self._world, int(events[-1][0])
+        if world is None or now_ns < self._due_ns:
+            return
+        self._due_ns = now_ns + round(_COUNTED_EVERY_S * NS)
+        for host in world.hosts:
+            self.most[host.name] = self.most.get(host.name, Usage()).most(usage(host))
+
+    def _end(self) -> None:
+        assert self._world is not None
+        self._world.trace.digest()  # which takes all events that there are so far
+        self.is_over = True
+
+
+def usage(host: VirtualHost) -> Usage:
+    """What a host uses now."""
+    return Usage(host.descriptors, host.loop.tasks_of(host), sum(_buffered(host)))
+
+
+def _buffered(host: VirtualHost) -> Iterable[int]:
+    for channel in host.channels:
+        outgoing, incoming = channel.streams
+        yield outgoing.queued_bytes + incoming.outstanding
 
 
 @contextmanager

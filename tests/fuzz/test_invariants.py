@@ -15,7 +15,7 @@ from hcsim.fuzz.phases import phases_of
 from hcsim.training.run import Report
 from hcsim.training.tasks.convex import expected_slopes
 from hcsim.units import PositiveSeconds, Seconds
-from hcsim.virtual.census import Usage
+from hcsim.virtual.world import Usage
 
 
 def report(**changes: Any) -> Report:

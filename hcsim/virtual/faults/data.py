@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,18 +14,14 @@ from msgspec.structs import replace
 from hcsim.config import FlippedBit, Misbehave, NanGradient, StaleStep, WrongSize
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
-from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable
+from hcsim.virtual.channel import NO_FRAME_BYTES, Undecodable, VirtualChannel
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note
-from hcsim.virtual.tampering import FLIP
-
-if TYPE_CHECKING:
-    from hcsim.virtual.channel import VirtualChannel
-    from hcsim.virtual.tampering import Frame
-    from hcsim.virtual.world import World
+from hcsim.virtual.host import Surroundings
+from hcsim.virtual.wiring import FLIP, Frame
 
 
 @apply.register(FlippedBit)
-def flip_bit(fault: FlippedBit, world: World) -> None:
+def flip_bit(fault: FlippedBit, world: Surroundings) -> None:
     """The next payload has one bit changed; a phantom has no bits, so the fault waits for data."""
     rng = draws(world, fault)
 
@@ -42,7 +38,7 @@ def flip_bit(fault: FlippedBit, world: World) -> None:
 
 
 @apply.register(WrongSize)
-def change_size(fault: WrongSize, world: World) -> None:
+def change_size(fault: WrongSize, world: Surroundings) -> None:
     """The next segment is some bytes longer or shorter, and its header says so."""
     by = fault.by_bytes if fault.longer else -fault.by_bytes
 
@@ -60,7 +56,7 @@ def change_size(fault: WrongSize, world: World) -> None:
 
 
 @apply.register(StaleStep)
-def repeat_step(fault: StaleStep, world: World) -> None:
+def repeat_step(fault: StaleStep, world: Surroundings) -> None:
     """A segment of an earlier step arrives again, in the place of the first one of a later step."""
     earlier: dict[VirtualChannel, Frame] = {}
 
@@ -74,7 +70,7 @@ def repeat_step(fault: StaleStep, world: World) -> None:
 
 
 @apply.register(NanGradient)
-def spoil_gradient(fault: NanGradient, world: World) -> None:
+def spoil_gradient(fault: NanGradient, world: Surroundings) -> None:
     """One number of the n-th piece of gradients that the device computes from now on is not a number."""
     host = world.host(fault.node)
     host.device.spoil(_Spoiler(world, fault, draws(world, fault)))
@@ -83,7 +79,7 @@ def spoil_gradient(fault: NanGradient, world: World) -> None:
 class _Spoiler:
     """Counts pieces of gradients, and spoils the n-th."""
 
-    def __init__(self, world: World, fault: NanGradient, rng: Random) -> None:
+    def __init__(self, world: Surroundings, fault: NanGradient, rng: Random) -> None:
         self._world = world
         self._node = fault.node
         self._left = fault.nth
@@ -99,7 +95,7 @@ class _Spoiler:
 
 
 @apply.register(Misbehave)
-def misbehave(fault: Misbehave, world: World) -> FaultProcess:
+def misbehave(fault: Misbehave, world: Surroundings) -> FaultProcess:
     """What the node sends breaks the protocol. It is drawn for each frame whether this happens to it."""
     rng = draws(world, fault)
     ways = [

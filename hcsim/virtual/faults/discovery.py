@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec.structs import replace
 
 from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
@@ -11,12 +9,8 @@ from hcsim.runtime.lan import Service, Sighting
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return
-from hcsim.virtual.host import NO_NODES
+from hcsim.virtual.host import NO_NODES, Surroundings, VirtualHost
 from hcsim.virtual.lan import LOST, PASSES, Datagram, Rule
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
-    from hcsim.virtual.world import World
 
 ID_BYTES = 32
 """Of a node's id, and of a namespace's."""
@@ -26,7 +20,7 @@ STRAGGLER_S = 2.0
 
 
 @apply.register(Datagrams)
-def disturb(fault: Datagrams, world: World) -> FaultProcess:
+def disturb(fault: Datagrams, world: Surroundings) -> FaultProcess:
     """Each datagram on the medium draws whether it is lost, doubled, or overtaken by later ones."""
     rng = draws(world, fault)
 
@@ -43,7 +37,7 @@ def disturb(fault: Datagrams, world: World) -> FaultProcess:
 
 
 @apply.register(MulticastLoss)
-def lose_multicast(fault: MulticastLoss, world: World) -> FaultProcess:
+def lose_multicast(fault: MulticastLoss, world: Surroundings) -> FaultProcess:
     """A share of what a host casts, or of what is cast to it, is lost; it hears itself."""
     rng = draws(world, fault)
 
@@ -59,7 +53,7 @@ def lose_multicast(fault: MulticastLoss, world: World) -> FaultProcess:
 
 
 @apply.register(OneWayVisibility)
-def hide(fault: OneWayVisibility, world: World) -> FaultProcess:
+def hide(fault: OneWayVisibility, world: Surroundings) -> FaultProcess:
     """What the first host says of itself does not reach the second; its questions do, and are answered."""
 
     def rule(datagram: Datagram) -> tuple[float, ...]:
@@ -69,7 +63,7 @@ def hide(fault: OneWayVisibility, world: World) -> FaultProcess:
     yield from _have_rule(world, rule, fault.duration_s)
 
 
-def _have_rule(world: World, rule: Rule, duration_s: float | None) -> FaultProcess:
+def _have_rule(world: Surroundings, rule: Rule, duration_s: float | None) -> FaultProcess:
     world.datagrams.add(rule)
     yield from lasting(world, duration_s)
     note(world, "clear", "datagrams")
@@ -77,7 +71,7 @@ def _have_rule(world: World, rule: Rule, duration_s: float | None) -> FaultProce
 
 
 @apply.register(StaleRecord)
-def bring_back_record(fault: StaleRecord, world: World) -> FaultProcess:
+def bring_back_record(fault: StaleRecord, world: Surroundings) -> FaultProcess:
     """Somebody's cache speaks: all neighbours hear the first that the host ever announced under each name. When the
     records have run out, they hear again what is true, or that there is nothing."""
     host = world.host(fault.node)
@@ -103,13 +97,13 @@ def _tell_neighbours(host: VirtualHost, sighting: Sighting) -> None:
 
 
 @prepare.register(CopiedIdentity)
-def expect_copy(fault: CopiedIdentity, world: World) -> None:
+def expect_copy(fault: CopiedIdentity, world: Surroundings) -> None:
     """The node will go down and come back."""
     will_return(world, fault.node)
 
 
 @apply.register(CopiedIdentity)
-def copy_identity(fault: CopiedIdentity, world: World) -> FaultProcess:
+def copy_identity(fault: CopiedIdentity, world: Surroundings) -> FaultProcess:
     """The host is started from a copy of another one's disk, as it is then."""
     die(world, world.host(fault.node), clean=False)
     yield from lasting(world, fault.down_s)
@@ -117,7 +111,7 @@ def copy_identity(fault: CopiedIdentity, world: World) -> FaultProcess:
 
 
 @apply.register(Stranger)
-def announce_strangers(fault: Stranger, world: World) -> FaultProcess:
+def announce_strangers(fault: Stranger, world: Surroundings) -> FaultProcess:
     """Somebody else's records come into view, in a rhythm, until the fault ends."""
     stranger = _Stranger(world, fault)
     if fault.ghosts:
@@ -131,7 +125,7 @@ def announce_strangers(fault: Stranger, world: World) -> FaultProcess:
 class _Stranger:
     """A machine on a home's network. What it knows of a cluster it has heard there."""
 
-    def __init__(self, world: World, fault: Stranger) -> None:
+    def __init__(self, world: Surroundings, fault: Stranger) -> None:
         self._world = world
         self._fault = fault
         self._rng = draws(world, fault)
@@ -195,7 +189,7 @@ class _Stranger:
                 env.call_at(env.now_ns + round(delay_s * NS), _hear, host, sighting)
 
     def _hearers(self) -> list[VirtualHost]:
-        return [host for host in self._world.hosts if self._world.wiring.is_at_home(host, self._fault.home)]
+        return [host for host in self._world.hosts if self._world.wiring.is_at_home(host.name, self._fault.home)]
 
 
 def _hear(host: VirtualHost, sighting: Sighting) -> None:

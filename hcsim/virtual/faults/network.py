@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hcsim.config import (
     BlockedPort,
@@ -20,15 +19,13 @@ from hcsim.config import (
 )
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note
+from hcsim.virtual.host import Surroundings
 from hcsim.virtual.stream import NEVER_NS
-
-if TYPE_CHECKING:
-    from hcsim.virtual.wiring import Change
-    from hcsim.virtual.world import World
+from hcsim.virtual.wiring import Change
 
 
 @apply.register(Partition)
-def partition(fault: Partition, world: World) -> FaultProcess:
+def partition(fault: Partition, world: Surroundings) -> FaultProcess:
     """Packets between the two sides are lost; one-way, those from the first side to the second."""
     pairs = [(a, b) for a in fault.sides[0] for b in fault.sides[1]]
     if not fault.oneway:
@@ -40,7 +37,7 @@ def partition(fault: Partition, world: World) -> FaultProcess:
 
 
 @apply.register(Clog)
-def clog(fault: Clog, world: World) -> FaultProcess:
+def clog(fault: Clog, world: Surroundings) -> FaultProcess:
     """What is sent is taken and kept on the way, datagrams and calls too; then all of it arrives."""
     a, b = fault.between
     until_ns = NEVER_NS if fault.duration_s is None else world.env.now_ns + round(fault.duration_s * NS)
@@ -51,7 +48,7 @@ def clog(fault: Clog, world: World) -> FaultProcess:
 
 
 @apply.register(HalfOpen)
-def half_open(fault: HalfOpen, world: World) -> None:
+def half_open(fault: HalfOpen, world: Surroundings) -> None:
     """The first host's system forgets its connections to the second and tells only its own process."""
     here, there = fault.between
     for channel in world.wiring.channels(here, there):
@@ -59,7 +56,7 @@ def half_open(fault: HalfOpen, world: World) -> None:
 
 
 @apply.register(Reset)
-def reset(fault: Reset, world: World) -> None:
+def reset(fault: Reset, world: Surroundings) -> None:
     """Every connection between the two breaks: at once, or else when half of a frame has left."""
     for channel in world.wiring.channels(*fault.between):
         break_it = partial(channel.reset, "connection reset")
@@ -71,7 +68,7 @@ def reset(fault: Reset, world: World) -> None:
 
 
 @apply.register(WifiGate)
-def close_gate(fault: WifiGate, world: World) -> FaultProcess:
+def close_gate(fault: WifiGate, world: Surroundings) -> FaultProcess:
     """Nothing passes through the air for a moment; what has left arrives."""
     air = world.topology.resources.get(f"{fault.medium}.air")
     if air is not None:  # somebody is on it
@@ -82,25 +79,25 @@ def close_gate(fault: WifiGate, world: World) -> FaultProcess:
 
 
 @apply.register(LinkChange)
-def change_link(fault: LinkChange, world: World) -> FaultProcess:
+def change_link(fault: LinkChange, world: Surroundings) -> FaultProcess:
     """A link gets another rate, latency or loss, for a while or for good."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(CablePulled)
-def pull_cable(fault: CablePulled, world: World) -> FaultProcess:
+def pull_cable(fault: CablePulled, world: Surroundings) -> FaultProcess:
     """What went over the cable stalls; new connections take another way, where there is one."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(RouterReboot)
-def reboot_router(fault: RouterReboot, world: World) -> FaultProcess:
+def reboot_router(fault: RouterReboot, world: Surroundings) -> FaultProcess:
     """Nothing but Thunderbolt is left in a home."""
     yield from _change(world, fault, fault.duration_s)
 
 
 @apply.register(InterfaceChange)
-def change_interface(fault: InterfaceChange, world: World) -> FaultProcess:
+def change_interface(fault: InterfaceChange, world: Surroundings) -> FaultProcess:
     """The host leaves a medium for another. Its old address is gone with the connections over it; nobody is told.
 
     When it goes back, it does not leave what it was on before the move, or is on by another one."""
@@ -110,14 +107,14 @@ def change_interface(fault: InterfaceChange, world: World) -> FaultProcess:
         _drop(world, fault.node, fault.to)
 
 
-def _drop(world: World, node: str, medium: str) -> None:
+def _drop(world: Surroundings, node: str, medium: str) -> None:
     for channel in world.wiring.channels_of(node):
         outgoing, incoming = channel.streams
         if medium in (outgoing.interfaces[0], incoming.interfaces[1]):
             channel.lose(f"{node} has left {medium}", answers=False)
 
 
-def _change(world: World, change: Change, duration_s: float | None) -> FaultProcess:
+def _change(world: Surroundings, change: Change, duration_s: float | None) -> FaultProcess:
     world.wiring.change(change)
     yield from lasting(world, duration_s)
     note(world, "restore", repr(change))
@@ -125,7 +122,7 @@ def _change(world: World, change: Change, duration_s: float | None) -> FaultProc
 
 
 @apply.register(BlockedPort)
-def block_port(fault: BlockedPort, world: World) -> FaultProcess:
+def block_port(fault: BlockedPort, world: Surroundings) -> FaultProcess:
     """A port is closed to the others, or nothing passes through it."""
     cluster = world.scenario.cluster or Cluster()
     named = {"gradient": cluster.gradient_port, "discovery": cluster.discovery_port}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from hcsim.config import (
     ClockDrift,
@@ -22,14 +21,11 @@ from hcsim.config import (
 from hcsim.errors import ConfigError, UsageError
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, lasting, note, prepare
-
-if TYPE_CHECKING:
-    from hcsim.virtual.host import VirtualHost
-    from hcsim.virtual.world import World
+from hcsim.virtual.host import Surroundings, VirtualHost
 
 
 @apply.register(Crash)
-def crash(fault: Crash, world: World) -> None:
+def crash(fault: Crash, world: Surroundings) -> None:
     """The process dies in the middle of whatever it does.
 
     With `clean` its system lives on: it resets the connections and refuses new ones. Without, the peers hear nothing.
@@ -37,7 +33,7 @@ def crash(fault: Crash, world: World) -> None:
     die(world, world.host(fault.node), clean=fault.clean)
 
 
-def die(world: World, host: VirtualHost, *, clean: bool) -> None:
+def die(world: Surroundings, host: VirtualHost, *, clean: bool) -> None:
     """End this life of the host."""
     if not host.alive:
         return
@@ -56,7 +52,7 @@ def die(world: World, host: VirtualHost, *, clean: bool) -> None:
 
 
 @prepare.register(Restart)
-def expect(fault: Restart, world: World) -> None:
+def expect(fault: Restart, world: Surroundings) -> None:
     """Whoever waits for the node's program must know that it comes back; a stale store is copied in time."""
     will_return(world, fault.node)
     if fault.as_of_s is not None:
@@ -66,18 +62,18 @@ def expect(fault: Restart, world: World) -> None:
         world.env.process(_copy_store(world, fault.node, fault.as_of_s))
 
 
-def will_return(world: World, node: str) -> None:
+def will_return(world: Surroundings, node: str) -> None:
     """A crash of the node is not its end: `bring_back` will be called once more."""
     world.returns[node] = world.returns.get(node, 0) + 1
 
 
-def _copy_store(world: World, node: str, as_of_s: float) -> FaultProcess:
+def _copy_store(world: Surroundings, node: str, as_of_s: float) -> FaultProcess:
     yield world.env.timeout(round(as_of_s * NS) - world.env.now_ns)
     world.host(node).store.keep_copy(as_of_s)
 
 
 @apply.register(Restart)
-def restart(fault: Restart, world: World) -> FaultProcess:
+def restart(fault: Restart, world: Surroundings) -> FaultProcess:
     """The machine is started again: at once when it is down, else it goes down first."""
     host = world.host(fault.node)
     wait_s = fault.down_s if host.alive else 0.0
@@ -91,7 +87,7 @@ def restart(fault: Restart, world: World) -> FaultProcess:
         yield from slow_down(world, fault.node, fault.slow, fault.slow_for_s)
 
 
-def bring_back(world: World, node: str, records: Mapping[str, bytes]) -> bool:
+def bring_back(world: Surroundings, node: str, records: Mapping[str, bytes]) -> bool:
     """Start the node with these records in its store, unless it lives already."""
     world.returns[node] -= 1
     if world.host(node).alive:
@@ -102,13 +98,13 @@ def bring_back(world: World, node: str, records: Mapping[str, bytes]) -> bool:
 
 
 @apply.register(Leave)
-def leave(fault: Leave, world: World) -> None:
+def leave(fault: Leave, world: Surroundings) -> None:
     """A program that can be asked to leave is asked; one that has ended does not notice."""
     world.host(fault.node).leaving.set()
 
 
 @apply.register(Pause)
-def pause(fault: Pause, world: World) -> FaultProcess:
+def pause(fault: Pause, world: Surroundings) -> FaultProcess:
     """Alive but stuck: a process stopped. Its system still takes what fits its buffers."""
     host = world.host(fault.node)
     _stop(world, host)
@@ -117,20 +113,20 @@ def pause(fault: Pause, world: World) -> FaultProcess:
     yield from _held(world, host, fault.duration_s)
 
 
-def _held(world: World, host: VirtualHost, duration_s: float | None) -> FaultProcess:
+def _held(world: Surroundings, host: VirtualHost, duration_s: float | None) -> FaultProcess:
     """Let a stopped host go on after a while; None: never, as long as the host has this life."""
     yield from lasting(world, duration_s)
     _go_on(world, host)
 
 
-def _stop(world: World, host: VirtualHost) -> None:
+def _stop(world: Surroundings, host: VirtualHost) -> None:
     """Stop all of the host's code."""
     host.pauses += 1
     world.loop.freeze(host)
     host.device.stop()
 
 
-def _go_on(world: World, host: VirtualHost) -> None:
+def _go_on(world: Surroundings, host: VirtualHost) -> None:
     host.pauses -= 1
     if host.alive and not host.pauses:
         note(world, "thaw", host.name)
@@ -139,7 +135,7 @@ def _go_on(world: World, host: VirtualHost) -> None:
 
 
 @apply.register(Lid)
-def close_lid(fault: Lid, world: World) -> FaultProcess:
+def close_lid(fault: Lid, world: Surroundings) -> FaultProcess:
     """The machine sleeps: no code of it runs, nobody reaches it, and what measures time for its programs stands
     still."""
     host = world.host(fault.node)
@@ -167,12 +163,12 @@ def close_lid(fault: Lid, world: World) -> FaultProcess:
 
 
 @apply.register(Throttle)
-def throttle(fault: Throttle, world: World) -> FaultProcess:
+def throttle(fault: Throttle, world: Surroundings) -> FaultProcess:
     """The machine gets slower: heat, or another job."""
     yield from slow_down(world, fault.node, fault.factor, fault.duration_s)
 
 
-def slow_down(world: World, node: str, factor: float, duration_s: float | None) -> FaultProcess:
+def slow_down(world: Surroundings, node: str, factor: float, duration_s: float | None) -> FaultProcess:
     """Let the node compute at that part of its speed for a while; None: for good."""
     world.host(node).device.slow_down(factor)
     yield from lasting(world, duration_s)
@@ -181,7 +177,7 @@ def slow_down(world: World, node: str, factor: float, duration_s: float | None) 
 
 
 @apply.register(StuckDevice)
-def hang_device(fault: StuckDevice, world: World) -> FaultProcess:
+def hang_device(fault: StuckDevice, world: Surroundings) -> FaultProcess:
     """What the device computes is not finished: a driver or a chip that hangs."""
     world.host(fault.node).device.hang()
     yield from lasting(world, fault.duration_s)
@@ -190,7 +186,7 @@ def hang_device(fault: StuckDevice, world: World) -> FaultProcess:
 
 
 @apply.register(FullDisk)
-def fill_disk(fault: FullDisk, world: World) -> FaultProcess:
+def fill_disk(fault: FullDisk, world: Surroundings) -> FaultProcess:
     """Saving fails as it does where a real disk is full."""
     store = world.host(fault.node).store
 
@@ -201,7 +197,7 @@ def fill_disk(fault: FullDisk, world: World) -> FaultProcess:
 
 
 @apply.register(SlowDisk)
-def slow_disk(fault: SlowDisk, world: World) -> FaultProcess:
+def slow_disk(fault: SlowDisk, world: Surroundings) -> FaultProcess:
     """Saving takes its time, during which whoever saves does nothing else.
 
     A record that a device's function saves makes its work longer. Otherwise the process itself waits: all of the host
@@ -219,7 +215,7 @@ def slow_disk(fault: SlowDisk, world: World) -> FaultProcess:
     yield from _before_saving(world, fault, wait)
 
 
-def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> FaultProcess:
+def _before_saving(world: Surroundings, fault: FullDisk | SlowDisk, act: Callable[[str], None]) -> FaultProcess:
     acts = world.host(fault.node).store.before_saving  # the machine's, in all of its lives
     acts.append(act)
     yield from lasting(world, fault.duration_s)
@@ -228,7 +224,7 @@ def _before_saving(world: World, fault: FullDisk | SlowDisk, act: Callable[[str]
 
 
 @apply.register(FewDescriptors)
-def take_descriptors(fault: FewDescriptors, world: World) -> FaultProcess:
+def take_descriptors(fault: FewDescriptors, world: Surroundings) -> FaultProcess:
     """The process may not have more connections than that, as with a low `ulimit -n`."""
     limits = world.host(fault.node).descriptor_limits  # the machine's, in all of its lives
     limits.append(fault.connections)
@@ -239,21 +235,21 @@ def take_descriptors(fault: FewDescriptors, world: World) -> FaultProcess:
 
 
 @prepare.register(ClockJump)
-def be_wrong(fault: ClockJump, world: World) -> None:
+def be_wrong(fault: ClockJump, world: Surroundings) -> None:
     """A clock that is wrong from the start is so before the first line of a program runs."""
     if fault.at_s == 0.0:
         world.host(fault.node).clock.offset_s += fault.by_s
 
 
 @apply.register(ClockJump)
-def jump(fault: ClockJump, world: World) -> None:
+def jump(fault: ClockJump, world: Surroundings) -> None:
     """The host's clock is set forward or back."""
     if fault.at_s > 0.0:
         world.host(fault.node).clock.offset_s += fault.by_s
 
 
 @apply.register(ClockDrift)
-def drift(fault: ClockDrift, world: World) -> FaultProcess:
+def drift(fault: ClockDrift, world: Surroundings) -> FaultProcess:
     """The host's clock runs fast or slow, and its timers with it."""
     world.host(fault.node).clock.multiply_rate(fault.rate)
     yield from lasting(world, fault.duration_s)

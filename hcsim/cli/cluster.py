@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from hcsim.cli import errors_told
+from hcsim.cli.options import CLUSTER, INVITATION_PORT
 
 app = typer.Typer(help="Say which machines belong together.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Option(help="What this machine calls the cluster.")]
-DEFAULT_NAME = "home"
-INVITATION_PORT = 52418
 
 
 def home() -> Path:
@@ -25,7 +24,7 @@ def home() -> Path:
 
 
 @app.command()
-def create(name: Name = DEFAULT_NAME) -> None:
+def create(name: Name = CLUSTER) -> None:
     """Make a new cluster with this machine in it, and print the phrase by which other machines join it."""
     with errors_told():
         from hcsim.cli import screen
@@ -36,7 +35,7 @@ def create(name: Name = DEFAULT_NAME) -> None:
         secret = new_secret()
         save_secret(home(), name, secret)
         load_trust(home(), name, host_name())
-        option = "" if name == DEFAULT_NAME else f" --name {name}"
+        option = "" if name == CLUSTER else f" --name {name}"
         screen.note(f"created the cluster {name!r} with this machine in it, as node {key.node_id}")
         screen.note(f"on each of the other machines, run `hcsim cluster join{option}` and type this phrase:")
         screen.say(secret.phrase())
@@ -61,7 +60,7 @@ def join(
     phrase: Annotated[
         list[str] | None, typer.Argument(help="The invitation or phrase, or - to read it from standard input.")
     ] = None,
-    name: Name = DEFAULT_NAME,
+    name: Name = CLUSTER,
     peer: Inviter = None,
     look: Look = "10 s",
 ) -> None:
@@ -80,7 +79,7 @@ def join(
 
 @app.command()
 def invite(
-    name: Name = DEFAULT_NAME,
+    name: Name = CLUSTER,
     expires: Annotated[str, typer.Option(help="How long it is good for.")] = "10 min",
     uses: Annotated[int, typer.Option(min=1, max=64, help="How many machines may join by it.")] = 1,
     port: Annotated[
@@ -95,7 +94,7 @@ def invite(
 
 
 @app.command()
-def members(name: Name = DEFAULT_NAME) -> None:
+def members(name: Name = CLUSTER) -> None:
     """Print who belongs to the cluster, and who was expelled, as far as this machine knows."""
     with errors_told():
         from hcsim.cli import membership as work
@@ -106,7 +105,7 @@ def members(name: Name = DEFAULT_NAME) -> None:
 @app.command()
 def expel(
     machine: Annotated[str, typer.Argument(help="What the others call it, or its node id.")],
-    name: Name = DEFAULT_NAME,
+    name: Name = CLUSTER,
     peer: Peers = None,
     look: Look = "3 s",
 ) -> None:
@@ -118,7 +117,7 @@ def expel(
 
 
 @app.command()
-def rotate(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
+def rotate(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None:
     """Replace the cluster's secret: the old phrase admits nobody any more. Members stay members."""
     with errors_told():
         from hcsim.cli import membership as work
@@ -127,7 +126,7 @@ def rotate(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") ->
 
 
 @app.command()
-def phrase(name: Name = DEFAULT_NAME) -> None:
+def phrase(name: Name = CLUSTER) -> None:
     """Print the phrase by which machines can join without an invitation."""
     with errors_told():
         from hcsim.cli import membership as work
@@ -136,7 +135,7 @@ def phrase(name: Name = DEFAULT_NAME) -> None:
 
 
 @app.command()
-def status(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") -> None:
+def status(name: Name = CLUSTER, peer: Peers = None, look: Look = "3 s") -> None:
     """Ask the nodes that run now: who is there, who leads, and how they are connected."""
     with errors_told():
         from hcsim.cli.membership import show_status
@@ -147,7 +146,7 @@ def status(name: Name = DEFAULT_NAME, peer: Peers = None, look: Look = "3 s") ->
 @app.command()
 def forget(
     machine: Annotated[str, typer.Argument(help="What the others call it.")],
-    name: Name = DEFAULT_NAME,
+    name: Name = CLUSTER,
     peer: Peers = None,
     look: Look = "3 s",
 ) -> None:

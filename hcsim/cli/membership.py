@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from hcsim.cli import screen
-from hcsim.cli.cluster import DEFAULT_NAME, INVITATION_PORT
+from hcsim.cli.options import CLUSTER, INVITATION_PORT
 from hcsim.cli.settings import seconds
 from hcsim.cluster.inquiry import Survey
 from hcsim.cluster.joining import Inviting, Knock, find, knock, thank
@@ -66,7 +66,7 @@ def join(text: str, home: Path, cluster: str, peers: Sequence[str], look: str) -
 def invite(home: Path, cluster: str, expires: str, uses: int, port: int) -> None:
     """Show an invitation, and wait for those who use it."""
     lasts_s = seconds("--expires", expires)
-    name = "" if cluster == DEFAULT_NAME else f" --name {cluster}"
+    name = "" if cluster == CLUSTER else f" --name {cluster}"
 
     def show(text: str) -> None:
         screen.note(f"on the other machine, run `hcsim cluster join{name}` and type this invitation:")

@@ -16,6 +16,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from hcsim.cli import BAD_INPUT
 
+CLUSTER = "home"
+"""What a machine calls its cluster where nobody says."""
+INVITATION_PORT = 52418
+
 
 def names_of(kind: str) -> Callable[[str], Iterable[str]]:
     """Completes what can be named, in a shell."""

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
 from hcsim.collectives.cost import Links
-
-if TYPE_CHECKING:
-    from hcsim.collectives.group import Group
+from hcsim.runtime.host import Host
 
 LARGE_BYTES = 2**20
 _ROUND_TRIPS = 5
@@ -31,7 +29,37 @@ Missing: TypeAlias = Callable[[list[int]], None]
 """Called with the ranks that we still wait for, whenever that changes."""
 
 
-async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
+class Ranks(Protocol):
+    """What is asked of the group."""
+
+    rank: int
+    size: int
+
+    @property
+    def host(self) -> Host:
+        """The machine that this rank runs on."""
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether what comes over any link can go on over any other without a stop."""
+
+    def within(self, timeout_s: float) -> Self:
+        """It, with another time limit."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Self:
+        """A group of these ranks."""
+
+    def send(self, data: Any, to: int, *, tag: int = 0) -> Awaitable[object]:
+        """Send to a rank."""
+
+    def recv(self, out: Any, source: int, *, tag: int = 0) -> Awaitable[object]:
+        """Receive from a rank."""
+
+    def all_gather(self, data: Any, *, algorithm: str = "auto") -> Awaitable[Sequence[Any]]:
+        """Everybody's data, by rank."""
+
+
+async def assemble(group: Ranks, wait_s: float, missing: Missing) -> None:
     """Return when every rank is there: all call rank 0, which reports the absent ones to those that have called."""
     if group.size == 1:
         return
@@ -58,7 +86,7 @@ async def assemble(group: Group, wait_s: float, missing: Missing) -> None:
     await asyncio.gather(*(arrival(rank) for rank in range(1, group.size)))
 
 
-async def measure_links(group: Group) -> Links:
+async def measure_links(group: Ranks) -> Links:
     """The figures of all links between the group's ranks. Every member has to call it."""
     n, rank = group.size, group.rank
     row = np.zeros((3, n))
@@ -96,7 +124,7 @@ def partners(rank: int, size: int) -> list[int]:
     return met
 
 
-async def _meet(group: Group, partner: int) -> tuple[float, float, float]:
+async def _meet(group: Ranks, partner: int) -> tuple[float, float, float]:
     """Latency, overhead per message and bandwidth towards the partner; the lower rank measures first."""
     if group.rank < partner:
         figures = await _time(group, partner)
@@ -107,7 +135,7 @@ async def _meet(group: Group, partner: int) -> tuple[float, float, float]:
     return figures
 
 
-async def _time(group: Group, partner: int) -> tuple[float, float, float]:
+async def _time(group: Ranks, partner: int) -> tuple[float, float, float]:
     clock, small, large = group.host.clock, np.zeros(1, np.uint8), np.zeros(LARGE_BYTES, np.uint8)
     trips_s = []
     for _ in range(_ROUND_TRIPS):
@@ -132,7 +160,7 @@ async def _time(group: Group, partner: int) -> tuple[float, float, float]:
     return trip_s / 2, overhead_s, LARGE_BYTES / large_s
 
 
-async def _answer(group: Group, partner: int) -> None:
+async def _answer(group: Ranks, partner: int) -> None:
     small, large = np.zeros(1, np.uint8), np.zeros(LARGE_BYTES, np.uint8)
     for _ in range(_ROUND_TRIPS):
         await group.recv(small, partner, tag=_TAG)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hcsim.torch_backend.options import Options
+from hcsim.torch_backend.options import DEVICES, NAME, Options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEVICES", "NAME", "Options", "register"]
-
-NAME = "hcsim"
-DEVICES = ["cpu", "cuda", "mps"]
+__all__ = ["Options", "register"]
 
 
 def register() -> None:

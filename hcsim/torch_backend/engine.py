@@ -75,10 +75,6 @@ def use_engine(engine: Engine) -> None:
     _engine = engine
 
 
-def current_engine() -> Engine:
+def chosen_engine() -> Engine | None:
     """What `use_engine` was given; otherwise groups live in this process, for real."""
-    if _engine is not None:
-        return _engine
-    from hcsim.torch_backend.local import local_engine
-
-    return local_engine()
+    return _engine

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup, ReduceOp
 
-from hcsim.torch_backend import NAME
-from hcsim.torch_backend.options import Options
+from hcsim.torch_backend.options import NAME, Options
 
 _SPLIT_FROM_BYTES = 1 << 16
 """Smaller data take the way with fewer calls."""

@@ -1,12 +1,15 @@
-"""What a program may say of a process group that it makes: `init_process_group("hcsim", pg_options=Options(...))`."""
+"""What torch calls the backend, and what a program may say of a process group that it makes."""
 
 from __future__ import annotations
 
 import msgspec
 
+NAME = "hcsim"
+DEVICES = ["cpu", "cuda", "mps"]
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The same on all ranks."""
+    """`init_process_group("hcsim", pg_options=Options(...))`, the same on all ranks."""
 
     compression: str = ""
     """How sums and means of floats travel in all_reduce: "int8", "bf16", "topk:0.01"; empty: as they are, and so do

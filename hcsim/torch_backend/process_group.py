@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,12 +22,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
 
 from hcsim.calls import ANY_SOURCE, Compression, GroupCall, check_compressor
-from hcsim.torch_backend import DEVICES, NAME
-from hcsim.torch_backend.barrier import monitored_barrier
-from hcsim.torch_backend.engine import Line, Pending, Place, current_engine
-from hcsim.torch_backend.options import Options
+from hcsim.errors import CollectiveTimeout, HcsimError
+from hcsim.torch_backend.engine import Engine, Line, Pending, Place, chosen_engine
+from hcsim.torch_backend.options import DEVICES, NAME, Options
 from hcsim.torch_backend.tensors import Factor, Flat, Staging
-from hcsim.torch_backend.work import PendingWork
+from hcsim.torch_backend.work import CallTimedOut, PendingWork, translated
 
 Tensors: TypeAlias = list[Tensor] | Tensor
 Started: TypeAlias = tuple[Pending, Sequence[Flat]]
@@ -45,6 +45,8 @@ _REDUCTIONS = {
 }
 _COMPRESSED = ("sum", "mean")
 """What the group's compression is for."""
+_BARRIER_TAG = (1 << 32) - 1
+"""Of the messages of a monitored barrier: above what a torch program can say."""
 
 
 def create(options: Any, backend_options: object | None) -> ProcessGroup:
@@ -55,7 +57,15 @@ def create(options: Any, backend_options: object | None) -> ProcessGroup:
     parent = whole.line if isinstance(whole, HcsimGroup) else None
     timeout_s = options.timeout.total_seconds()
     place = Place(options.group_id, options.group_rank, options.group_size, timeout_s, parent, ranks)
-    return HcsimGroup(current_engine().open(place, options.store), options.store, timeout_s, chosen, ranks)
+    return HcsimGroup(_engine().open(place, options.store), options.store, timeout_s, chosen, ranks)
+
+
+def _engine() -> Engine:
+    if (chosen := chosen_engine()) is not None:
+        return chosen
+    from hcsim.torch_backend.local import local_engine  # a simulated rank has no real network
+
+    return local_engine()
 
 
 def _options(given: object | None) -> Options:
@@ -241,7 +251,7 @@ class HcsimGroup(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names, at rank 0, who did not come."""
-        monitored_barrier(self.line, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
+        _monitored_barrier(self.line, timeout.total_seconds(), self._ranks, name_all=wait_all_ranks)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -404,3 +414,39 @@ def _counts(group: HcsimGroup, ours: int, opts: Any) -> list[int]:
     counts = torch.empty(group.size(), dtype=torch.int64)
     group.all_gather_single(counts, torch.tensor([ours]), opts).wait()
     return [int(count) for count in counts]
+
+
+def _monitored_barrier(line: Line, timeout_s: float, ranks: Sequence[int], *, name_all: bool) -> None:
+    """A barrier that says who did not come: everybody reports to rank 0, which lets all go or names the absent.
+
+    `ranks`: who the members are in the whole program; `name_all`: rank 0 names all the absent rather than one."""
+    others = range(1, line.size) if line.rank == 0 else range(1)
+    first, second = ("recv", "send") if line.rank == 0 else ("send", "recv")
+    troubles = _troubles({rank: _begin_message(line, first, rank, timeout_s) for rank in others})
+    if line.rank == 0 and any(isinstance(trouble, CollectiveTimeout) for trouble in troubles.values()):
+        late = sorted(troubles) if name_all else sorted(troubles)[:1]
+        absent = [ranks[rank] for rank in late]
+        raise CallTimedOut(
+            f"the monitored barrier was not passed within {timeout_s:g} s:"
+            f" rank {', '.join(map(str, absent))} did not come to it",
+            absent[0],
+        )
+    troubles = troubles or _troubles({rank: _begin_message(line, second, rank, timeout_s) for rank in others})
+    for trouble in troubles.values():
+        raise translated(trouble) from trouble
+
+
+def _begin_message(line: Line, operation: str, rank: int, timeout_s: float) -> Pending:
+    call = GroupCall(operation=operation, root=rank, tag=_BARRIER_TAG, timeout_s=timeout_s)
+    return line.start(call, [np.zeros(1, np.uint8)])
+
+
+def _troubles(messages: dict[int, Pending]) -> dict[int, HcsimError]:
+    """What went wrong with each that something went wrong with."""
+    troubles = {}
+    for rank, message in messages.items():
+        try:
+            message.wait(None)
+        except HcsimError as error:
+            troubles[rank] = error
+    return troubles

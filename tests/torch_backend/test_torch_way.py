@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hcsim.cli.app import app
 from hcsim.errors import ConfigError
-from hcsim.torch_backend.way import way_of
+from hcsim.torch_backend.local import way_of
 from tests.torch_backend.ranks import Meeting, Ranks
 
 ELSEWHERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HCSIM_ADDRESSES": "192.0.2.7"}

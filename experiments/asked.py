@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from hcsim.cli import spell
+from hcsim.cli.errors import spell
 
 
 def run(main: Callable[..., None]) -> None:

@@ -34,7 +34,7 @@ from experiments.study.grid import Asked, load_sweep, shipped_sweeps
 from experiments.study.progress import Bar
 from experiments.study.runner import run_cells
 from experiments.study.store import Store
-from hcsim.cli import INTERRUPTED
+from hcsim.cli.errors import INTERRUPTED
 from hcsim.errors import ConfigError
 from hcsim.files import write_whole
 from hcsim.registry import load_plugin

@@ -10,7 +10,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -307,3 +307,62 @@ def test_what_a_test_takes_from_within_is_found(source: str, found: str) -> None
 )
 def test_what_a_test_takes_from_without_is_left_alone(source: str) -> None:
     assert [*private_names(source)] == []
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """The strongly connected components of two or more modules, or of one that imports itself (Tarjan)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in number:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            at = stack.index(module)
+            component = sorted(stack[at:])
+            del stack[at:]
+            if len(component) > 1 or module in graph[module]:
+                found.append(component)
+
+    for module in sorted(graph):
+        if module not in number:
+            visit(module)
+    return sorted(found)
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Who imports whom within a package: at the top, in functions, and for types."""
+    modules = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in sources(package)}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = [name for _, name, _ in imports(ast.parse(path.read_text(encoding="utf-8")))]
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph(HCSIM)
+    assert len(graph) > 100
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["e"]}) == [["b", "c"], ["e"]]
+
+
+def test_imports_in_functions_and_for_types_count(tmp_path: Path) -> None:
+    package = tmp_path / "house"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cellar.py").write_text("def down():\n    from house import attic\n")
+    (package / "attic.py").write_text("if TYPE_CHECKING:\n    from house.cellar import Wine\n")
+    assert circles(import_graph(package)) == [["house.attic", "house.cellar"]]

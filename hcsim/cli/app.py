@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hcsim.cli import FAILED, cluster, errors_told
+from hcsim.cli import cluster
+from hcsim.cli.errors import FAILED, errors_told
 from hcsim.cli.options import Bench, Command, Commands, Rank, Run, names_of, taking
 
 app = typer.Typer(

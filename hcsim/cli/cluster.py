@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hcsim.cli import errors_told
+from hcsim.cli.errors import errors_told
 from hcsim.cli.options import CLUSTER, INVITATION_PORT
 
 app = typer.Typer(help="Say which machines belong together.", no_args_is_help=True, rich_markup_mode=None)

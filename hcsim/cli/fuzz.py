@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hcsim.cli import INTERRUPTED, screen
+from hcsim.cli import screen
+from hcsim.cli.errors import INTERRUPTED
 from hcsim.config import OWN_FAULTS, Scenario, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.fuzz.coverage import PAIRS, PHASES, SHORT, Coverage

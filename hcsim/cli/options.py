@@ -14,7 +14,7 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hcsim.cli import BAD_INPUT
+from hcsim.cli.errors import BAD_INPUT
 
 CLUSTER = "home"
 """What a machine calls its cluster where nobody says."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hcsim.cli import BAD_INPUT
 from hcsim.cli.app import app
+from hcsim.cli.errors import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]
 MOST_OPTIONS = 14

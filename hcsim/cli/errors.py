@@ -1,0 +1,47 @@
+"""How a command ends: its exit status, and what a person is told of errors."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+"""The exit status that shells give it."""
+
+
+def spell() -> None:
+    """What a terminal cannot show is spelled: no reason to end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Tell a person what is wrong in a line. A programming error keeps its traceback."""
+    import typer
+
+    from hcsim.errors import ConfigError, HcsimError, UsageError
+
+    try:
+        yield
+        return
+    except (ConfigError, UsageError) as error:
+        status, words = BAD_INPUT, str(error)
+    except HcsimError as error:
+        status, words = FAILED, str(error)
+    except MemoryError as error:
+        status, words = FAILED, f"there is not enough memory for this: {error}".removesuffix(" for this: ")
+    except KeyboardInterrupt:
+        status, words = INTERRUPTED, ""
+    from hcsim.cli.screen import complain, note
+
+    if words:
+        complain(words)
+    else:
+        note("interrupted")
+    raise typer.Exit(status)

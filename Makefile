@@ -41,7 +41,7 @@ docs: $(READY)  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # compat: a plain path entry, so that a folder called hcsim beside somebody's script does not stand before the package.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.[ch])
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard hcsim/compressors/kernels/*.[ch] hcsim/real/*.[ch] hcsim/real/shm/*.[ch])
 	@$(BIN)/python $(NEW_ENOUGH) || $(PYTHON) $(NEW_ENOUGH) || \
 		{ echo "hcsim needs Python >= 3.11, and $(PYTHON) is none: say which is, as in: make PYTHON=python3.12 test" >&2; exit 1; }
 	$(BIN)/python $(NEW_ENOUGH) || { rm -rf .venv && $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }

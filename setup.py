@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from posixpath import normpath
 
 from setuptools import Extension, setup
 
@@ -12,7 +13,7 @@ def compiled(name: str, *flags: str, depends: tuple[str, ...] = ()) -> Extension
     return Extension(
         name,
         sources=[f"{path}.c"],
-        depends=[f"{path.rpartition('/')[0]}/{file}" for file in depends],
+        depends=[normpath(f"{path}/../{file}") for file in depends],
         extra_compile_args=["-O3", "-ffp-contract=off", *flags],
         py_limited_api=True,
         optional=True,
@@ -26,7 +27,7 @@ modules = [
     compiled("hcsim.compressors.kernels.compiled", depends=("avx2.c", *LOOPS)),
     compiled("hcsim.real.folding", depends=SUMS),  # without it, numpy adds what has been received
     # Without it, processes of one machine talk over TCP.
-    compiled("hcsim.real.rings", depends=("belt.h", "ring.h", *SUMS)),
+    compiled("hcsim.real.shm.rings", depends=("belt.h", "ring.h", *(f"../{file}" for file in SUMS))),
 ]
 if platform.machine() == "x86_64":
     # On a Mac a Python for both kinds of processor has everything compiled for both.

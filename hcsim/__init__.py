@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hcsim.collectives.cost import Links
     from hcsim.collectives.group import Group
-    from hcsim.collectives.options import Options
+    from hcsim.collectives.select import Options
     from hcsim.config import Scenario, Training, load_scenario
     from hcsim.errors import HcsimError
     from hcsim.launch.real import real_group
@@ -49,14 +49,14 @@ _HOMES = {
     "Group": "collectives.group",
     "HcsimError": "errors",
     "Links": "collectives.cost",
-    "Options": "collectives.options",
+    "Options": "collectives.select",
     "Outcome": "launch.virtual",
     "Phantom": "runtime.channel",
     "Report": "training.run",
     "Scenario": "config",
     "TlsFiles": "real.tls",
     "Training": "config",
-    "Wire": "transport.wire",
+    "Wire": "transport.hello",
     "load_scenario": "config",
     "real_group": "launch.real",
     "simulate": "launch.virtual",

@@ -33,7 +33,7 @@ from hcsim.collectives.select import choose
 from hcsim.config import Job
 from hcsim.errors import ConfigError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.units import did_you_mean
 
 _PERIOD = 251

@@ -40,8 +40,8 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.identity.trust_list import TrustList, TrustRecord, decode_record, phrase_key
 from hcsim.identity.trust_store import StoredTrust, TrustStore
+from hcsim.real.hardware import MemoryStore
 from hcsim.real.mdns import SERVICE_TYPE, cached
-from hcsim.real.store import MemoryStore
 from hcsim.rng import generator, stream
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from hcsim.runtime.store import packed, unpacked
@@ -52,9 +52,9 @@ from hcsim.training.elastic.transfer import PIECE_BYTES, Parcel, _Taking
 from hcsim.training.parameter_server import messages as ps
 from hcsim.transport import hello
 from hcsim.transport.callers import one_line
+from hcsim.transport.hello import Wire
 from hcsim.transport.messages import Schema
 from hcsim.transport.rpc import messages as rpc
-from hcsim.transport.wire import Wire
 
 Parse = Callable[[bytes], None]
 """Returns when it takes the input; raises `HcsimError` when it refuses it."""

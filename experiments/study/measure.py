@@ -12,12 +12,12 @@ from experiments.clusters import Cluster, cluster
 from experiments.study.cell import AllReduce, AnyCell, Result
 from hcsim.collectives.cost import closed_form
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Scenario
 from hcsim.launch.virtual import simulate
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.transport.wire import MAX_FRAME_BYTES, Wire
+from hcsim.transport.hello import MAX_FRAME_BYTES, Wire
 
 TIMEOUT_S = 24 * 3600.0
 """Slow links are part of a study: nothing is to fail for being slow."""

@@ -10,7 +10,7 @@ from experiments.study.cell import Point, Result, Train
 from experiments.study.failures import MOST, failing
 from experiments.study.measure import TIMEOUT_S, fingerprints
 from experiments.study.models import NAME, transformer
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training
 from hcsim.errors import CompressionError, ConfigError

@@ -30,14 +30,14 @@ from hcsim.errors import ConfigError
 from hcsim.launch.real import RealNode, train_in_cluster
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import Plan
-from hcsim.real.device import best_torch_device, check_torch_device
+from hcsim.real.hardware import best_torch_device, check_torch_device
 from hcsim.real.keys import load_secret
 from hcsim.real.ssh import Remotes, remotes
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Point, Report
 from hcsim.training.strategies import check_elastic
 from hcsim.training.tasks import task
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 
 _GRACE_S = 30.0
 """How long those that were started from here may take to end."""

@@ -14,13 +14,13 @@ import msgspec
 from hcsim.cli import screen
 from hcsim.cli.recording import Files, recording, tell_failures, tell_fingerprint
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.collectives.startup import assemble
 from hcsim.config import Job, Scenario
 from hcsim.errors import CollectiveError, ConfigError, HcsimError
 from hcsim.jobs import Lap, check_job, run_job
 from hcsim.launch.virtual import simulate
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 
 if TYPE_CHECKING:
     from hcsim.real.tls import TlsFiles

@@ -19,7 +19,7 @@ from hcsim.real.keys import load_secret
 from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.member import Ended, Script, run_in_cluster
 from hcsim.scripts.run import ScriptRun, simulate_script
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 
 _BUSIEST = 8
 

@@ -65,7 +65,7 @@ def tell_outcome(scenario: Scenario, settings: Training, each: str, outcome: Out
 
 def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: str, save: Path | None) -> bool:
     """Train as one rank of a real group, and show how it went."""
-    from hcsim.real.device import check_torch_device
+    from hcsim.real.hardware import check_torch_device
 
     rank, ranks = place.rank, len(place.peers)
     check(settings, ranks, 1, save)
@@ -83,7 +83,7 @@ def train_real(settings: Training, seed: int, place: Place, wire: Wire, device: 
 async def _train(
     settings: Training, seed: int, place: Place, wire: Wire, device: str, progress: screen.Progress, save: Path | None
 ) -> tuple[Report, str]:
-    from hcsim.real.device import best_torch_device
+    from hcsim.real.hardware import best_torch_device
 
     chosen = best_torch_device() if device == "auto" else device
     async with joined(place, settings.timeout_s, wire, progress, chosen) as group:

@@ -28,9 +28,8 @@ from hcsim.config.cluster import Cluster
 from hcsim.errors import AdmissionRefused, ConfigError, HcsimError
 from hcsim.identity.trust_list import OTHER_CLUSTER
 from hcsim.runtime.address import address_at, hosts_of, with_port
-from hcsim.runtime.host import Host
-from hcsim.runtime.lan import Service
-from hcsim.runtime.waiting import TokenBucket
+from hcsim.runtime.clock import TokenBucket
+from hcsim.runtime.host import Host, Service
 from hcsim.transport.callers import one_line
 
 Dial: TypeAlias = Callable[[str, float], Awaitable[str]]

@@ -27,8 +27,7 @@ from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_list import MOST_BYTES, MOST_NAME, Invitation, PublicKey, TrustRecord
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
-from hcsim.runtime.host import Host
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Host, Service
 from hcsim.transport.callers import Callers, one_line
 from hcsim.transport.messages import Schema, expect
 

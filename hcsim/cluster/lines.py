@@ -14,8 +14,8 @@ from typing import Protocol
 from hcsim.cluster.messages import SCHEMA, Ask, Beat, Goodbye, Hello, Message, Probe, Status, Told
 from hcsim.errors import ChannelError, HcsimError, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.clock import within
 from hcsim.runtime.host import Host
-from hcsim.runtime.waiting import within
 from hcsim.transport.callers import Callers
 from hcsim.transport.messages import expect
 

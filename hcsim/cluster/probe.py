@@ -36,9 +36,8 @@ from hcsim.cluster.view import Member
 from hcsim.errors import ChannelError, DeadlineExceeded, HcsimError
 from hcsim.runtime.address import address_at, hosts_of
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import Host, Work
 from hcsim.transport.callers import Callers
 from hcsim.transport.messages import Schema, expect
 

@@ -24,8 +24,7 @@ import msgspec
 from hcsim.cluster.probe import Line, Prober, Speed, measure_speed
 from hcsim.errors import UsageError
 from hcsim.runtime.address import join_address
-from hcsim.runtime.device import Chip
-from hcsim.runtime.host import Host, Interface, Medium
+from hcsim.runtime.host import Chip, Host, Interface, Medium
 
 if TYPE_CHECKING:
     import networkx as nx

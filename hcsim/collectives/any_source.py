@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hcsim.errors import ChannelBroken, HcsimError
-from hcsim.runtime.waiting import disappoint
+from hcsim.runtime.clock import disappoint
 from hcsim.transport.link import Link, Tag
 from hcsim.transport.mesh import Mesh
 

@@ -206,7 +206,7 @@ class _Forwarder:
                 at = reached[done - 1]
                 activity.step = at.step
 
-            await source.convey(legs, to, moved)
+            await source.forward(legs, to, moved)
             if at != reached[-1]:
                 break
         return at

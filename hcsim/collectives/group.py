@@ -37,10 +37,10 @@ from hcsim.collectives.buffers import (
 from hcsim.collectives.cost import Links
 from hcsim.collectives.failure_domain import FailureDomain
 from hcsim.collectives.operation import POINT_TO_POINT
-from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Recv, Send, Shape, offsets, split
 from hcsim.collectives.ring_order import order_over
 from hcsim.collectives.scheduler import CollectiveRequest, Handle, MessageRequest, Scheduler
+from hcsim.collectives.select import Options, whole_number
 from hcsim.collectives.startup import measure_links
 from hcsim.errors import CollectiveError, HcsimError, RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Listener, Phantom

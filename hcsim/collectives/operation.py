@@ -28,8 +28,7 @@ from hcsim.collectives.schedule import Schedule
 from hcsim.errors import CollectiveError, HcsimError
 from hcsim.runtime.channel import Fold, Payload
 from hcsim.runtime.frame import Header, Kind
-from hcsim.runtime.host import Host
-from hcsim.runtime.metrics import Counter, Histogram
+from hcsim.runtime.host import Counter, Histogram, Host
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
 

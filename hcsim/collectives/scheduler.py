@@ -35,10 +35,9 @@ from hcsim.collectives.operation import (
     Operation,
     OperationId,
 )
-from hcsim.collectives.options import Options, whole_number
 from hcsim.collectives.plan import Finish, Plan, Recv, Send, Shape
 from hcsim.collectives.schedule import Schedule, schedule
-from hcsim.collectives.select import choose
+from hcsim.collectives.select import Options, choose, whole_number
 from hcsim.errors import ChannelError, CollectiveError, HcsimError, UsageError
 from hcsim.transport.link import Tag
 

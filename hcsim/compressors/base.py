@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]

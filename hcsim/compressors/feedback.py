@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.compressors.base import Array, Bytes, Compressor, Ident, Kind, Linear, Rounds, Shape, State
-from hcsim.compressors.codec import COMPENSATE
+from hcsim.compressors.codec import COMPENSATE, Memory
 from hcsim.compressors.encoding import FLOAT_BYTES, as_array
-from hcsim.compressors.memory import Memory
 from hcsim.errors import UsageError
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 
 SUFFIX = "+ef"
 OWED = "own/residual/"

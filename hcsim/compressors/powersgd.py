@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from hcsim.compressors import kernels
 from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape, State
-from hcsim.compressors.codec import BaseCompressor, Mix
-from hcsim.compressors.dense import exchange_dense
+from hcsim.compressors.cast import exchange_dense
+from hcsim.compressors.codec import BaseCompressor, Memory, Mix
 from hcsim.compressors.draws import bits, uniform
 from hcsim.compressors.encoding import (
     FLOAT_BYTES,
@@ -47,7 +47,6 @@ from hcsim.compressors.encoding import (
     not_finite,
 )
 from hcsim.compressors.kernels import plain
-from hcsim.compressors.memory import Memory
 from hcsim.errors import NotFinite
 
 THIN = 8

@@ -22,7 +22,7 @@ from hcsim.compressors.base import Array, Bytes, Ident, Kind, Rounds, Shape
 from hcsim.compressors.codec import BaseCompressor, Mix
 from hcsim.compressors.draws import Chooser, Listed, Marked, bits
 from hcsim.compressors.encoding import FLOAT_BYTES, HEADER_BYTES, Codec, check_decoded, check_input
-from hcsim.compressors.sparse import count_of, scatter
+from hcsim.compressors.topk import count_of, scatter
 from hcsim.errors import NotFinite
 
 

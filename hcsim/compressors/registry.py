@@ -8,8 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
 from hcsim.compressors.base import Compressor
-from hcsim.compressors.cast import Bf16, Fp16
-from hcsim.compressors.dense import Dense
+from hcsim.compressors.cast import Bf16, Dense, Fp16
 from hcsim.compressors.feedback import SUFFIX, Feedback
 from hcsim.compressors.int8 import Int8
 from hcsim.compressors.lossless import Lossless

@@ -30,7 +30,6 @@ from hcsim.compressors.encoding import (
     check_decoded,
     not_finite,
 )
-from hcsim.compressors.sparse import count_of, scatter
 from hcsim.errors import CompressionError, UsageError
 
 Bits = npt.NDArray[np.uint32]
@@ -131,3 +130,17 @@ def _largest_of(magnitudes: Bits, count: int) -> Indices:
     ties = np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(taken)]
     taken[ties] = True
     return np.flatnonzero(taken)
+
+
+def count_of(ratio: Fraction, elements: int) -> int:
+    """k = max(1, ⌈ratio · n⌉): something of every tensor that has anything. The ratio is exact, as it was written."""
+    rounded_up = -(-elements * ratio.numerator // ratio.denominator)  # a product of fractions takes four times as long
+    return min(elements, max(1, rounded_up))
+
+
+def scatter(flat: Array, indices: npt.NDArray[np.integer], values: Array, mix: Mix) -> None:
+    """Bring values to their places."""
+    if mix is None:
+        kernels.scatter(indices.astype(np.int64, copy=False), values, flat)
+    else:
+        flat[indices] = mix(flat[indices], values)

@@ -22,7 +22,7 @@ from hcsim.identity.trust_list import (
     decode_record,
     phrase_key,
 )
-from hcsim.runtime.store import Store, keep, kept
+from hcsim.runtime.host import Store, keep, kept
 
 NO_DIGEST = bytes(32)
 MOST_UNPROVED = 64

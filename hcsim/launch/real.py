@@ -15,7 +15,7 @@ import msgspec
 from hcsim.cluster.conductor import Introduction
 from hcsim.cluster.inquiry import Survey
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Cluster
 from hcsim.errors import ConfigError
 from hcsim.identity.handshake import Credentials
@@ -24,8 +24,7 @@ from hcsim.real.host import RealHost, RealOptions, check_loopback
 from hcsim.real.interfaces import host_name, reachable_at
 from hcsim.real.keys import beside_a_node, load_credentials
 from hcsim.real.tls import ClusterTls, TlsFiles
-from hcsim.runtime.address import with_port
-from hcsim.runtime.target import parse
+from hcsim.runtime.address import parse, with_port
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.callers import Once, Refusals

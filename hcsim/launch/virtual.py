@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Scenario, Training, load_scenario
 from hcsim.errors import ConfigError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.hello import Membership
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Membership, Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

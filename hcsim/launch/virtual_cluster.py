@@ -22,11 +22,10 @@ from hcsim.node import Plan, coordinating, introduced, train_as_member
 from hcsim.telemetry.trace import Sink
 from hcsim.training.run import Observer, Report
 from hcsim.training.task import Task
-from hcsim.transport.wire import Wire
-from hcsim.virtual.census import Census
+from hcsim.transport.hello import Wire
 from hcsim.virtual.deadlock import Standstill
 from hcsim.virtual.host import VirtualHost
-from hcsim.virtual.world import World
+from hcsim.virtual.world import Census, World
 
 PROBE_PORT = 52417
 STANDSTILL_S = 3600.0

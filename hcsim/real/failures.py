@@ -105,3 +105,8 @@ def _what_is_wrong(error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code in _UNKNOWN_AUTHORITY:
         return f"our authority did not sign its certificate: {_SAME_PHRASE}"
     return f"its certificate is not valid: {error.verify_message}"
+
+
+def fresh(error: ChannelError) -> ChannelError:
+    """A copy: one exception object raised in several tasks would mix their tracebacks."""
+    return type(error)(str(error), error.peer)

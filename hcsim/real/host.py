@@ -1,6 +1,17 @@
 """This machine, as a host: it dials, listens and runs tasks.
 
-Plaintext stays on loopback unless somebody explicitly allows more.
+Plaintext stays on loopback unless somebody explicitly allows more. The scheme of an address chooses what carries the
+bytes.
+
+Whom a caller of wss:// trusts depends on what it has:
+
+nothing, or a cluster's key   a public server, whose certificate must be of that name, from an authority that this
+                              machine trusts. That is the tunnel's or proxy's, and says nothing about who is behind
+                              it: members prove that to each other by the admission handshake, over the WebSocket.
+TLS files of its own          whoever their authority has signed, and both sides show a certificate: a proxy has to
+                              have one of that authority's.
+
+Whoever runs the tunnel can read and change what passes through it.
 """
 
 from __future__ import annotations
@@ -9,6 +20,7 @@ import asyncio
 import ipaddress
 import random
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -16,29 +28,26 @@ from errno import EADDRINUSE, EADDRNOTAVAIL
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
 import msgspec
 
 from hcsim import rng
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded, PeerRefused
-from hcsim.real import carriers, doors, shared
-from hcsim.real.clock import RealClock
-from hcsim.real.device import RealDevice
 from hcsim.real.failures import is_distrust, translated
+from hcsim.real.hardware import FileStore, MemoryStore, RealClock, RealDevice
 from hcsim.real.interfaces import list_interfaces
 from hcsim.real.listener import StreamListener, listening_socket
-from hcsim.real.race import Place, Race
-from hcsim.real.store import FileStore, MemoryStore
+from hcsim.real.shm.rendezvous import Rendezvous
+from hcsim.real.shm.rendezvous import dial as dial_shared
+from hcsim.real.shm.stream import is_possible as can_share_memory
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import ClusterTls, Tls, TlsFiles
-from hcsim.runtime.address import join_address
+from hcsim.runtime.address import TCP, Target, join_address, parse
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.device import Device
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Interface
-from hcsim.runtime.target import TCP, Target, parse
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Device, Interface
 from hcsim.telemetry.metrics import HostMetrics
 from hcsim.telemetry.trace import Trace
 
@@ -51,6 +60,8 @@ _SLOWEST_RETRY_S = 1.0
 NEXT_PLACE_S = 1.0
 """How long one of a machine's addresses may take to answer before the next is tried beside it."""
 _EVERYWHERE, _EVERYWHERE_V6 = ("0.0.0.0",), ("::",)
+Place: TypeAlias = tuple[int, Any]
+"""A socket's family and address."""
 
 
 class RealOptions(msgspec.Struct, frozen=True):
@@ -71,6 +82,87 @@ class RealOptions(msgspec.Struct, frozen=True):
     """What it computes with, as torch calls it."""
     state: Path | None = None
     """A folder for what it remembers across restarts; None: nothing."""
+
+
+class Race:
+    """Attempts at several places where one machine may be reached, beside each other: the first channel counts.
+
+    As an async context manager it ends those that have not won."""
+
+    def __init__(self, attempt: Callable[[Place], Coroutine[Any, Any, Channel]]) -> None:
+        self._attempt = attempt
+        self._running: dict[Place, asyncio.Task[Channel]] = {}
+        self._won: list[asyncio.Task[Channel]] = []
+        self._failures: dict[Place, OSError | None] = {}
+        """Of the last round's places: why the last attempt there has failed, if one has."""
+
+    @property
+    def distrust(self) -> OSError | None:
+        """What is wrong with a certificate at one of the places. A person must know that, whatever the others say."""
+        return next((error for error in self._failures.values() if error is not None and is_distrust(error)), None)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether none of the places is to be trusted, or trusts us."""
+        return all(error is not None and is_distrust(error) for error in self._failures.values())
+
+    async def round(self, places: list[Place], next_place_s: float) -> Channel:
+        """Try all those where no attempt is under way, the next when one has failed or after that time.
+
+        Raises `OSError` when it has no channel then; attempts that are still under way go on."""
+        self._failures = {place: self._failures.get(place) for place in places}
+        for place in self._failures:
+            if len(self._failures) == 1 and not self._running:
+                return await self._alone(place)
+            if place not in self._running:
+                self._running[place] = asyncio.create_task(self._attempt(place), name=f"connect to {place[1][0]}")
+                if (channel := await self.wait(next_place_s)) is not None:
+                    return channel
+        raise self.distrust or next(filter(None, reversed(self._failures.values())), TimeoutError())
+
+    async def wait(self, seconds: float) -> Channel | None:
+        """The first channel that comes in that time; None sooner where an attempt fails."""
+        if not self._running:
+            await asyncio.sleep(seconds)
+            return None
+        await asyncio.wait(self._running.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for place, task in tuple(self._running.items()):
+            if task.done():
+                del self._running[place]
+                try:
+                    channel = task.result()
+                except OSError as error:
+                    self._failures[place] = error
+                else:
+                    self._won.append(task)
+                    return channel
+        return None
+
+    async def _alone(self, place: Place) -> Channel:
+        try:
+            return await self._attempt(place)
+        except OSError as error:
+            self._failures[place] = error
+            raise
+
+    async def __aenter__(self) -> Race:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            tasks += self._won  # nobody gets that channel any more
+            raise
+        finally:
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    await task.result().close()
 
 
 class RealHost:
@@ -95,7 +187,7 @@ class RealHost:
         """Where a machine with several addresses was last reached."""
         self._on_refused = on_refused
         self._tls = Tls(options.tls) if options.tls else None
-        self._shares_memory = options.shared_memory and shared.is_possible()
+        self._shares_memory = options.shared_memory and can_share_memory()
         self._channels: WeakSet[StreamChannel] = WeakSet()
         self.metrics = HostMetrics()
         self.metrics.collect(self._tell_channels)
@@ -143,10 +235,10 @@ class RealHost:
             if target.scheme == TCP:
                 sock = listening_socket(family, sockaddr)
                 tls = self._tls
-                door = doors.Door.open(sock.getsockname(), tls=tls is not None) if self._shares_memory else None
-                listener = StreamListener(sock, door, tls, options.handshake_timeout_s, self._accepted, self._refused)
+                local = Rendezvous.open(sock.getsockname(), tls=tls is not None) if self._shares_memory else None
+                listener = StreamListener(sock, local, tls, options.handshake_timeout_s, self._accepted, self._refused)
             else:
-                listener = await carriers.listen(target, family, sockaddr, options.tls, options.handshake_timeout_s)
+                listener = await _listen_by(target, family, sockaddr, options.tls, options.handshake_timeout_s)
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror}{_what_to_do(error)}") from None
         self._listeners.append(listener)
@@ -259,7 +351,7 @@ class RealHost:
         """An attempt at every address that the names stand for; the one that answered last comes first."""
         places = await self._resolve(target)
         if target.scheme != TCP:
-            return await carriers.dial(target, self._options.tls)
+            return await _dial_by(target, self._options.tls)
         places.sort(key=lambda place: place != self._answered.get(target.text))
         return await race.round(places, NEXT_PLACE_S)
 
@@ -269,7 +361,7 @@ class RealHost:
         peer = target.text if len(target.hosts) == 1 else join_address(sockaddr)
         if self._shares_memory:
             half_s = (until_s - self._clock.elapsed()) / 2  # TCP, which asks only the kernel, gets the other
-            if (met := await doors.dial(sockaddr, half_s, self._tls)) is not None:
+            if (met := await dial_shared(sockaddr, half_s, self._tls)) is not None:
                 return StreamChannel(met.stream, peer, met.identity, met.binding)
         channel = await self._dial_tcp(family, sockaddr, peer)
         self._answered[target.text] = place
@@ -340,3 +432,44 @@ def _what_to_do(failure: OSError) -> str:
     if failure.errno == EADDRNOTAVAIL or isinstance(failure, socket.gaierror):
         return ": is that this machine? We can only listen at an address of our own"
     return ""
+
+
+async def _dial_by(target: Target, tls: TlsFiles | ClusterTls | None) -> Channel:
+    """One attempt to open a channel; raises `OSError` where another may succeed."""
+    if target.scheme == "grpc":
+        from hcsim.real.grpc import dial as dial_grpc
+
+        return await dial_grpc(target.text, target.hosts[0], target.port, _files(target, tls))
+    from hcsim.real.websocket import dial as dial_websocket
+
+    context: ssl.SSLContext | None = None
+    if target.scheme == "wss":
+        context = Tls(tls).context(server_side=False) if isinstance(tls, TlsFiles) else ssl.create_default_context()
+    return await dial_websocket(target.text, context)
+
+
+async def _listen_by(
+    target: Target, family: int, sockaddr: Any, tls: TlsFiles | ClusterTls | None, handshake_timeout_s: float
+) -> Listener:
+    """Accept channels."""
+    if target.scheme == "grpc":
+        from hcsim.real.grpc import GrpcListener
+
+        return await GrpcListener.open(sockaddr, _files(target, tls))
+    from hcsim.real.websocket import WebSocketListener
+
+    context: ssl.SSLContext | None = None
+    if target.scheme == "wss":
+        if not isinstance(tls, TlsFiles):
+            raise ConfigError(
+                f"{target.text}: to listen with TLS takes a certificate, its key and a CA in files; "
+                "behind a tunnel or proxy that has them, listen at ws://127.0.0.1:…"
+            )
+        context = Tls(tls).context(server_side=True)
+    return await WebSocketListener.open(target.path, family, sockaddr, context, handshake_timeout_s)
+
+
+def _files(target: Target, tls: TlsFiles | ClusterTls | None) -> TlsFiles | None:
+    if isinstance(tls, ClusterTls):
+        raise ConfigError(f"{target.text}: gRPC takes no Ed25519 keys; give TLS files with ECDSA or RSA keys")
+    return tls

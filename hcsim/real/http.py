@@ -23,9 +23,8 @@ from typing import Any
 from aiohttp import web
 
 from hcsim.errors import ConfigError
-from hcsim.real.direction import readable
-from hcsim.real.forked import own
 from hcsim.real.listener import listening_socket
+from hcsim.real.sockets import own, readable
 from hcsim.runtime.address import join_address, split_address
 from hcsim.telemetry.exposition import scrape
 from hcsim.telemetry.metrics import HostMetrics

@@ -32,7 +32,7 @@ from hcsim.identity.key import SEED_BYTES, NodeKey
 from hcsim.identity.namespace import SECRET_BYTES, ClusterSecret
 from hcsim.identity.trust_list import TrustRecord
 from hcsim.identity.trust_store import TrustStore
-from hcsim.runtime.store import packed, unpacked
+from hcsim.runtime.host import packed, unpacked
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 

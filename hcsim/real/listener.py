@@ -18,11 +18,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ChannelError
-from hcsim.real.direction import readable
-from hcsim.real.doors import Door, guest, received
 from hcsim.real.failures import translated
-from hcsim.real.forked import own
 from hcsim.real.pieces import PiecewiseChannel
+from hcsim.real.shm.rendezvous import Rendezvous, accept, peer_process
+from hcsim.real.sockets import own, readable
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tcp import TcpStream, TlsStream, tune
 from hcsim.real.tls import Tls
@@ -71,19 +70,19 @@ _ACCEPT_RETRY_S = 0.1
 
 
 class StreamListener:
-    """Accepts channels at one address, and at the door beside it where there is one (see `doors`)."""
+    """Accepts channels at one address, and at the local socket beside it where there is one (see `shm`)."""
 
     def __init__(
         self,
         sock: socket.socket,
-        door: Door | None,
+        local: Rendezvous | None,
         tls: Tls | None,
         handshake_timeout_s: float,
         accepted: Callable[[StreamChannel], None],
         refused: Callable[[ChannelError], None],
     ) -> None:
         self._sock = sock
-        self._door = door
+        self._local = local
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._refused = refused
@@ -98,9 +97,9 @@ class StreamListener:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving = [self._start(self._serve(sock, self._welcome))]
         own(sock, listens=True)
-        if door is not None:
-            self._serving.append(self._start(self._serve(door.sock, self._welcome_guest)))
-            own(door.sock, listens=True)
+        if local is not None:
+            self._serving.append(self._start(self._serve(local.sock, self._welcome_local)))
+            own(local.sock, listens=True)
 
     @property
     def address(self) -> str:
@@ -123,8 +122,8 @@ class StreamListener:
         async with AsyncExitStack() as stack:  # from the last to the first, also where it is cancelled meanwhile
             stack.callback(self._welcomed.put_nowait, None)
             stack.push_async_callback(self._close_welcomed)
-            if self._door is not None:
-                stack.callback(self._door.close)
+            if self._local is not None:
+                stack.callback(self._local.close)
             stack.callback(self._sock.close)
             stack.push_async_callback(self._end_welcomes)
             await _end(*self._serving)
@@ -217,12 +216,12 @@ class StreamListener:
             self._cut_off.add(waiting[0])
             waiting[0].cancel()
 
-    async def _welcome_guest(self, sock: socket.socket, remote: Any) -> None:
+    async def _welcome_local(self, sock: socket.socket, remote: Any) -> None:
         peer = "a process of this machine"
         try:
-            peer = guest(sock)
+            peer = peer_process(sock)
             async with asyncio.timeout(self._handshake_timeout_s):
-                met = await received(sock, peer, self._tls)
+                met = await accept(sock, peer, self._tls)
             channel = StreamChannel(met.stream, peer, met.identity, met.binding)
         except TimeoutError:
             text = f"{peer} did not say what it wants in {self._handshake_timeout_s:g} s"

@@ -33,8 +33,8 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.address import address_at, hosts_of
-from hcsim.runtime.lan import Service, Sighting
-from hcsim.runtime.waiting import TokenBucket
+from hcsim.runtime.clock import TokenBucket
+from hcsim.runtime.host import Service, Sighting
 
 SERVICE_TYPE = "_hcsim._tcp.local."
 SOURCE_PACKETS_PER_S, SOURCE_BURST = 50.0, 200

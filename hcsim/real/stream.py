@@ -1,17 +1,60 @@
-"""A stream of bytes to another process: what a channel needs of one, be it TCP, TLS or shared memory."""
+"""A stream of bytes to another process: what a channel needs of one, what it sends and receives, and how it ends.
+
+Connections that we have closed stay open until what was written has arrived.
+
+Where a socket is closed for good, the system answers whatever the peer still says with a reset, and a reset destroys
+what has not been delivered. So it is held, and what comes is thrown away, until the peer's system has everything or
+the peer ends it too. Waiting for the latter alone would keep a peer that only sends from ever finding out that we have
+gone, and would let a stranger make us hold sockets.
+
+A program that ends waits for this a little, as long as something moves: then nobody else would hold them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import ssl
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeAlias
 
-from hcsim.real.conveyor import Conveyor
-from hcsim.real.direction import Direction
-from hcsim.runtime.channel import Fold
+from hcsim.errors import UsageError
+from hcsim.real.sockets import Direction
+from hcsim.runtime.channel import Fold, Outlet, Payload, Phantom
+from hcsim.runtime.frame import Header
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Parts: TypeAlias = list[bytes | memoryview]
+FIRST_MAX_FRAME_BYTES = 64 * 1024
+"""What a peer may send before somebody raises the limit: enough to say hello."""
+_MOST_S = 60.0
+"""How long what was sent may take to arrive."""
+_MOST_AT_END_S = 10.0
+"""The same where the program ends. The system alone then goes on."""
+_STUCK_S = 2.0
+"""How long nothing of it may move then."""
+_FIRST_LOOK_S, _SLOWEST_LOOK_S = 0.001, 0.05
+_MOST_HELD = 64
+
+
+class Forwarder(Outlet, Protocol):
+    """Passes on what comes, to another stream's."""
+
+    is_idle: Callable[[], bool]
+    """Whether a frame can be sent over the channel here and now; the channel says so."""
+    go_on: Callable[[], None]
+    """Lets the channel take what there is."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to pass on."""
+
+    def run(self, begun: bytes) -> tuple[bool, bool]:
+        """Pass on what there is. Of the header that comes first, `begun` has been read.
+
+        Whether its frame has been taken, and whether what comes now is not to be passed on."""
 
 
 class Stream(Protocol):
@@ -30,8 +73,7 @@ class Stream(Protocol):
     """Whether it may have taken more than it has reported as written."""
     adds: bool
     """Whether it can add what it reads."""
-    conveyor: Conveyor | None
-    """Passes on what comes, to another one's."""
+    forwarder: Forwarder | None
 
     @property
     def write(self) -> Callable[[Parts], int]:
@@ -61,3 +103,99 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Let go of it."""
+
+
+def bytes_of(header: Header, payload: Payload) -> memoryview:
+    """What is to be sent, if it is what the header announces."""
+    if isinstance(payload, Phantom):
+        raise UsageError("a phantom has no bytes, so it cannot cross a real network")
+    if len(payload) != header.length:
+        raise UsageError(f"the header announces {header.length} bytes, the payload has {len(payload)}")
+    return payload
+
+
+def room_for(header: Header, where: memoryview | Fold | None) -> memoryview:
+    """What is received goes there as it is; nothing is added to anything."""
+    view = where.room if isinstance(where, Fold) else where
+    if view is None:
+        return memoryview(bytearray(header.length))
+    if len(view) != header.length or view.readonly:
+        kind = "read-only" if view.readonly else "writable"
+        raise UsageError(f"a frame of {header.length} bytes does not fit a {kind} buffer of {len(view)}")
+    return view
+
+
+class _Held:
+    """A stream that we have finished with."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.loop = asyncio.get_running_loop()
+        self._left_bytes = stream.undelivered_bytes()
+        self._moved_s = time.monotonic()
+        self._until_s = self._moved_s + _MOST_S
+        self._patience_s = _MOST_S
+        self._look_s = _FIRST_LOOK_S
+
+    def hurry(self) -> None:
+        """The program ends."""
+        self._until_s = min(self._until_s, time.monotonic() + _MOST_AT_END_S)
+        self._patience_s = _STUCK_S
+
+    def is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        now_s, before_bytes = time.monotonic(), self._left_bytes
+        self._left_bytes = self.stream.undelivered_bytes()
+        if self._left_bytes < before_bytes:
+            self._moved_s = now_s
+        return not self._left_bytes or now_s > min(self._until_s, self._moved_s + self._patience_s)
+
+    def next_look_s(self) -> float:
+        """When to look again, from now: less and less often."""
+        self._look_s = min(2 * self._look_s, _SLOWEST_LOOK_S)
+        return self._look_s
+
+
+_HELD: dict[_Held, None] = {}
+"""The oldest first."""
+
+
+def close_when_delivered(stream: Stream) -> None:
+    """Close a stream that has been finished: now if nothing is under way, or else in the background."""
+    for held in tuple(_HELD):
+        if held.loop.is_closed() and held.is_over():  # nobody else looks after it
+            _let_go(held)
+    if not stream.undelivered_bytes():
+        stream.close()
+        return
+    if len(_HELD) >= _MOST_HELD:
+        _let_go(next(iter(_HELD)))
+    held = _Held(stream)
+    _HELD[held] = None
+    _look_after(held)
+
+
+def _look_after(held: _Held) -> None:
+    if held in _HELD:
+        if held.is_over():
+            _let_go(held)
+        else:
+            held.loop.call_later(held.next_look_s(), _look_after, held)
+
+
+def _let_go(held: _Held) -> None:
+    _HELD.pop(held, None)
+    held.stream.close()
+
+
+@atexit.register
+def _hold_out() -> None:
+    """No loop runs any more. Whoever interrupts us does not want to wait."""
+    for held in tuple(_HELD):
+        held.hurry()
+    with suppress(KeyboardInterrupt):
+        for held in tuple(_HELD):
+            while not held.is_over():
+                time.sleep(held.next_look_s())
+    for held in tuple(_HELD):
+        _let_go(held)

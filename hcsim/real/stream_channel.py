@@ -24,10 +24,16 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from hcsim.real.buffers import FIRST_MAX_FRAME_BYTES, bytes_of, fresh, room_for
-from hcsim.real.failures import translated, unexpected_tls
-from hcsim.real.lingering import close_when_delivered
-from hcsim.real.stream import WOULD_BLOCK, Parts, Stream
+from hcsim.real.failures import fresh, translated, unexpected_tls
+from hcsim.real.stream import (
+    FIRST_MAX_FRAME_BYTES,
+    WOULD_BLOCK,
+    Parts,
+    Stream,
+    bytes_of,
+    close_when_delivered,
+    room_for,
+)
 from hcsim.runtime.channel import EMPTY, REST_S, Fold, Landed, Outlet, Payload, Place
 from hcsim.runtime.frame import HEADER_BYTES, Header, decode_header, encode_header
 
@@ -69,9 +75,9 @@ class StreamChannel:
         self._missing_bytes = 0
         self._turn_bytes = 0
 
-        self._conveyor = stream.conveyor
-        if self._conveyor is not None:
-            self._conveyor.is_idle, self._conveyor.go_on = self._is_idle, self._incoming.ready
+        self._forwarder = stream.forwarder
+        if self._forwarder is not None:
+            self._forwarder.is_idle, self._forwarder.go_on = self._is_idle, self._incoming.ready
 
         self._outgoing = stream.outgoing
         self._turn = asyncio.Lock()
@@ -108,7 +114,7 @@ class StreamChannel:
     @property
     def outlet(self) -> Outlet | None:
         """The stream's."""
-        return self._conveyor
+        return self._forwarder
 
     def limit(self, max_frame_bytes: int) -> None:
         """Refuse larger payloads from now on."""
@@ -298,9 +304,9 @@ class StreamChannel:
 
     def _is_conveyed(self) -> bool:
         """Whether whatever comes now is for belts, which have taken what is there."""
-        if self._conveyor is None or not self._conveyor.is_busy:
+        if self._forwarder is None or not self._forwarder.is_busy:
             return False
-        took, others = self._conveyor.run(self._received())
+        took, others = self._forwarder.run(self._received())
         if took:
             self._ahead_start = self._ahead_end = 0
         return not others

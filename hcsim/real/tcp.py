@@ -10,10 +10,8 @@ import sys
 import termios
 from contextlib import suppress
 
-from hcsim.real.conveyor import Conveyor
-from hcsim.real.direction import Direction
-from hcsim.real.forked import own
-from hcsim.real.stream import Parts
+from hcsim.real.sockets import Direction, own
+from hcsim.real.stream import Forwarder, Parts
 from hcsim.runtime.channel import Fold
 
 try:
@@ -43,7 +41,7 @@ class _SocketStream:
     """What the two kinds have in common: a connected, non-blocking socket, which is the stream's from now on."""
 
     read_ahead_bytes = _READ_AHEAD_BYTES
-    conveyor: Conveyor | None = None
+    forwarder: Forwarder | None = None
 
     def __init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -32,7 +32,7 @@ from hcsim.errors import ConfigError
 from hcsim.identity.key import NodeKey, node_id_of
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.real.failures import PLAINTEXT, HandshakeCut
-from hcsim.real.forked import own
+from hcsim.real.sockets import own
 
 _LINGER_S = 0.25
 _LINGER_BYTES = 64 * 1024

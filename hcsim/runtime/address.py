@@ -1,15 +1,24 @@
 """Addresses as people write them: host:port, or [v6]:port.
 
 A machine with several interfaces is at several hosts at once: `10.0.0.7|192.168.1.7:52416`, the best first.
+
+An address may have a scheme that says what carries the bytes:
+
+host:port             TCP
+ws://host:port/path   WebSocket; wss:// with TLS, as behind an HTTPS tunnel or reverse proxy
+grpc://host:port      gRPC
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcsim.errors import ConfigError
 
+TCP = "tcp"
+SCHEMES = ("ws", "wss", "grpc")
+_DEFAULT_PORTS = {"ws": 80, "wss": 443}
 LAST_PORT = 65535
 _PORT_DIGITS = 5
 """Python does not read a number of thousands of digits."""
@@ -47,3 +56,33 @@ def join_address(sockaddr: tuple[Any, ...]) -> str:
     """The text of a socket's address."""
     host, port = sockaddr[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Target(NamedTuple):
+    """An address, taken apart."""
+
+    text: str
+    scheme: str
+    hosts: tuple[str, ...]
+    """Where the machine is, the best place first."""
+    port: int
+    path: str = ""
+
+    def encrypted(self, *, has_tls: bool) -> bool:
+        """Whether what goes there is encrypted."""
+        return self.scheme == "wss" or (self.scheme != "ws" and has_tls)
+
+
+def parse(address: str) -> Target:
+    """Take an address apart."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return Target(address, TCP, *hosts_of(address))
+    if scheme not in SCHEMES:
+        raise ConfigError(f"{address!r}: {scheme}:// is not known; write host:port, or one of {', '.join(SCHEMES)}://")
+    place, slash, path = rest.partition("/")
+    if path and scheme == "grpc":
+        raise ConfigError(f"{address!r}: a gRPC address is grpc://host:port, without a path")
+    if scheme in _DEFAULT_PORTS and (":" not in place or place.endswith("]")):
+        place = f"{place}:{_DEFAULT_PORTS[scheme]}"
+    return Target(address, scheme, *hosts_of(place), slash + path)

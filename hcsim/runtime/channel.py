@@ -79,7 +79,7 @@ class Outlet(Protocol):
     most_bytes: int
     """The longest payload."""
 
-    def convey(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
+    def forward(self, legs: Sequence[Leg], to: Outlet, moved: Callable[[int], None]) -> asyncio.Future[None]:
         """Let the frames of these legs come over our channel and go on over the other's, one after the other, from the
         event loop's next turn on. Somebody has to `pump` our channel meanwhile.
 

@@ -15,7 +15,7 @@ import msgspec
 
 from hcsim.calls import perform
 from hcsim.errors import HcsimError
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.scripts.conversation import (
     Answer,
     Awaited,

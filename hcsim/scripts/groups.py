@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.errors import UsageError
 from hcsim.launch import DEFAULT_PORT
 from hcsim.scripts.conversation import Opened
-from hcsim.transport.hello import Membership
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Membership, Wire
 from hcsim.virtual.host import VirtualHost
 
 

@@ -26,7 +26,7 @@ from hcsim.scripts.store import PORT as STORE_PORT
 from hcsim.scripts.store import StoreLine, StoreService
 from hcsim.telemetry.metrics import HistogramSeries, HostMetrics
 from hcsim.telemetry.trace import Sink
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.sharing import Resource
 from hcsim.virtual.world import World

@@ -10,8 +10,7 @@ from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from hcsim.telemetry.metrics import CounterSeries, HistogramSeries, HostMetrics, Series
-from hcsim.telemetry.names import DURATIONS_S, Kind, Metric
+from hcsim.telemetry.metrics import DURATIONS_S, CounterSeries, HistogramSeries, HostMetrics, Kind, Metric, Series
 from hcsim.telemetry.trace import Event
 
 _FAMILIES: dict[Kind, Callable[..., Family]] = {

@@ -1,4 +1,8 @@
-"""The figures of one host.
+"""The figures of one host, and the table of all metrics there are.
+
+Names follow Prometheus: a counter ends in `_total`, before it (or at the end) stands the unit. A label has few
+values, known in advance or bounded by the number of peers. A new metric is a new line in the table; recording under
+another name, or with other labels, is refused.
 
 Prometheus' own client keeps its series behind locks and stamps them with the time of day. A host is one thread, its
 time is its world's, and there may be hundreds of hosts in one process: so the series are plain numbers here, and
@@ -9,14 +13,161 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import TypeVar
 
+import msgspec
+
 from hcsim.errors import UsageError
-from hcsim.telemetry.names import DURATIONS_S, TABLE, Kind, Metric
+
+
+class Kind(Enum):
+    """How a metric behaves."""
+
+    COUNTER = "counter"
+    """Only grows."""
+    GAUGE = "gauge"
+    """What holds at the moment."""
+    HISTOGRAM = "histogram"
+    """How often a value fell below each of some bounds, their number and their sum."""
+
+
+DURATIONS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Bounds of histograms of time: two for each decade, from a message on a cable to an exchange over the internet."""
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """Seconds or bytes, where the name says so; a ratio, a count or a state has none."""
+        stem = self.name.removesuffix("_total")
+        return next((unit for unit in ("seconds", "bytes") if stem.endswith(f"_{unit}")), "")
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, help, labels)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, help, labels)
+
+
+def _histogram(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, help, labels)
+
+
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "Collectives": (
+        _counter("hcsim_collectives_total", "Operations that came to their end.", "operation"),
+        _counter("hcsim_collective_failures_total", "Operations that ended with an error.", "operation"),
+        _counter("hcsim_collective_bytes_total", "Payload that this rank's plans of operations sent.", "operation"),
+        _histogram("hcsim_collective_seconds", "From the call of an operation to its result.", "operation"),
+        _counter("hcsim_collectives_busy_seconds_total", "Time with at least one operation under way."),
+    ),
+    "Network": (
+        _counter("hcsim_link_sent_bytes_total", "Payload sent to a rank, by where it listens.", "peer"),
+        _counter("hcsim_link_received_bytes_total", "Payload received from a rank.", "peer"),
+        _counter("hcsim_link_sent_frames_total", "Frames sent to a rank.", "peer"),
+        _counter("hcsim_link_received_frames_total", "Frames received from a rank.", "peer"),
+        _gauge(
+            "hcsim_link_bandwidth_bytes_per_second",
+            "Bandwidth to or from a node when it was last measured, by direction: out, in.",
+            "node",
+            "direction",
+        ),
+        _counter("hcsim_links_opened_total", "Links to other ranks that were opened."),
+        _counter(
+            "hcsim_hellos_total", "Callers that said who they are, by our answer: taken, refused, later.", "answer"
+        ),
+        _counter("hcsim_connects_total", "Calls to others, by outcome: opened, refused, unanswered.", "outcome"),
+        _counter("hcsim_accepts_total", "Connections that others opened to us."),
+        _gauge("hcsim_channels_open", "Connections at the moment, in both directions."),
+    ),
+    "Compression": (
+        _counter("hcsim_compression_input_bytes_total", "Tensors that were encoded, before.", "compressor"),
+        _counter("hcsim_compression_output_bytes_total", "The same, after.", "compressor"),
+        _gauge("hcsim_compression_ratio", "Bytes before over bytes after, of the last encoding.", "compressor"),
+        _histogram("hcsim_compression_encode_seconds", "Encoding one bucket, waiting included.", "compressor"),
+        _histogram("hcsim_compression_decode_seconds", "Decoding one bucket, waiting included.", "compressor"),
+    ),
+    "Training": (
+        _counter("hcsim_training_steps_total", "Steps of training that this rank took part in."),
+        _counter("hcsim_training_sent_bytes_total", "What this rank sent for training, headers included."),
+        _gauge("hcsim_training_loss", "Loss on this rank's last batch."),
+        _histogram(
+            "hcsim_training_step_seconds",
+            "Of one step: compute, encode, network (an operation was under way), wait (training stood still for an "
+            "exchange and its encoding), whole. They overlap.",
+            "purpose",
+        ),
+    ),
+    "Peers": (
+        _gauge("hcsim_peers_known", "Nodes of our cluster that should be there."),
+        _gauge("hcsim_peers_connected", "Nodes that we have a living control channel to."),
+        _gauge("hcsim_peers_suspected", "Members that seem to be lost."),
+        _counter("hcsim_admission_refusals_total", "Nodes that we did not let in, by reason.", "reason"),
+    ),
+    "Health": (
+        _counter("hcsim_heartbeats_sent_total", "Heartbeats sent to a node.", "node"),
+        _counter("hcsim_heartbeats_missed_total", "Heartbeats of a node that did not come in time.", "node"),
+        _gauge("hcsim_heartbeat_latency_seconds", "Round trip of heartbeats to a node, smoothed.", "node"),
+        _gauge("hcsim_heartbeat_phi", "How suspicious the silence of a node is (-log10 of its probability).", "node"),
+        _histogram("hcsim_detection_seconds", "From a member's last sign of life to its suspicion."),
+    ),
+    "Views and election": (
+        _gauge("hcsim_view_epoch", "Epoch of the view that we are in."),
+        _gauge("hcsim_view_members", "Members of the view that we are in."),
+        _gauge("hcsim_leader", "1 on the node that leads, 0 on the others."),
+        _counter(
+            "hcsim_view_changes_total",
+            "Views that took effect here, by reason: alone (we began one), entered (others took us in), lost, failed "
+            "(the same members after a failure), joined, left.",
+            "reason",
+        ),
+        _counter(
+            "hcsim_elections_total",
+            "Rounds of agreement on a next view that we began, by outcome: decided, given_up, overtaken.",
+            "outcome",
+        ),
+        _counter(
+            "hcsim_ballots_total",
+            "Answers that we gave in such rounds, our own included: promised, accepted, refused.",
+            "answer",
+        ),
+        _counter("hcsim_evictions_total", "Members that a view after ours left out because they were lost."),
+        _counter("hcsim_joins_total", "Nodes that a view after ours took in."),
+        _histogram(
+            "hcsim_recovery_seconds",
+            "From the failure of a view (a member lost, a connection broken) to the next step.",
+        ),
+    ),
+}
+"""By subject, as the documentation shows them."""
+
+TABLE: dict[str, Metric] = {metric.name: metric for metrics in GROUPS.values() for metric in metrics}
+
+
+def markdown() -> str:
+    """The table for people."""
+    lines = []
+    for subject, metrics in GROUPS.items():
+        lines += [f"## {subject}", "", "| name | kind | labels | |", "|---|---|---|---|"]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.help} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 class CounterSeries:
-    """See `runtime.metrics.Counter`."""
+    """See `runtime.host.Counter`."""
 
     __slots__ = ("value",)
 
@@ -31,7 +182,7 @@ class CounterSeries:
 
 
 class GaugeSeries:
-    """See `runtime.metrics.Gauge`."""
+    """See `runtime.host.Gauge`."""
 
     __slots__ = ("value",)
 
@@ -44,7 +195,7 @@ class GaugeSeries:
 
 
 class HistogramSeries:
-    """See `runtime.metrics.Histogram`."""
+    """See `runtime.host.Histogram`."""
 
     __slots__ = ("counts", "sum")
 
@@ -77,7 +228,7 @@ _KINDS: dict[type[Series], Kind] = {
 
 
 class HostMetrics:
-    """See `runtime.metrics.Metrics`."""
+    """See `runtime.host.Metrics`."""
 
     def __init__(self) -> None:
         self._series: dict[_Key, Series] = {}
@@ -96,7 +247,7 @@ class HostMetrics:
         return self._find(HistogramSeries, name, labels)
 
     def collect(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """See `runtime.metrics.Metrics.collect`."""
+        """See `runtime.host.Metrics.collect`."""
         self._collectors[tell] = None
 
         def end() -> None:

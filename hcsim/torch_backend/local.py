@@ -18,7 +18,7 @@ import msgspec
 from hcsim.calls import GroupCall, begin, outcome
 from hcsim.collectives.buffers import Array
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.errors import CollectiveError, ConfigError, DeadlineExceeded, UsageError
 from hcsim.identity.handshake import Credentials
 from hcsim.real.host import RealHost, RealOptions
@@ -29,8 +29,7 @@ from hcsim.runtime.address import address_at
 from hcsim.runtime.host import Host
 from hcsim.torch_backend.engine import Place
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Membership
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Membership, Wire
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

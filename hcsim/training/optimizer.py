@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hcsim.errors import UsageError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.training.layout import FLOAT_BYTES
 from hcsim.training.task import Flat
 

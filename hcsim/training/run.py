@@ -18,8 +18,7 @@ import msgspec
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Compressor
 from hcsim.config.training import Training
-from hcsim.runtime.device import Work
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import Host, Work
 from hcsim.training.data import Batches
 from hcsim.training.layout import Bucket
 from hcsim.training.learner import Learner, Ledger, digest

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
 
 Indices: TypeAlias = npt.NDArray[np.int64]

@@ -42,9 +42,7 @@ from hcsim.identity.handshake import (
 from hcsim.identity.trust_list import Reason, told
 from hcsim.runtime.channel import Channel, Listener, Phantom
 from hcsim.runtime.frame import Header, Kind
-from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host
-from hcsim.runtime.lan import Lan
-from hcsim.runtime.store import Store
+from hcsim.runtime.host import CONNECT_TIMEOUT_S, Host, Lan, Store
 from hcsim.transport.callers import Callers, Throttle
 
 ADMISSION_TIMEOUT_S = 5.0

@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable
 
 from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.clock import News
 from hcsim.runtime.host import Host
-from hcsim.runtime.waiting import News
 
 FREE_FAILURES = 5
 FIRST_WAIT_S = 0.5

@@ -6,16 +6,33 @@ from typing import Annotated
 
 import msgspec
 
-from hcsim.errors import RemoteProtocolError
+from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import Header, Kind, decode_message
 from hcsim.transport.callers import Refusals
-from hcsim.transport.wire import Wire
 
 HELLO_LIMIT_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 MOST_EPOCHS = 1 << 32
 """As many as a frame's header has room for."""
+MAX_FRAME_BYTES = 16 * 2**20
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """How messages travel. All members must agree on it."""
+
+    stripes: int = 1
+    """Connections per peer; more can help on fast links with long round trips."""
+    segment_bytes: int = 8 * 2**20
+    """Large messages travel in pieces of this size: smaller overlaps better, larger costs less."""
+    connect_timeout_s: float = 30.0
+    """How long the peers of an operation have, from its beginning on, to be reached or to call."""
+
+    def __post_init__(self) -> None:
+        if self.stripes < 1 or not 0 < self.segment_bytes <= MAX_FRAME_BYTES or self.connect_timeout_s <= 0:
+            raise UsageError(
+                f"a wire has at least one stripe, segments of 1 to {MAX_FRAME_BYTES} bytes, and time to connect: {self}"
+            )
 
 
 class Membership(msgspec.Struct, frozen=True):

@@ -21,9 +21,9 @@ import msgspec
 
 from hcsim.errors import ChannelBroken, ChannelError, HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel, Fold, Leg, Outlet, Payload, Phantom
+from hcsim.runtime.clock import disappoint
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
-from hcsim.runtime.waiting import disappoint
 from hcsim.transport.callers import plain
 
 Tag: TypeAlias = tuple[int, int, int, int, int]
@@ -152,8 +152,8 @@ class Link:
             self._let_in()
         return arrived
 
-    async def convey(self, legs: Sequence[Leg], to: Link, moved: Callable[[int], None]) -> None:
-        """Let segments of one operation come here and go on there, as far as that goes; see `Outlet.convey`.
+    async def forward(self, legs: Sequence[Leg], to: Link, moved: Callable[[int], None]) -> None:
+        """Let segments of one operation come here and go on there, as far as that goes; see `Outlet.forward`.
 
         Both links have an outlet. The rest is to be posted and sent."""
         first, ours, theirs = legs[0].comes or legs[0].goes, self.outlet, to.outlet
@@ -178,7 +178,7 @@ class Link:
             counted = done
             moved(done)
 
-        over = ours.convey(legs, theirs, count)
+        over = ours.forward(legs, theirs, count)
         self._belts[over] = operation
         try:
             if self._wanted is not None:

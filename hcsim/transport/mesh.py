@@ -29,14 +29,14 @@ from hcsim.errors import (
     UsageError,
 )
 from hcsim.runtime.channel import Channel, Listener
+from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.frame import Kind
-from hcsim.runtime.host import Host
-from hcsim.runtime.metrics import Counter, Metrics
-from hcsim.runtime.waiting import disappoint, within
+from hcsim.runtime.host import Counter, Host, Metrics
 from hcsim.transport.callers import Callers, Refusals, plain
 from hcsim.transport.hello import (
     HELLO_LIMIT_BYTES,
     HELLO_TIMEOUT_S,
+    MAX_FRAME_BYTES,
     MOST_EPOCHS,
     Hello,
     Membership,
@@ -48,7 +48,6 @@ from hcsim.transport.hello import (
 )
 from hcsim.transport.link import Link
 from hcsim.transport.reception import First, Reception
-from hcsim.transport.wire import MAX_FRAME_BYTES
 
 _ANSWERS = {Kind.HELLO: "taken", Kind.ABORT: "refused", Kind.LATER: "later"}
 

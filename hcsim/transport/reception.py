@@ -18,9 +18,8 @@ from typing import TypeAlias
 
 from hcsim.errors import ChannelError, HcsimError
 from hcsim.runtime.channel import EMPTY, Channel, Listener, Phantom
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header, Kind
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import Host, Work
 from hcsim.transport.callers import Callers
 from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, hear
 

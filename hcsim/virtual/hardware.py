@@ -22,7 +22,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 from hcsim.config import CATALOGUE, Machine, Node
 from hcsim.errors import ConfigError, UsageError
 from hcsim.runtime.clock import Limit
-from hcsim.runtime.device import Chip, Work
+from hcsim.runtime.host import Chip, Work
 from hcsim.virtual.loop import VirtualLoop
 
 
@@ -146,7 +146,7 @@ class VirtualDevice:
         return lambda: None
 
     async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
-        """See `runtime.device.Device.run`."""
+        """See `runtime.host.Device.run`."""
         self._waited_s = 0.0
         try:
             result = function()
@@ -162,7 +162,7 @@ class VirtualDevice:
         return result
 
     async def touch(self, moved_bytes: int) -> None:
-        """See `runtime.device.Device.touch`."""
+        """See `runtime.host.Device.touch`."""
         lasts_s = moved_bytes / self._memory_bytes_ps
         if lasts_s > 0.0 or self._stuck:
             self._memory_until_s = max(self._memory_until_s, self._pace.now()) + lasts_s
@@ -292,11 +292,11 @@ class VirtualStore:
         return f"{name}, on a virtual disk"
 
     def load(self, name: str) -> bytes | None:
-        """See `runtime.store.Store.load`."""
+        """See `runtime.host.Store.load`."""
         return self.records.get(name)
 
     def save(self, name: str, data: bytes) -> None:
-        """See `runtime.store.Store.save`."""
+        """See `runtime.host.Store.save`."""
         for act in self.before_saving:
             act(name)
         self.records[name] = data

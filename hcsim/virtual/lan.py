@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from msgspec.structs import replace
 
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Service, Sighting
 from hcsim.virtual.loop import VirtualLoop
 
 
@@ -94,7 +94,7 @@ class VirtualLan:
         self._browsers: list[asyncio.Queue[Sighting]] = []
 
     async def advertise(self, service: Service) -> str:
-        """See `runtime.lan.Lan.advertise`."""
+        """See `runtime.host.Lan.advertise`."""
         before = self._ours.get(service.name)
         announced = replace(service, name=self._free(service.name) if before is None else before.name)
         self._ours[service.name] = announced
@@ -112,13 +112,13 @@ class VirtualLan:
         return free
 
     async def withdraw(self, name: str) -> None:
-        """See `runtime.lan.Lan.withdraw`."""
+        """See `runtime.host.Lan.withdraw`."""
         service = self._ours.pop(name, None)
         if service is not None:
             self._multicast(Sighting(service, gone=True))
 
     async def browse(self) -> AsyncIterator[Sighting]:
-        """See `runtime.lan.Lan.browse`."""
+        """See `runtime.host.Lan.browse`."""
         queue: asyncio.Queue[Sighting] = asyncio.Queue()
         for service in self._seen.values():
             queue.put_nowait(Sighting(service))

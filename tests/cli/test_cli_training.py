@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcsim.cli.app import app
-from hcsim.real.device import best_torch_device, check_torch_device
+from hcsim.real.hardware import best_torch_device, check_torch_device
 from tests.cli.test_cli_real import LIMIT_S, free_peers, rank
 from tests.torch_backend.ranks import Meeting, Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcsim.cluster.discovery import Announcement, place_of
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service
 
 RECORD = "10.0.0.9|[fd00::9]:52415"
 

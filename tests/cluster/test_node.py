@@ -14,7 +14,7 @@ from hcsim.cluster.discovery import Announcement
 from hcsim.cluster.node import Node
 from hcsim.cluster.view import ASTRAY_S, PATIENCE_S, View
 from hcsim.config import AnyFault, Cluster, Crash, FullDisk, Heartbeat, Partition, Pause, Reset, Restart, SlowDisk
-from hcsim.runtime.store import kept
+from hcsim.runtime.host import kept
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed

@@ -22,8 +22,8 @@ from hcsim.cluster.discovery import (
 from hcsim.config import Cluster, Restart
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.address import hosts_of
-from hcsim.runtime.lan import Service, Sighting
-from hcsim.runtime.waiting import TokenBucket
+from hcsim.runtime.clock import TokenBucket
+from hcsim.runtime.host import Service, Sighting
 from hcsim.units import PositiveSeconds, Seconds
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World

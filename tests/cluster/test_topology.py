@@ -20,8 +20,7 @@ from hcsim.config import CATALOGUE, Scenario, idealised, load_scenario, parse_sc
 from hcsim.errors import RemoteProtocolError, UsageError
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.runtime.device import Chip
-from hcsim.runtime.host import Interface, Medium
+from hcsim.runtime.host import Chip, Interface, Medium
 from hcsim.virtual.links import Topology as Wires
 from hcsim.virtual.world import World
 

@@ -16,7 +16,7 @@ from hcsim.collectives.scheduler import IN_FLIGHT
 from hcsim.collectives.startup import partners
 from hcsim.config import Crash, parse_scenario
 from hcsim.errors import ChannelBroken, CollectiveError, UsageError
-from hcsim.real.shared import SWITCH, rings
+from hcsim.real.shm.stream import SWITCH, rings
 from hcsim.runtime.channel import Payload, Phantom
 from hcsim.runtime.frame import Header
 from hcsim.transport.link import Link

@@ -375,7 +375,7 @@ class Middle:
 
         ours, theirs = self.incoming.outlet, self.onward.outlet
         if ours is not None and theirs is not None:
-            await ours.convey(legs, theirs, moved)
+            await ours.forward(legs, theirs, moved)
         by_itself = done
         for leg in legs[done:]:
             mine = np.frombuffer(leg.into, np.float32)

@@ -9,9 +9,8 @@ import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, ConfigError, PeerRefused
 from hcsim.runtime.channel import EMPTY
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
-from hcsim.runtime.host import Medium
+from hcsim.runtime.host import Medium, Work
 
 
 def test_a_port_where_nobody_listens_refuses(arena):

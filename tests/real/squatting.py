@@ -1,4 +1,7 @@
-"""A process of the same user that holds the door of somebody who has none (see `hcsim.real.doors`); Linux's names."""
+"""A process of the same user that holds the local socket of one that has none (see `hcsim.real.shm.rendezvous`).
+
+The names are Linux's.
+"""
 
 from __future__ import annotations
 

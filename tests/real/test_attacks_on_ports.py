@@ -34,9 +34,8 @@ from hcsim.runtime.channel import Channel
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.transport import callers
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Hello, Membership
+from hcsim.transport.hello import Hello, Membership, Wire
 from hcsim.transport.mesh import Mesh
-from hcsim.transport.wire import Wire
 
 pytestmark = pytest.mark.slow
 

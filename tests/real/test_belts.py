@@ -12,7 +12,7 @@ import pytest
 
 from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.shared import rings
+from hcsim.real.shm.stream import rings
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.runtime.channel import Leg
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
@@ -96,7 +96,7 @@ async def moved_until_over(row: Row, legs: list[Leg]) -> int:
         nonlocal done
         done = number
 
-    await row.source.convey(legs, row.to, moved)
+    await row.source.forward(legs, row.to, moved)
     return done
 
 

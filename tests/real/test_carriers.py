@@ -27,8 +27,8 @@ from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.listener import MAX_UNACCEPTED
 from hcsim.real.tls import TlsFiles
 from hcsim.real.websocket import WebSocketListener
+from hcsim.runtime.address import parse
 from hcsim.runtime.frame import Header, encode_header
-from hcsim.runtime.target import parse
 from tests.real.test_real_host import Authority
 from tests.training.parameter_server.bench import NAMES, Bench, alone, of_the_round, worker_on
 

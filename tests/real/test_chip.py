@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hcsim.real.device import parse_proc, parse_sysctl, this_chip
-from hcsim.runtime.device import Chip
+from hcsim.real.hardware import parse_proc, parse_sysctl, this_chip
+from hcsim.runtime.host import Chip
 
 GIB = 1 << 30
 

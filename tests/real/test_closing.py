@@ -14,9 +14,10 @@ import pytest
 
 from hcsim import Group, Options, real_group
 from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, PeerRefused
-from hcsim.real import lingering
+from hcsim.real import stream
 from hcsim.real.host import RealHost, RealOptions
-from hcsim.real.shared import SWITCH
+from hcsim.real.shm.stream import SWITCH
+from hcsim.runtime.address import Target
 from hcsim.runtime.frame import Header
 
 pytestmark = pytest.mark.usefixtures("either_way")

@@ -12,7 +12,7 @@ from zeroconf import ServiceStateChange
 
 from hcsim.real import mdns
 from hcsim.real.mdns import MdnsLan
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service
 
 
 class Browser:

@@ -28,7 +28,7 @@ from hcsim.real.mdns import (
     MdnsLan,
     Sieve,
 )
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service
 from tests.real.forged import GROUP, announcement, ghost, sender
 
 HOME = ("127.0.0.1",)

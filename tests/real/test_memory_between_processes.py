@@ -24,14 +24,12 @@ from hypothesis import strategies as st
 
 from hcsim.collectives.arithmetic import BFLOAT16
 from hcsim.errors import ChannelBroken, ChannelError
-from hcsim.real import doors, shared
-from hcsim.real.conveyor import How
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header
 from tests.real.squatting import met_by_a_squatter
 
-rings = pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
+rings = pytest.importorskip("hcsim.real.shm.rings", reason="there was no C compiler when hcsim was installed")
 
 CAPACITY = 4224 * 2**10
 _COUNTERS_BYTES, _LAP_AT = 2 * 3 * 128, 16
@@ -112,7 +110,7 @@ def test_who_does_not_want_to_gets_tcp(left: bool, right: bool) -> None:
 
 
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shared.SWITCH, "0")
+    monkeypatch.setenv(stream.SWITCH, "0")
 
     async def body() -> None:
         assert await between(RealOptions("left"), RealOptions("right")) == {"TCP"}
@@ -121,7 +119,7 @@ def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_it_is_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "rings", None)
+    monkeypatch.setattr(stream, "rings", None)
 
     async def body() -> None:
         assert await between(RealOptions("left"), RealOptions("right")) == {"TCP"}
@@ -962,7 +960,7 @@ def test_who_sends_to_a_peer_with_room_for_all_of_it_lets_other_tasks_run(shared
 
 ANSWERS = """
 import random, sys
-from hcsim.real.rings import Rings
+from hcsim.real.shm.rings import Rings
 
 draw, rings = random.Random(1).randrange, Rings(int(sys.argv[1]), int(sys.argv[2]), False)
 one = memoryview(bytearray(1))
@@ -979,7 +977,7 @@ for _ in range(int(sys.argv[3])):
 """
 TAKES = """
 import random, sys
-from hcsim.real.rings import Rings
+from hcsim.real.shm.rings import Rings
 
 draw, rings, left = random.Random(1).randrange, Rings(int(sys.argv[1]), int(sys.argv[2]), False), int(sys.argv[3])
 into = memoryview(bytearray(2**20))
@@ -1043,7 +1041,7 @@ def test_who_falls_asleep_while_room_is_made_is_woken() -> None:
 
 GIVES = """
 import sys
-from hcsim.real.rings import Rings
+from hcsim.real.shm.rings import Rings
 
 rings, left, data = Rings(int(sys.argv[1]), int(sys.argv[2]), False), int(sys.argv[3]), memoryview(bytes(2**20))
 while left:

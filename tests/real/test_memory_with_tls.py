@@ -14,7 +14,6 @@ import pytest
 from hcsim.errors import ChannelError, PeerRefused, RemoteProtocolError
 from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
-from hcsim.real import shared
 from hcsim.real.certificates import make_certificates
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.stream_channel import StreamChannel
@@ -23,7 +22,7 @@ from hcsim.runtime.channel import Channel, Listener
 from hcsim.runtime.frame import Header
 from tests.real.squatting import met_by_a_squatter
 
-pytest.importorskip("hcsim.real.rings", reason="there was no C compiler when hcsim was installed")
+pytest.importorskip("hcsim.real.shm.rings", reason="there was no C compiler when hcsim was installed")
 
 LEFT, RIGHT = NodeKey(bytes(31) + b"\1"), NodeKey(bytes(31) + b"\2")
 OURS, THEIRS = ClusterSecret(bytes(16)), ClusterSecret(bytes(15) + b"\1")
@@ -104,7 +103,7 @@ def test_who_does_not_want_to_share_gets_tls_over_tcp(left: bool, right: bool) -
 
 
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shared.SWITCH, "0")
+    monkeypatch.setenv(stream.SWITCH, "0")
 
     async def body() -> None:
         async with connected(member(LEFT), member(RIGHT)) as (ours, _):

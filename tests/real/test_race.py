@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hcsim.real.race import Place, Race
+from hcsim.real.host import Place, Race
 
 ONE, OTHER = (2, ("127.0.0.1", 1)), (2, ("127.0.0.2", 1))
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from hcsim.errors import ConfigError
-from hcsim.real.store import FileStore
-from hcsim.runtime.store import keep, kept
+from hcsim.real.hardware import FileStore
+from hcsim.runtime.host import keep, kept
 
 
 class Note(msgspec.Struct):

@@ -17,8 +17,7 @@ import torch
 
 from hcsim.collectives import arithmetic
 from hcsim.collectives.arithmetic import BFLOAT16, DTYPES, HALF_WIDTH, added_as, combiner, dtype_named
-from hcsim.real.conveyor import How
-from hcsim.real.shared import rings
+from hcsim.real.shm.stream import How, rings
 from hcsim.real.tcp import receive_sum
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -9,7 +9,7 @@ import pytest
 
 from hcsim.cluster.coordinator import Policy, Worker
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Crash
 from hcsim.errors import ConfigError, WorkerLost
 from tests.cluster.coordinator.conftest import run_virtual, staged  # noqa: F401 - a fixture

@@ -29,9 +29,8 @@ from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
 from hcsim.training.parameter_server import messages
 from hcsim.transport.admission import AdmittedHost
-from hcsim.transport.hello import Hello, Membership
+from hcsim.transport.hello import Hello, Membership, Wire
 from hcsim.transport.messages import Schema
-from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 from tests.switches import on_switch

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Attachment, Scenario, load_scenario
 from hcsim.launch.virtual_cluster import measure_topology
 from hcsim.runtime.channel import Phantom

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hcsim.config import Crash, Pause, Restart, Scenario, parse_scenario
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.scripts.conversation import ended_how
 from hcsim.scripts.fork_server import FORKS
 from hcsim.scripts.processes import Processes

@@ -10,8 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from hcsim.telemetry.exposition import prometheus_text, scrape
-from hcsim.telemetry.metrics import HostMetrics
-from hcsim.telemetry.names import DURATIONS_S, TABLE, Kind
+from hcsim.telemetry.metrics import DURATIONS_S, TABLE, HostMetrics, Kind
 
 
 def everything() -> HostMetrics:

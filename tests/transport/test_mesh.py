@@ -14,7 +14,7 @@ import pytest
 
 from hcsim import real_group
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import parse_scenario
 from hcsim.errors import ChannelBroken, ChannelClosed, CollectiveError, DeadlineExceeded, PeerRefused, UsageError
 from hcsim.real.host import RealHost, RealOptions
@@ -22,10 +22,9 @@ from hcsim.runtime.channel import Channel, Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, encode_header
 from hcsim.runtime.host import Host
 from hcsim.transport.callers import MAX_STRANGERS, Refusals
-from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership
+from hcsim.transport.hello import HELLO_LIMIT_BYTES, HELLO_TIMEOUT_S, Hello, Membership, Wire
 from hcsim.transport.link import Link
 from hcsim.transport.mesh import Mesh
-from hcsim.transport.wire import Wire
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 

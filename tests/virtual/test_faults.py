@@ -10,8 +10,8 @@ import pytest
 from hcsim.config import AnyFault, ClockJump, Crash, LinkChange, Partition, Pause, Reset, Throttle, parse_scenario
 from hcsim.errors import ChannelBroken, DeadlineExceeded, PeerRefused
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
+from hcsim.runtime.host import Work
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.loop import OWNER
 from hcsim.virtual.stream import RTO_S

@@ -4,7 +4,7 @@ import pytest
 
 from hcsim.config import CATALOGUE, Machine, Node, load_scenario, shipped_scenarios
 from hcsim.errors import ConfigError, UsageError
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.virtual.hardware import machine_of, seconds
 
 PLAIN = Machine("plain", 1e12, 1e11, efficiency_compute=0.5, efficiency_memory=0.25, overhead_s=1e-3)

@@ -12,8 +12,7 @@ import pytest
 from hcsim.config import Restart, parse_scenario
 from hcsim.errors import ConfigError, Deadlock, PeerRefused, UsageError
 from hcsim.runtime.frame import Header
-from hcsim.runtime.host import Medium
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Medium, Service, Sighting
 from hcsim.units import Seconds
 from hcsim.virtual.world import World
 from tests.switches import on_switch

@@ -12,7 +12,6 @@ from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import ConfigError, UsageError
 from hcsim.transport.hello import Membership
 from hcsim.transport.rpc import Procedure
-from hcsim.transport.wire import Wire
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

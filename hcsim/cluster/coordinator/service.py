@@ -15,9 +15,8 @@ from hcsim.cluster.coordinator.state import State
 from hcsim.cluster.diagnosis import Findings
 from hcsim.errors import CallRefused, ConfigError, HcsimError
 from hcsim.runtime.channel import Channel, Listener
-from hcsim.runtime.host import Host
-from hcsim.runtime.store import keep, kept
-from hcsim.runtime.waiting import News
+from hcsim.runtime.clock import News
+from hcsim.runtime.host import Host, keep, kept
 from hcsim.transport.callers import Callers
 from hcsim.transport.rpc import Endpoint, Limits, Registry, serving_endpoint
 

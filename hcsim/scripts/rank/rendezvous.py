@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from hcsim.errors import CallRefused, DeadlineExceeded, UsageError
 from hcsim.scripts.conversation import Answer, Stored, raised
-from hcsim.torch_backend import NAME
+from hcsim.torch_backend.options import NAME
 
 _LEFT_ALONE = (NAME, "fake")
 

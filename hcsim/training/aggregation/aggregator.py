@@ -13,7 +13,7 @@ import numpy as np
 
 from hcsim.collectives.group import Group
 from hcsim.compressors.base import Array, Compressor, Kind, Linear
-from hcsim.compressors.dense import Dense
+from hcsim.compressors.cast import Dense
 from hcsim.errors import NotFinite
 from hcsim.runtime.channel import Phantom
 from hcsim.training.aggregation.exchange import Bench, LinearExchange, QuantisedExchange, SparseExchange

@@ -33,7 +33,7 @@ import numpy as np
 from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.compressors.base import State
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training

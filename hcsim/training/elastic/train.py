@@ -34,9 +34,8 @@ from hcsim.training.elastic.synchronise import survey
 from hcsim.training.learner import digest
 from hcsim.training.run import Report
 from hcsim.training.strategies import ParameterServer, strategy
-from hcsim.transport.hello import Membership
+from hcsim.transport.hello import Membership, Wire
 from hcsim.transport.reception import Reception, check_all
-from hcsim.transport.wire import Wire
 
 _NO_PARAMETERS = "shapes"
 """What a training of shapes alone comes to."""

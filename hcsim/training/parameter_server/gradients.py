@@ -18,7 +18,7 @@ from hcsim.compressors.feedback import Feedback
 from hcsim.compressors.registry import make
 from hcsim.errors import CompressionError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
+from hcsim.runtime.host import Work
 from hcsim.training.layout import FLOAT_BYTES, Layout
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.messages import Push

@@ -21,9 +21,8 @@ from msgspec import Meta
 
 from hcsim.errors import RemoteProtocolError
 from hcsim.runtime.channel import Channel, Payload, Phantom
-from hcsim.runtime.clock import Clock
+from hcsim.runtime.clock import Clock, within
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind
-from hcsim.runtime.waiting import within
 from hcsim.transport.messages import Schema
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from hcsim.errors import HcsimError, RemoteProtocolError
 from hcsim.runtime.channel import Channel
+from hcsim.runtime.clock import disappoint
 from hcsim.runtime.frame import Header
-from hcsim.runtime.waiting import disappoint
 from hcsim.transport.rpc.messages import SCHEMA, Failure, Message, Parcel, Result
 from hcsim.transport.rpc.references import DTYPES, Handles, arrays_bytes
 

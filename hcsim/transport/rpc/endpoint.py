@@ -37,11 +37,10 @@ from hcsim.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from hcsim.runtime import waiting
 from hcsim.runtime.channel import Channel, Payload
+from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.frame import Header, Kind
 from hcsim.runtime.host import Host
-from hcsim.runtime.waiting import within
 from hcsim.transport.messages import Requests, describe, revive
 from hcsim.transport.rpc.boxes import Inbox, Incoming, Outbox, Outgoing
 from hcsim.transport.rpc.messages import (
@@ -142,18 +141,18 @@ class Calling:
 
     async def call(self, procedure: Procedure[Any], args: tuple[Any, ...], deadline_s: float | None) -> Any:
         """See `Endpoint.call`."""
-        within = being_served()
+        outer = being_served()
         clock = self._line.host.clock
         until_s = None if deadline_s is None else clock.elapsed() + deadline_s
-        if within is not None and within.until_s is not None:
-            until_s = within.until_s if until_s is None else min(until_s, within.until_s)
+        if outer is not None and outer.until_s is not None:
+            until_s = outer.until_s if until_s is None else min(until_s, outer.until_s)
         allowed_s = None if until_s is None else until_s - clock.elapsed()
         late = f"{procedure.name} at {self._line.peer} was not answered within {allowed_s or 0:.3g} s"
         if allowed_s is not None and allowed_s <= 0:
             raise DeadlineExceeded(late)
-        async with waiting.within(clock, allowed_s, late):
-            if within is not None:
-                return await self._call(procedure, args, until_s, within.call.depth + 1)
+        async with within(clock, allowed_s, late):
+            if outer is not None:
+                return await self._call(procedure, args, until_s, outer.call.depth + 1)
             async with self._slots:
                 return await self._call(procedure, args, until_s, 0)
 
@@ -219,7 +218,7 @@ class Calling:
     def end(self) -> None:
         """The channel has ended, and with it every call."""
         for pending in self._line.requests.waiting():
-            waiting.disappoint(pending.answer, self._line.over(pending.procedure.name))
+            disappoint(pending.answer, self._line.over(pending.procedure.name))
 
 
 @lru_cache(1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from hcsim.config import CopiedIdentity, Datagrams, MulticastLoss, OneWayVisibility, StaleRecord, Stranger
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Service, Sighting
 from hcsim.virtual.environment import NS
 from hcsim.virtual.faults.apply import FaultProcess, apply, draws, lasting, note, prepare
 from hcsim.virtual.faults.node import bring_back, die, will_return

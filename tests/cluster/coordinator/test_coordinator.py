@@ -10,7 +10,7 @@ import pytest
 
 from hcsim.cluster.coordinator import Coordinator, Policy, Roster, Worker
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Pause, Reset
 from hcsim.errors import (
     CallRefused,

@@ -17,7 +17,7 @@ import asyncio
 import numpy as np
 from hcsim.cluster.coordinator import Coordinator, Policy, Worker
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config import Crash
 from hcsim.errors import CollectiveError, WorkerLost
 from hcsim.transport.rpc import Endpoint, Procedure, Registry, RemoteRef

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from hcsim.config import Training
 from hcsim.errors import ConfigError
-from hcsim.real.store import FileStore
+from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.elastic.checkpoint import Checkpoints, Origin, decode, encode, in_store
 from hcsim.training.elastic.transfer import Parcel

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from hcsim.config import AnyFault, Crash, Pause, Reset, Training
 from hcsim.errors import ConfigError, Diverged, TrainingError
-from hcsim.real.store import FileStore
+from hcsim.real.hardware import FileStore
 from hcsim.runtime.host import Host
 from hcsim.training.data import Batches
 from hcsim.training.elastic.checkpoint import Checkpoints, decode, in_store

@@ -6,7 +6,7 @@ import asyncio
 
 from hcsim.config import AnyFault, Scenario, parse_scenario
 from hcsim.runtime.frame import HEADER_BYTES
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Service, Sighting
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World

@@ -47,9 +47,8 @@ from hcsim.config import (
     write_faults,
 )
 from hcsim.errors import ChannelError, ConfigError, DeadlineExceeded
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service, Work
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import World
 from tests.virtual.faults.arena import HOME, home

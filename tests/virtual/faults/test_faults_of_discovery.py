@@ -16,7 +16,7 @@ from hcsim.config import (
     Restart,
     StaleRecord,
 )
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service
 from hcsim.virtual.world import World
 from tests.virtual.faults.arena import LATENCY_S, Watcher, connected, until, world_with
 

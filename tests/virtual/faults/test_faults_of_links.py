@@ -29,8 +29,7 @@ from hcsim.config import (
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
 from hcsim.runtime.frame import HEADER_BYTES, Header
-from hcsim.runtime.host import Medium
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Medium, Service
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import World

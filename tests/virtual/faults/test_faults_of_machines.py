@@ -27,8 +27,8 @@ from hcsim.config import (
 )
 from hcsim.errors import ChannelBroken, DeadlineExceeded
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header
+from hcsim.runtime.host import Work
 from hcsim.training.learner import Learner
 from hcsim.training.optimizer import Sgd
 from hcsim.training.tasks import task

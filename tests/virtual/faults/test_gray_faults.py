@@ -37,9 +37,8 @@ from hcsim.config import (
 )
 from hcsim.errors import ChannelBroken, ConfigError, DeadlineExceeded, PeerRefused, RemoteProtocolError
 from hcsim.runtime.channel import Payload, Phantom
-from hcsim.runtime.device import Work
 from hcsim.runtime.frame import Header, Kind
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Service, Sighting, Work
 from hcsim.virtual.channel import VirtualChannel
 from hcsim.virtual.host import VirtualHost
 from hcsim.virtual.world import HostCrashed, World

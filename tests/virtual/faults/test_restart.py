@@ -10,7 +10,7 @@ import pytest
 from hcsim.config import Crash, Leave, Partition, Pause, Restart, Throttle
 from hcsim.errors import ChannelBroken, Deadlock, HcsimError, UsageError
 from hcsim.runtime.frame import Header
-from hcsim.runtime.lan import Service
+from hcsim.runtime.host import Service
 from hcsim.virtual.stream import RTO_S
 from hcsim.virtual.world import HostCrashed, World
 from tests.virtual.faults.arena import LATENCY_S, Watcher, connected, until, world_with

@@ -235,7 +235,7 @@ static PyType_Slot rings_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec rings_spec = {"hcsim.real.rings.Rings", sizeof(Rings), 0, Py_TPFLAGS_DEFAULT, rings_slots};
+static PyType_Spec rings_spec = {"hcsim.real.shm.rings.Rings", sizeof(Rings), 0, Py_TPFLAGS_DEFAULT, rings_slots};
 
 /* -- belts */
 
@@ -331,7 +331,7 @@ static PyType_Slot belt_slots[] = {
 };
 
 static PyType_Spec belt_spec = {
-    "hcsim.real.rings.Belt", sizeof(Belt), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, belt_slots};
+    "hcsim.real.shm.rings.Belt", sizeof(Belt), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, belt_slots};
 
 static int fill(PyObject *module)
 {

@@ -1,7 +1,7 @@
 """Where processes of one machine meet to share memory.
 
-Who listens at an address of the loopback has a second door there: a Unix socket of that address's name. Who dials such
-an address tries this door first, and brings the memory with it. Only processes of one user meet here.
+A process that listens at an address of the loopback also listens at a Unix socket of that address's name. A process
+that dials such an address tries this socket first, and brings the memory with it. Only processes of one user meet here.
 Where anything about it does not work, it is TCP as between machines.
 
 Where there is TLS, its handshake is made over the Unix socket: both prove themselves as they would over TCP. What they
@@ -23,17 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcsim.errors import ChannelBroken
-from hcsim.real.direction import readable
 from hcsim.real.failures import is_distrust
-from hcsim.real.forked import own
-from hcsim.real.shared import SharedStream, attached, new_memory
+from hcsim.real.shm.stream import SharedStream, attached, new_memory
+from hcsim.real.sockets import own, readable
 from hcsim.real.tls import Tls
 from hcsim.runtime.address import join_address
 
 ABSTRACT = sys.platform == "linux"
 """Whether a Unix socket can have a name that is no file; it belongs to a network namespace then, as addresses do."""
 _VERSION = 4
-"""Of the memory's layout and of how it is brought: unlike versions do not find each other's doors."""
+"""Of the memory's layout and of how it is brought: unlike versions do not find each other's sockets."""
 _BACKLOG = 128
 _GREETING_BYTES = 64
 """Always as long: what comes behind it may be read together with it, but for the descriptor."""
@@ -57,7 +56,7 @@ class Met(NamedTuple):
     binding: bytes = b""
 
 
-class Door:
+class Rendezvous:
     """Where processes of this machine come in that bring memory."""
 
     def __init__(self, sock: socket.socket, place: str) -> None:
@@ -65,8 +64,8 @@ class Door:
         self._place = place
 
     @classmethod
-    def open(cls, sockaddr: Any, *, tls: bool) -> Door | None:
-        """Beside a socket that listens there; None where no such door is possible."""
+    def open(cls, sockaddr: Any, *, tls: bool) -> Rendezvous | None:
+        """Beside a socket that listens there; None where no such socket is possible."""
         if not (sockaddr[0] in _EVERYWHERE or ip_address(sockaddr[0]).is_loopback):
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,7 +86,7 @@ class Door:
         _remove(self._place)
 
 
-def guest(sock: socket.socket) -> str:
+def peer_process(sock: socket.socket) -> str:
     """Who is at the other end, in words; raises `OSError` if it is another user's process."""
     user, process = _credentials(sock)
     name = f"process {process} of this machine"
@@ -96,8 +95,8 @@ def guest(sock: socket.socket) -> str:
     return name
 
 
-async def received(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
-    """The stream through the memory that a guest has brought."""
+async def accept(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
+    """The stream through the memory that a caller has brought."""
     await readable(sock)
     greeting, memories, _, _ = socket.recv_fds(sock, _GREETING_BYTES, 1, _CLOSED_ON_EXEC)
     try:
@@ -108,7 +107,7 @@ async def received(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
             brought = False
         if not brought:
             raise ChannelBroken(f"{peer} came in without memory to share", peer)
-        met = await _meet(sock, tls, memories[0], address, guest=False)
+        met = await _meet(sock, tls, memories[0], address, caller=False)
         if met is None:  # it has lost its patience, and calls by TCP
             raise ChannelBroken(f"{peer} went away again", peer)
         return met
@@ -118,7 +117,7 @@ async def received(sock: socket.socket, peer: str, tls: Tls | None) -> Met:
 
 
 async def dial(sockaddr: Any, patience_s: float, tls: Tls | None) -> Met | None:
-    """To who listens there, if it is a process of ours that has a door and takes what we bring in that time.
+    """To who listens there, if it is a process of ours that listens here too and takes what we bring in that time.
 
     Raises `SSLError` where one of the two does not trust the other: it would not by TCP either."""
     if not ip_address(sockaddr[0]).is_loopback:
@@ -145,16 +144,18 @@ def _everywhere(host: str) -> tuple[str, ...]:
     return _EVERYWHERE[1:] if ":" in host else _EVERYWHERE
 
 
-async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patience_s: float, tls: Tls | None) -> Met:
+async def _bring(
+    sock: socket.socket, listener: tuple[str, int], address: str, patience_s: float, tls: Tls | None
+) -> Met:
     sock.setblocking(False)
     own(sock)
-    sock.connect(_place(door, tls=tls is not None))
-    guest(sock)
+    sock.connect(_place(listener, tls=tls is not None))
+    peer_process(sock)
     memory = new_memory()
     try:
         socket.send_fds(sock, [address.encode("ascii").ljust(_GREETING_BYTES)], [memory])
         async with asyncio.timeout(min(patience_s, _ANSWER_S)):
-            met = await _meet(sock, tls, memory, address, guest=True)
+            met = await _meet(sock, tls, memory, address, caller=True)
         if met is None:
             raise ConnectionRefusedError
         return met
@@ -162,17 +163,17 @@ async def _bring(sock: socket.socket, door: tuple[str, int], address: str, patie
         os.close(memory)
 
 
-async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, guest: bool) -> Met | None:
+async def _meet(sock: socket.socket, tls: Tls | None, memory: int, address: str, *, caller: bool) -> Met | None:
     """Prove ourselves where there is TLS, and agree that the memory is shared.
 
     None where the other does not say what it should: it wants no more, or is not the process that it says it is."""
     talk, identity, binding, us, them = sock, "", b"", b"", b""
     if tls is not None:
         us, them = (number.to_bytes(_PROCESS_BYTES, "big") for number in (os.getpid(), _credentials(sock)[1]))
-        talk, identity, binding = await tls.handshake(sock, server_side=not guest)
+        talk, identity, binding = await tls.handshake(sock, server_side=not caller)
     try:
-        rings = attached(memory, talk, first=guest)
-        if guest:
+        rings = attached(memory, talk, first=caller)
+        if caller:
             agreed = await _heard(talk, _TAKEN + them)
             if agreed:
                 talk.send(_MEANT + us)
@@ -207,7 +208,7 @@ def _undressed(talk: socket.socket) -> socket.socket:
 
 
 def _place(sockaddr: Any, *, tls: bool) -> str:
-    """Where the door of an address is; who speaks no TLS does not find that of one who does."""
+    """Where the socket of an address is; a process without TLS does not find that of one with it."""
     name = f"hcsim-{_VERSION}-{'tls-' if tls else ''}{join_address((sockaddr[0], sockaddr[1]))}"
     if ABSTRACT:
         return f"\0{name}"

@@ -1,0 +1,325 @@
+"""What a host is made of: its clock, its processor and memory as macOS or Linux tell of them, and its disk."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from hcsim.errors import ConfigError
+from hcsim.files import write_whole
+from hcsim.runtime.clock import Limit
+from hcsim.runtime.host import Chip, Work
+from hcsim.units import did_you_mean
+
+_SYSCTL = ("sysctl", "machdep.cpu.brand_string", "hw.memsize")
+
+
+def this_chip() -> Chip:
+    """The chip and the memory of this machine; what the system does not tell is its architecture, and None."""
+    if sys.platform == "darwin":
+        found = parse_sysctl(_output_of(_SYSCTL))
+    else:
+        found = parse_proc(_text_of(Path("/proc/cpuinfo")), _text_of(Path("/proc/meminfo")))
+    return found if found.name else Chip(platform.machine() or "unknown", found.memory_bytes)
+
+
+def parse_sysctl(listing: str) -> Chip:
+    """From the output of `sysctl machdep.cpu.brand_string hw.memsize`: one `name: value` a line."""
+    values = dict(line.split(": ", 1) for line in listing.splitlines() if ": " in line)
+    memory = values.get("hw.memsize", "").strip()
+    return Chip(values.get("machdep.cpu.brand_string", "").strip(), int(memory) if memory.isdecimal() else None)
+
+
+def parse_proc(cpuinfo: str, meminfo: str) -> Chip:
+    """From /proc/cpuinfo and /proc/meminfo. ARM kernels name no model there; some boards do, as `Model`."""
+    model = re.search(r"^(?:model name|Model|Hardware)\s*: *(\S.*?)\s*$", cpuinfo, re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", meminfo, re.MULTILINE)
+    return Chip(model.group(1) if model else "", 1024 * int(memory.group(1)) if memory else None)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _output_of(command: tuple[str, ...]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+T = TypeVar("T")
+
+
+def best_torch_device() -> str:
+    """The fastest device torch finds here: "mps", "cuda" or "cpu". Imports torch."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_torch_device(name: str) -> None:
+    """Refuse a device that torch does not have here; "auto" is the best there is."""
+    known = ("auto", "cpu", "mps", "cuda")
+    if name not in known:
+        raise ConfigError(f'device "{name}"{did_you_mean(name, known)}; known: {", ".join(known)}')
+    if name == "cpu":
+        return  # as everywhere; torch takes seconds to load, and not every task needs it
+    import torch
+
+    there = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}
+    if not there.get(name, True):
+        raise ConfigError(f'device "{name}": torch finds none on this machine; "auto" takes the best there is')
+
+
+class RealDevice:
+    """Runs functions one after the other in a thread of its own, so that the network goes on meanwhile."""
+
+    def __init__(self, name: str = "cpu") -> None:
+        self._name = name
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"hcsim-{name}")
+
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        return self._name
+
+    @property
+    def torch_name(self) -> str:
+        """The same."""
+        return self._name
+
+    @cached_property
+    def chip(self) -> Chip:
+        """What this machine says of itself."""
+        return this_chip()
+
+    def exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        """See `runtime.host.Device.exercise`."""
+        if self._name == "cpu":
+            return _numpy_exercise(kind, size)
+        return self._torch_exercise(kind, size)
+
+    def _torch_exercise(self, kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+        import torch
+
+        shape = (size, size) if kind == "matmul" else (size,)
+        data = torch.ones(shape, dtype=torch.float32, device=self._name)
+
+        def work() -> None:
+            result = data @ data if kind == "matmul" else data.add_(data, alpha=0.5)
+            result.reshape(-1)[:1].cpu()  # waits for the device
+
+        return work
+
+    async def run(self, work: Work, function: Callable[[], T], into: memoryview | None = None) -> T:
+        """Call the function; what the work would cost elsewhere does not matter here, nor where it writes."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    async def touch(self, moved_bytes: int) -> None:
+        """Nothing to account for: the caller has really waited for its memory."""
+
+    def close(self) -> None:
+        """Let the thread end once the function it runs now has ended; what waits behind it is dropped."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _numpy_exercise(kind: Literal["matmul", "axpy"], size: int) -> Callable[[], object]:
+    if kind == "matmul":
+        square = np.ones((size, size), np.float32)
+        return partial(np.matmul, square, square, np.empty_like(square))
+    vector, total = np.ones(size, np.float32), np.ones(size, np.float32)
+    return partial(np.add, vector, total, total)
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._limits: _Limits | None = None
+
+    def now(self) -> float:
+        """Seconds since an unspecified moment, never going back."""
+        return time.monotonic()
+
+    def elapsed(self) -> float:
+        """The same: it never jumps."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait; zero or less lets every other ready task run once."""
+        await asyncio.sleep(max(seconds, 0.0))
+
+    def timeout(self, seconds: float | None) -> Limit:
+        """As `asyncio.timeout`."""
+        if seconds is None or not seconds > 0:
+            return asyncio.timeout(seconds)
+        loop = asyncio.get_running_loop()
+        if self._limits is None or self._limits.loop is not loop:
+            self._limits = _Limits(loop)
+        return _Limit(self._limits, seconds)
+
+
+class _Limits:
+    """The time limits of one event loop, behind one timer: nearly all of them are over long before they are due, and to
+    set and to cancel a timer costs more than all else that they need. There are tens of them, so they need no order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._due_s: dict[_Limit, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        """For the earliest of them, or for an earlier one that is over."""
+
+    def add(self, limit: _Limit, due_s: float) -> None:
+        """Call `expire` then, unless it is removed before."""
+        self._due_s[limit] = due_s
+        if self._timer is None or due_s < self._timer.when():
+            self._set(due_s)
+
+    def remove(self, limit: _Limit) -> None:
+        """It is over."""
+        self._due_s.pop(limit, None)
+
+    def _set(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(due_s, self._look)
+
+    def _look(self) -> None:
+        assert self._timer is not None
+        now_s = max(self.loop.time(), self._timer.when())  # the loop may call a clock's tick too early
+        self._timer = None
+        try:
+            late = [limit for limit, due_s in self._due_s.items() if due_s <= now_s]
+            for limit in sorted(late, key=self._due_s.__getitem__):  # a machine that stood still finds several
+                del self._due_s[limit]
+                limit.expire()
+        finally:  # whatever one of them waits for may refuse to be cancelled
+            if self._due_s:
+                self._set(min(self._due_s.values()))
+
+
+class _Limit:
+    """One time limit, around one task's work."""
+
+    __slots__ = ("_cancelled_before", "_expired", "_limits", "_seconds", "_task")
+
+    def __init__(self, limits: _Limits, seconds: float) -> None:
+        self._limits = limits
+        self._seconds = seconds
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelled_before = task.cancelling()
+        self._limits.add(self, self._limits.loop.time() + self._seconds)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._expired:
+            self._limits.remove(self)
+        elif self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+            raise TimeoutError from error  # nobody else has cancelled it as well
+
+    def expired(self) -> bool:
+        """See `runtime.clock.Limit.expired`."""
+        return self._expired
+
+    def expire(self) -> None:
+        """It has taken too long."""
+        self._expired = True
+        self._task.cancel()
+
+
+_LOCK = "in_use"
+
+
+class FileStore:
+    """Each record is a file, replaced in one move once its bytes are on the disk. The folder is one process's alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+        try:
+            # Ends with this process, however it ends; a child that was forked does not have it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"{folder}: another process keeps its state there: end it, or give this one a folder of its own"
+            ) from None
+
+    def close(self) -> None:
+        """Others may have the folder. Closing twice is harmless."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def where(self, name: str) -> str:
+        """The file's path."""
+        return str(self._folder / name)
+
+    def load(self, name: str) -> bytes | None:
+        """See `runtime.host.Store.load`."""
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(f"{self._folder / name}: cannot be read: {error.strerror}") from None
+
+    def save(self, name: str, data: bytes) -> None:
+        """See `runtime.host.Store.save`."""
+        path = self._folder / name
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+class MemoryStore:
+    """For a host that need not outlive its process."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, bytes] = {}
+
+    def where(self, name: str) -> str:
+        """Nobody finds it but this process."""
+        return f"{name}, in memory"
+
+    def load(self, name: str) -> bytes | None:
+        """See `runtime.host.Store.load`."""
+        return self._records.get(name)
+
+    def save(self, name: str, data: bytes) -> None:
+        """See `runtime.host.Store.save`."""
+        self._records[name] = data
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -136,9 +136,9 @@ def test_large_sums_that_are_added_on_the_way_have_the_same_bits(virtual, real, 
 def test_what_a_ring_passes_on_without_a_stop_has_the_same_bits_and_is_counted(virtual, real, monkeypatch, world):
     """Several operations at once, so that one finds the next rank's channel busy with another."""
     passed = []
-    convey = RingForwarder.convey
+    forward = RingForwarder.forward
     monkeypatch.setattr(ring, "CHUNK", 2**14)
-    monkeypatch.setattr(RingForwarder, "convey", lambda *a: convey(*a[:-1], lambda done: passed.append(a[-1](done))))
+    monkeypatch.setattr(RingForwarder, "forward", lambda *a: forward(*a[:-1], lambda done: passed.append(a[-1](done))))
     monkeypatch.setenv(SWITCH, "1")
 
     async def program(group: Group) -> tuple[list[bytes], int]:

@@ -49,8 +49,8 @@ VIRTUAL = [
     Room("faults", "crash, lid, partition, …"),
 ]
 REAL = [
-    Room("host, clock, device", "the standard event loop; MPS, CUDA, CPU"),
-    Room("tcp, tls, shared", "sockets, TLS 1.3, shared memory"),
+    Room("host, hardware", "the standard event loop; MPS, CUDA, CPU"),
+    Room("tcp, tls, shm", "sockets, TLS 1.3, shared memory"),
     Room("mdns", "discovery on the local network"),
     Room("websocket, grpc", "other carriers"),
 ]

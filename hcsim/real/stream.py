@@ -29,14 +29,14 @@ WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Parts: TypeAlias = list[bytes | memoryview]
 FIRST_MAX_FRAME_BYTES = 64 * 1024
 """What a peer may send before somebody raises the limit: enough to say hello."""
-_MOST_S = 60.0
+MOST_S = 60.0
 """How long what was sent may take to arrive."""
-_MOST_AT_END_S = 10.0
+MOST_AT_END_S = 10.0
 """The same where the program ends. The system alone then goes on."""
-_STUCK_S = 2.0
+STUCK_S = 2.0
 """How long nothing of it may move then."""
 _FIRST_LOOK_S, _SLOWEST_LOOK_S = 0.001, 0.05
-_MOST_HELD = 64
+MOST_HELD = 64
 
 
 class Forwarder(Outlet, Protocol):
@@ -133,14 +133,14 @@ class _Held:
         self.loop = asyncio.get_running_loop()
         self._left_bytes = stream.undelivered_bytes()
         self._moved_s = time.monotonic()
-        self._until_s = self._moved_s + _MOST_S
-        self._patience_s = _MOST_S
+        self._until_s = self._moved_s + MOST_S
+        self._patience_s = MOST_S
         self._look_s = _FIRST_LOOK_S
 
     def hurry(self) -> None:
         """The program ends."""
-        self._until_s = min(self._until_s, time.monotonic() + _MOST_AT_END_S)
-        self._patience_s = _STUCK_S
+        self._until_s = min(self._until_s, time.monotonic() + MOST_AT_END_S)
+        self._patience_s = STUCK_S
 
     def is_over(self) -> bool:
         """Whether there is nothing more to wait for."""
@@ -168,7 +168,7 @@ def close_when_delivered(stream: Stream) -> None:
     if not stream.undelivered_bytes():
         stream.close()
         return
-    if len(_HELD) >= _MOST_HELD:
+    if len(_HELD) >= MOST_HELD:
         _let_go(next(iter(_HELD)))
     held = _Held(stream)
     _HELD[held] = None
@@ -189,7 +189,7 @@ def _let_go(held: _Held) -> None:
 
 
 @atexit.register
-def _hold_out() -> None:
+def hold_out() -> None:
     """No loop runs any more. Whoever interrupts us does not want to wait."""
     for held in tuple(_HELD):
         held.hurry()
@@ -199,3 +199,8 @@ def _hold_out() -> None:
                 time.sleep(held.next_look_s())
     for held in tuple(_HELD):
         _let_go(held)
+
+
+def still_held() -> int:
+    """How many connections wait until what was written has arrived."""
+    return len(_HELD)

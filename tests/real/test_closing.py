@@ -17,7 +17,6 @@ from hcsim.errors import ChannelBroken, CollectiveError, CollectiveTimeout, Peer
 from hcsim.real import stream
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.shm.stream import SWITCH
-from hcsim.runtime.address import Target
 from hcsim.runtime.frame import Header
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -162,25 +161,25 @@ async def close_on(listening: socket.socket) -> socket.socket:
 
 
 def test_what_is_under_way_to_one_that_reads_nothing_is_given_up_when_the_program_ends(monkeypatch):
-    monkeypatch.setattr(lingering, "STUCK_S", 0.0)
+    monkeypatch.setattr(stream, "STUCK_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server, asyncio.run(close_on(server)):
-        assert lingering.still_held()
-        lingering.hold_out()
-        assert not lingering.still_held()
+        assert stream.still_held()
+        stream.hold_out()
+        assert not stream.still_held()
     gc.collect()  # a socket that was left open would be warned of
 
 
 def test_no_more_than_some_are_held_and_none_longer_than_need_be_when_its_loop_has_gone(monkeypatch):
-    monkeypatch.setattr(lingering, "MOST_HELD", 3)
+    monkeypatch.setattr(stream, "MOST_HELD", 3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         others = [asyncio.run(close_on(server)) for _ in range(5)]
-        assert lingering.still_held() == 3
+        assert stream.still_held() == 3
         for other in others:
             other.close()  # unread: a reset
         with asyncio.run(close_on(server)):
-            assert lingering.still_held() == 1
-            monkeypatch.setattr(lingering, "STUCK_S", 0.0)
-            lingering.hold_out()
+            assert stream.still_held() == 1
+            monkeypatch.setattr(stream, "STUCK_S", 0.0)
+            stream.hold_out()
 
 
 def test_nothing_is_held_where_all_has_arrived():
@@ -192,7 +191,7 @@ def test_nothing_is_held_where_all_has_arrived():
             await near.send(Header(0))
             await far.recv(lambda _: None)
             await near.close()
-            held = lingering.still_held()
+            held = stream.still_held()
             await far.close()
             await listener.close()
             return held

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from hcsim.collectives.arithmetic import BFLOAT16
 from hcsim.errors import ChannelBroken, ChannelError
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.shm import rendezvous, stream
+from hcsim.real.shm.stream import How
 from hcsim.runtime.channel import Channel, Fold, Listener
 from hcsim.runtime.frame import Header
 from tests.real.squatting import met_by_a_squatter
@@ -144,8 +146,8 @@ def test_an_address_that_is_not_the_loopback_is_a_network_even_if_it_is_ours() -
 def test_where_names_are_files_the_door_is_one_that_only_we_can_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doors, "ABSTRACT", False)
-    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(rendezvous, "ABSTRACT", False)
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
 
     async def body() -> None:
         async with RealHost(RealOptions("right")) as host:

@@ -16,6 +16,7 @@ from hcsim.identity.key import NodeKey
 from hcsim.identity.namespace import ClusterSecret
 from hcsim.real.certificates import make_certificates
 from hcsim.real.host import RealHost, RealOptions
+from hcsim.real.shm import stream
 from hcsim.real.stream_channel import StreamChannel
 from hcsim.real.tls import ClusterTls, TlsFiles
 from hcsim.runtime.channel import Channel, Listener

@@ -25,7 +25,7 @@ from hcsim.real import host as real_host
 from hcsim.real.host import RealHost, RealOptions
 from hcsim.real.tls import Tls, TlsFiles
 from hcsim.runtime.frame import Header
-from hcsim.runtime.lan import Service, Sighting
+from hcsim.runtime.host import Service, Sighting
 from tests.real.descriptors import descriptor_to
 
 MIB = 2**20

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hcsim.runtime.channel import Phantom
     from hcsim.training.run import Report
     from hcsim.training.trainer import train
-    from hcsim.transport.wire import Wire
+    from hcsim.transport.hello import Wire
 
 __version__ = "0.1.0"
 

@@ -30,7 +30,7 @@ from hcsim.training.task import Task
 from hcsim.training.tasks import task
 from hcsim.transport.admission import AdmittedHost, Verdict
 from hcsim.transport.callers import Once
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ from hcsim.real.hardware import MemoryStore
 from hcsim.real.mdns import SERVICE_TYPE, cached
 from hcsim.rng import generator, stream
 from hcsim.runtime.frame import HEADER_BYTES, Header, Kind, decode_header, encode_header
-from hcsim.runtime.store import packed, unpacked
+from hcsim.runtime.host import packed, unpacked
 from hcsim.training import trainer
 from hcsim.training.elastic import checkpoint
 from hcsim.training.elastic.progress import NOTHING_YET, Provenance

@@ -18,7 +18,7 @@ from hcsim.training.saved import load_model, save_model
 from hcsim.training.strategies import check_training
 from hcsim.training.tasks import task
 from hcsim.training.trainer import train
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Wire
 
 
 class Onlooker:

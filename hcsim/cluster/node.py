@@ -25,9 +25,8 @@ from hcsim.config.cluster import Cluster
 from hcsim.errors import ConfigError, HcsimError, PeerRefused
 from hcsim.identity.trust_store import TrustStore
 from hcsim.runtime.channel import Channel
-from hcsim.runtime.host import Host
-from hcsim.runtime.store import keep, kept
-from hcsim.runtime.waiting import News
+from hcsim.runtime.clock import News
+from hcsim.runtime.host import Host, keep, kept
 from hcsim.transport.callers import Once, one_line
 from hcsim.transport.reception import CHECK_S, echo_s
 

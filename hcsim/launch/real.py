@@ -28,8 +28,7 @@ from hcsim.runtime.address import parse, with_port
 from hcsim.telemetry.trace import Sink, Trace
 from hcsim.transport.admission import AdmittedHost
 from hcsim.transport.callers import Once, Refusals
-from hcsim.transport.hello import Membership
-from hcsim.transport.wire import Wire
+from hcsim.transport.hello import Membership, Wire
 
 if TYPE_CHECKING:
     from hcsim.cluster.coordinator import Policy

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import Host, Work
 from hcsim.training.optimizer import Optimizer, clip
 from hcsim.training.task import Flat, Indices, Task, backward_work, forward_work
 

@@ -16,7 +16,7 @@ from hcsim.launch.virtual import Outcome
 from hcsim.launch.virtual_cluster import simulate_cluster
 from hcsim.node import Plan
 from hcsim.real.keys import new_secret, save_secret
-from hcsim.runtime.waiting import News
+from hcsim.runtime.clock import News
 from hcsim.training.run import Point, Report, Run
 from hcsim.units import PositiveSeconds, Seconds
 from tests.conftest import free_addresses

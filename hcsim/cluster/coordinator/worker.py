@@ -32,8 +32,8 @@ from hcsim.cluster.diagnosis import Accusation, Diagnosis, Failure, Findings
 from hcsim.cluster.probe import Ways
 from hcsim.cluster.view import Member, Terms, View
 from hcsim.errors import CallRefused, ChannelBroken, ChannelError, DeadlineExceeded, HcsimError, UsageError, WorkerLost
+from hcsim.runtime.clock import disappoint, within
 from hcsim.runtime.host import Host
-from hcsim.runtime.waiting import disappoint, within
 from hcsim.transport.callers import one_line
 from hcsim.transport.reception import CHECK_S
 from hcsim.transport.rpc import Endpoint, Procedure, Registry

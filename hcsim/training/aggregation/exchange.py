@@ -36,8 +36,7 @@ from hcsim.compressors.encoding import HEADER_BYTES, has_values, without_values
 from hcsim.compressors.feedback import Feedback
 from hcsim.errors import CompressionError, NotFinite
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
-from hcsim.runtime.host import Host
+from hcsim.runtime.host import Host, Work
 from hcsim.training.layout import FLOAT_BYTES, Tensor
 from hcsim.training.learner import Ledger
 

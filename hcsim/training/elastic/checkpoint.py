@@ -29,9 +29,7 @@ import safetensors.numpy
 
 from hcsim.errors import UNDECODABLE, ConfigError, HcsimError, UsageError
 from hcsim.runtime.channel import Phantom
-from hcsim.runtime.device import Work
-from hcsim.runtime.host import Host
-from hcsim.runtime.store import Store
+from hcsim.runtime.host import Host, Store, Work
 from hcsim.training.elastic.transfer import Parcel
 
 MOST_KEPT = 16

@@ -18,7 +18,7 @@ from hcsim.cluster.diagnosis import Accusation, Failure, VotesSeen
 from hcsim.cluster.view import View
 from hcsim.collectives.failure_domain import TOLD
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, CollectiveTimeout, RemoteProtocolError
 from hcsim.runtime.host import Host

@@ -25,7 +25,7 @@ from hcsim.cluster.conductor import LAST_CALL_PAUSE_S, LAST_CALL_S, Conductor
 from hcsim.cluster.diagnosis import VotesSeen
 from hcsim.cluster.view import View
 from hcsim.collectives.group import Group
-from hcsim.collectives.options import Options
+from hcsim.collectives.select import Options
 from hcsim.compressors.encoding import is_finite
 from hcsim.compressors.registry import make
 from hcsim.config.training import Training

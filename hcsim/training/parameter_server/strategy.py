@@ -34,10 +34,9 @@ from msgspec.structs import replace
 
 from hcsim.config.training import Training
 from hcsim.errors import CollectiveError, ConfigError, DeadlineExceeded, GradientsRefused
-from hcsim.runtime.address import address_at, hosts_of
+from hcsim.runtime.address import Target, address_at, hosts_of, parse
 from hcsim.runtime.channel import Listener
 from hcsim.runtime.host import Host
-from hcsim.runtime.target import Target, parse
 from hcsim.training.learner import Learner
 from hcsim.training.parameter_server.gradients import Gradients
 from hcsim.training.parameter_server.messages import UNKNOWN, Done

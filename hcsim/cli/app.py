@@ -101,6 +101,27 @@ def sweep(context: typer.Context) -> None:
 
 
 @app.command()
+def doctor(
+    hosts: Annotated[
+        list[str] | None, typer.Option(help="Examine that machine too, through ssh; may be repeated, or with commas.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, mps, cuda or cpu.")] = "auto",
+    look: Annotated[
+        str | None, typer.Option(help="How long to look for other machines. [default: 3 s; with others 8 s]")
+    ] = None,
+    program: Annotated[str, typer.Option(help="What hcsim is called on the other machines.")] = "hcsim",
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Examine this machine before it joins a cluster: what stands in the way, and the remedy."""
+    with errors_told():
+        from hcsim.cli import doctor as work
+
+        names = [name.strip() for each in hosts or () for name in each.split(",")]
+        healthy = work.doctor(names, device, look, program, as_json=json)
+    _end(healthy)
+
+
+@app.command()
 def topology(
     scenario: Annotated[
         str,

@@ -91,6 +91,23 @@ def check_torch_device(name: str) -> None:
         raise ConfigError(f'device "{name}": torch finds none on this machine; "auto" takes the best there is')
 
 
+def training_step_error(device: str) -> str:
+    """Take one step on the device and one by hand; return how they differ, if they do."""
+    import torch
+
+    torch.manual_seed(0)
+    data, target, weights = torch.randn(32, 8), torch.randn(32, 1), torch.randn(8, 1)
+    error = data @ weights - target
+    expected = weights - 0.1 * (2 / len(data)) * (data.T @ error)
+    model = torch.nn.Linear(8, 1, bias=False)
+    model.weight.data.copy_(weights.T)
+    model.to(device)
+    torch.nn.functional.mse_loss(model(data.to(device)), target.to(device)).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    worst = (model.weight.detach().cpu().T - expected).abs().max().item()
+    return "" if worst < 1e-4 else f"a training step is wrong by {worst:.2g}"
+
+
 class RealDevice:
     """Runs functions one after the other in a thread of its own, so that the network goes on meanwhile."""
 

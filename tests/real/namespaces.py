@@ -194,6 +194,10 @@ class Machine:
         for side in ("sport", "dport"):
             ip("-n", self.namespace, "rule", "delete", "ipproto", "tcp", side, str(port), "blackhole")
 
+    def drop_multicast(self) -> None:
+        """The switch passes no multicast on to this machine, as many access points do not."""
+        run("ip", "netns", "exec", self._switch, "bridge", "link", "set", "dev", self._port, "mcast_flood", "off")
+
     def lose(self, other: Machine) -> None:
         """What this machine sends to another one is lost."""
         for address in (f"{other.ip}/32", f"{other.ip6}/128"):
